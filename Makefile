@@ -1,0 +1,46 @@
+# Two commands matter: `make train` and `make test`. Both set up .venv first (once; the second time at once).
+# ARGS='texts/ --minutes 10' is passed on to monograph train (or pytest); PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?= python3
+ARGS ?=
+RUN = .venv/bin/python -m
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all lint format python setup setup-dev
+
+help:
+	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
+	@echo 'make test        install what the tests need, then style, types, layers, laws and unit tests'
+	@echo 'make test-all    the slow tests too'
+	@echo 'make lint        style, types and layers only'
+	@echo 'make format      apply the style'
+
+train: setup
+	@$(RUN) monograph train $(ARGS)
+
+# Cheap first.
+test: lint
+	$(RUN) pytest -q -m 'not slow' $(ARGS)
+
+test-all: lint
+	$(RUN) pytest -q $(ARGS)
+
+lint: setup-dev
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+	.venv/bin/lint-imports --no-logo
+
+format: setup-dev
+	$(RUN) ruff check --fix
+	$(RUN) ruff format
+
+setup: python
+	@$(PYTHON) setup_venv.py
+
+setup-dev: python
+	@$(PYTHON) setup_venv.py dev
+
+python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'setup     Python 3.11 or newer is needed as $(PYTHON); to name another: make PYTHON=python3.12' >&2; exit 2; }

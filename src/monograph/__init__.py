@@ -1,0 +1,53 @@
+"""Monograph: train, sweep and sample language models on one GPU, the whole step in one computation graph.
+
+The names below are the library. Each is imported on first use, so that `import monograph` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives, as module or module:attribute.
+_HOME = {
+    "Llama": "model.llama",
+    "LlamaConfig": "model.config",
+    "load": "run.models",
+    "save": "run.models",
+    "corpus": "data.corpus",
+    "token_loss": "loss",
+    "AdamW": "optim",
+    "warmup_cosine": "schedule",
+    "constant": "schedule",
+    "Step": "step",
+    "accumulate": "step",
+    "update": "step",
+    "capture": "graph.capture",
+    "trial": "graph.trial",
+    "Precision": "graph.precision",
+    "train": "loop",
+    "Resident": "resident",
+    "evaluate": "evaluation",
+    "generate": "decode",
+    "Sampling": "decode",
+    "flops": "measure.flops:flops_per_token",
+    "save_checkpoint": "checkpointing:save",
+    "load_checkpoint": "checkpointing:load",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'monograph' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(importlib.import_module(f"monograph.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,8 @@
+"""Saves and loads a run's state so that no crash, full disk or flipped bit can cost more than the last save."""
+
+from __future__ import annotations
+
+from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, load, verify
+from monograph.checkpointing.rotation import newest, save
+
+__all__ = ["Checkpoint", "CheckpointDamaged", "load", "newest", "save", "verify"]

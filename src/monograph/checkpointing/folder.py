@@ -1,0 +1,221 @@
+"""One checkpoint on disk: a folder of three files and a manifest that vouches for every byte of them and of itself."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from monograph.checkpointing import blocks, layout
+from monograph.errors import InputRefused
+
+MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+FORMAT = "monograph-checkpoint-1"
+MOST_MANIFEST_BYTES = 64 * 1024 * 1024
+# `.replaced` is what a folder is called for the moment in which its successor of the same update takes its place.
+REPLACED = ".replaced"
+FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A run's whole state between two updates.
+
+    Attributes:
+        update: updates done.
+        model: the module's tensors by name; tied weights once.
+        optimizer: the optimizer's tensors by name.
+        state: everything else, as JSON gives it back (string keys, lists for tuples).
+        run: identity of the run that wrote it, so that a caller can notice a folder that belongs to another run.
+    """
+
+    update: int
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
+
+
+class CheckpointDamaged(InputRefused):
+    """A checkpoint's file is not what its manifest says."""
+
+    def __init__(self, file: Path, expected: str, actual: str) -> None:
+        super().__init__(f"{file}: expected {expected}, found {actual}")
+        self.file, self.expected, self.actual = file, expected, actual
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says of one file: its length and the SHA-256 of each of its blocks."""
+
+    bytes: int
+    sha256: list[str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of MANIFEST.json: the identity of a checkpoint and an entry for each of its files."""
+
+    run: str
+    update: int
+    files: dict[str, FileEntry]
+
+    @property
+    def root(self) -> str:
+        """SHA-256 of all that the manifest says, and so of every byte of the checkpoint."""
+        return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        """The manifest's only valid bytes: any other spelling is damage, so that no flipped bit goes unnoticed."""
+        return (json.dumps({**self._content(), "root": self.root}, indent=1) + "\n").encode()
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "run": self.run,
+            "update": self.update,
+            "block_bytes": blocks.BLOCK_BYTES,
+            "files": {name: vars(entry) for name, entry in self.files.items()},
+        }
+
+
+def verify(folder: Path) -> None:
+    """Check every byte of a checkpoint against its manifest, in constant memory.
+
+    Raises:
+        CheckpointDamaged: naming the file with the expected and actual digest, length or list of files.
+    """
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        with _opened(folder / name, entry.bytes) as descriptor:
+            _require(folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint into plain memory of its own, verifying the very bytes that are handed out.
+
+    Raises:
+        CheckpointDamaged: as `verify`.
+    """
+    manifest = read_manifest(folder)
+    return Checkpoint(
+        update=manifest.update,
+        model=_load_tensors(folder / MODEL, manifest.files[MODEL]),
+        optimizer=_load_tensors(folder / OPTIMIZER, manifest.files[OPTIMIZER]),
+        state=_load_state(folder / STATE, manifest.files[STATE]),
+        run=manifest.run,
+    )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest and check all that is cheap: its own digest, the folder's name, the list and lengths of files.
+
+    Raises:
+        CheckpointDamaged: as `verify`.
+    """
+    path = folder / MANIFEST
+    with _opened(path) as descriptor:
+        data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_MANIFEST_BYTES))
+        present = sorted(os.listdir(folder))
+    manifest = _parse(path, data)
+    named = FOLDER_NAME.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.update:
+        raise CheckpointDamaged(path, f"update {int(named[1])} as in the folder's name", f"update {manifest.update}")
+    expected = sorted([*manifest.files, MANIFEST])
+    if present != expected:
+        raise CheckpointDamaged(folder, f"the files {', '.join(expected)}", ", ".join(present))
+    for name, entry in manifest.files.items():
+        with _opened(folder / name, entry.bytes):
+            pass
+    return manifest
+
+
+def _parse(path: Path, data: bytes) -> Manifest:
+    try:
+        content = json.loads(data)
+        kind = f"format {content['format']} with blocks of {content['block_bytes']} bytes"
+        ours = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
+        if kind != ours:
+            raise CheckpointDamaged(path, ours, kind)
+        # Names come from this list and never from the file: a manifest cannot make anything else be opened.
+        files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
+        manifest = Manifest(content["run"], content["update"], files)
+        stated, canonical = content["root"], manifest.encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(path, "a manifest", f"something else ({type(error).__name__}: {error})") from error
+    if data != canonical:
+        found = f"sha256 {manifest.root}" if manifest.root != stated else "the same content spelled otherwise"
+        raise CheckpointDamaged(path, f"content of sha256 {stated}", found)
+    numbers = [manifest.update, *(entry.bytes for entry in files.values())]
+    kinds = [(manifest.run, str), *((entry.sha256, list) for entry in files.values())]
+    if not all(type(number) is int and number >= 0 for number in numbers) or not all(
+        isinstance(*kind) for kind in kinds
+    ):
+        raise CheckpointDamaged(path, "natural numbers, a text and lists of digests in their places", "something else")
+    return manifest
+
+
+def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
+    text = bytearray(entry.bytes)
+    with _opened(path, entry.bytes) as descriptor:
+        _require(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(path, "a JSON object", f"something else ({error})") from error
+
+
+def _load_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
+    with _opened(path, entry.bytes) as descriptor:
+        try:
+            start = os.pread(descriptor, layout.LENGTH_BYTES, 0)
+            prefix = os.pread(descriptor, layout.header_bytes(start, entry.bytes), 0)
+            tensors = layout.decode(prefix, entry.bytes)
+        except layout.LayoutError as error:
+            # The header is read before its digest can be known: say the digests if they explain it.
+            _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
+            raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
+        again = bytearray(len(prefix))
+        pieces = [memoryview(again), *map(layout.bytes_of, tensors.values())]
+        _require(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        if again != prefix:
+            raise CheckpointDamaged(path, "the same header when read twice", "another one")
+    return tensors
+
+
+@contextmanager
+def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
+    """Open a regular file for reading, never through a symbolic link; whatever cannot be read counts as damaged."""
+    try:
+        # Without O_NONBLOCK a pipe of that name would hang.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointDamaged(path, "a regular file", stat.filemode(status.st_mode))
+            if expected_bytes is not None and status.st_size != expected_bytes:
+                raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{status.st_size} bytes")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        found = "a symbolic link" if error.errno == errno.ELOOP else f"'{error.strerror}'"
+        raise CheckpointDamaged(path, "a readable file", found) from error
+
+
+def _require(path: Path, expected: list[str], actual: list[str]) -> None:
+    for index, (want, have) in enumerate(zip_longest(expected, actual)):
+        if want != have:
+            where = f" in block {index + 1} of {len(expected)}" if len(expected) > 1 else ""
+            raise CheckpointDamaged(path, f"sha256 {want}{where}", f"sha256 {have}")

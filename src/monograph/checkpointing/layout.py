@@ -1,0 +1,115 @@
+"""The safetensors layout, both ways, without a second copy of the tensors in memory.
+
+The `safetensors` library is the oracle in the tests. It is not used here because its writer refuses strided tensors and
+shared storage (so that copies of all of them would have to be there at once), creates files with mode 0600 and renames
+without fsync, and because its reader maps the file, where we want to hand out the very bytes that were verified.
+Layout: u64 little-endian header length, JSON header padded with spaces, then the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# In the library's order, by falling element size: laid out so, every tensor is aligned to its element.
+DTYPES = {
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
+    "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ORDER = list(NAMES)
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+ALIGNMENT = 8
+MOST_ELEMENTS = 2**60
+
+
+class LayoutError(ValueError):
+    """The header is not a safetensors header of a file of this length."""
+
+
+def encode(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[memoryview]]:
+    """Lay tensors out as one safetensors file, ordered by dtype and then name, exactly as the library does.
+
+    Tensors may share storage, be strided views or live on a device: each is made contiguous on the host only when its
+    turn comes, and a contiguous host tensor is not copied at all. They must not change until the pieces are used.
+
+    Returns:
+        The file's length in bytes and its pieces in order.
+
+    Raises:
+        TypeError: for a dtype that the format does not have (complex, quantised).
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"{name}: dtype {tensor.dtype} cannot be stored in a safetensors file")
+    ordered = sorted(tensors, key=lambda name: (ORDER.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    prefix = len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(prefix)
+        for name in ordered:
+            yield bytes_of(tensors[name])
+
+    return len(prefix) + end, pieces()
+
+
+def header_bytes(first: bytes, file_bytes: int) -> int:
+    """Length of the header, which begins with these LENGTH_BYTES, with them included."""
+    length = LENGTH_BYTES + int.from_bytes(first, "little")
+    if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
+        raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes")
+    return length
+
+
+def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
+    """Allocate the tensors that a file's first `header_bytes` describe, in the order of their bytes, yet to be filled.
+
+    Raises:
+        LayoutError: unless the tensors' bytes follow each other to the file's end without gap or overlap, so that what
+            is allocated is never more than the file's length.
+    """
+    try:
+        header = json.loads(prefix[LENGTH_BYTES:].decode())
+        header.pop("__metadata__", None)
+        entries = sorted((_entry(name, value) for name, value in header.items()), key=lambda entry: entry[2:4])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LayoutError(f"an unreadable header ({error})") from error
+    at = 0
+    for name, size, begin, end, _dtype, _shape in entries:
+        if (begin, end) != (at, at + size):
+            raise LayoutError(f"tensor {name} at bytes {begin} to {end} where {at} to {at + size} was expected")
+        at = end
+    if len(prefix) + at != file_bytes:
+        raise LayoutError(f"tensors of {at} bytes in a file of {file_bytes} bytes with a header of {len(prefix)}")
+    return {name: torch.empty(shape, dtype=dtype) for name, _size, _begin, _end, dtype, shape in entries}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _entry(name: str, value: dict[str, Any]) -> tuple[str, int, int, int, torch.dtype, list[int]]:
+    dtype, shape, (begin, end) = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
+    if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:
+        raise ValueError(f"tensor {name} has an impossible shape")  # an empty one's strides would overflow too
+    return name, math.prod(shape) * dtype.itemsize, begin, end, dtype, shape

@@ -1,0 +1,201 @@
+"""Which checkpoints a run keeps: save the next one, drop the oldest, find the newest that can be trusted.
+
+The order of the operations is the whole point (each step is durable before the next one relies on it): files and their
+fsync, manifest, folder, rename, parent folder; only then are older checkpoints removed. One writer at a time: the
+caller holds the run's lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from monograph.checkpointing import blocks, layout
+from monograph.checkpointing.folder import (
+    FOLDER_NAME,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    REPLACED,
+    STATE,
+    Checkpoint,
+    CheckpointDamaged,
+    FileEntry,
+    Manifest,
+    load,
+    read_manifest,
+)
+from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
+
+FEWEST_KEPT = 2
+TEMPORARY = ".tmp-"
+
+Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # file name -> its length in bytes and its pieces
+
+
+def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Write a checkpoint so that at every moment, whatever happens, the newest valid one is the previous or this one.
+
+    Its update becomes the head of the run: afterwards the `keep` newest complete checkpoints up to it remain. Later
+    ones, which a resumed run must have passed over as damaged, are removed with the older ones. Saving an update again
+    replaces it.
+
+    Args:
+        checkpoints: the run's folder of checkpoints, made if it is not there.
+        checkpoint: tensors may live on a device, be strided or share storage; they must not change during the call.
+        keep: how many to keep, at least 2.
+
+    Returns:
+        The checkpoint's folder, durable.
+
+    Raises:
+        DiskFull: nothing that was there before has been touched; also for any other failure to write.
+        UsageError: keep < 2.
+        TypeError: a state that is not JSON, a tensor of a dtype that safetensors does not have.
+    """
+    if keep < FEWEST_KEPT:
+        raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}: a damaged checkpoint needs a predecessor")
+    text = json.dumps(dict(checkpoint.state), indent=1).encode()
+    files = {
+        MODEL: layout.encode(checkpoint.model),
+        OPTIMIZER: layout.encode(checkpoint.optimizer),
+        STATE: (len(text), iter([memoryview(text)])),
+    }
+    final = checkpoints / f"step-{checkpoint.update:08d}"
+    temporary = checkpoints / (TEMPORARY + final.name)
+    try:
+        _make(checkpoints)
+        _remove_leftovers(checkpoints)
+        _require_space(checkpoints, files)
+        _write(temporary, checkpoint, files)
+        _publish(temporary, final)
+    except OSError as error:
+        _remove(temporary)
+        raise DiskFull(
+            f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
+            f" {error.strerror} (it needs {_length(files):,} bytes, {_free(checkpoints):,} are free);"
+            " earlier checkpoints are untouched: resume when this is mended"
+        ) from error
+    # The new checkpoint is durable: a failure to remove an old one does not undo that, and the next save tries again.
+    with suppress(OSError):
+        _prune(final, checkpoint.update, keep)
+    return final
+
+
+def newest(checkpoints: Path, warn: Callable[[str], None], at: int | None = None) -> Checkpoint:
+    """Load the newest checkpoint that passes verification, or the one of update `at`.
+
+    Args:
+        checkpoints: the run's folder of checkpoints.
+        warn: called once with one line if newer ones had to be passed over: which and why.
+        at: consider only the checkpoint of this update.
+
+    Raises:
+        NoValidCheckpoint: naming each candidate with what is wrong with it.
+    """
+    try:
+        found = _found(checkpoints)
+    except OSError as error:
+        raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load ({error.strerror})") from error
+    refused: list[str] = []
+    for update, folder in found:
+        if at not in (None, update):
+            continue
+        try:
+            checkpoint = load(folder)
+        except CheckpointDamaged as error:
+            refused.append(str(error))
+            continue
+        if refused:
+            warn(f"skipped damaged checkpoints ({'; '.join(refused)}); going on from {folder.name}")
+        return checkpoint
+    if refused:
+        raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(refused)}")
+    if at is not None and found:
+        there = ", ".join(str(update) for update in sorted({update for update, _ in found}))
+        raise NoValidCheckpoint(f"{checkpoints}: no checkpoint of update {at}; there are those of {there}")
+    raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000")
+
+
+def _make(checkpoints: Path) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    blocks.make_durable(checkpoints.parent)  # also if it was there: a save killed right here may have made it
+
+
+def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded) -> None:
+    temporary.mkdir()
+    entries = {
+        name: FileEntry(length, blocks.write_file(temporary / name, pieces)) for name, (length, pieces) in files.items()
+    }
+    manifest = Manifest(checkpoint.run, checkpoint.update, entries)
+    blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
+    blocks.make_durable(temporary)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    if final.exists():
+        # A folder cannot be renamed onto another. Between the two renames the predecessor stays valid as `.replaced`.
+        replaced = final.with_name(final.name + REPLACED)
+        final.rename(final.with_name(TEMPORARY + replaced.name) if replaced.exists() else replaced)
+    temporary.rename(final)
+    blocks.make_durable(final.parent)
+
+
+def _prune(saved: Path, head: int, keep: int) -> None:
+    """Remove what is not among the `keep` newest up to the one just saved, or is visibly incomplete."""
+    _remove_leftovers(saved.parent)
+    kept = {head}
+    for update, folder in _found(saved.parent):
+        if folder == saved:
+            continue
+        if update < head and update not in kept and len(kept) < keep and _complete(folder):
+            kept.add(update)
+            continue
+        # Under a name that is never loaded first, so that a half-removed folder is not even a candidate.
+        doomed = folder.with_name(TEMPORARY + folder.name)
+        folder.rename(doomed)
+        _remove(doomed)
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def _found(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Updates and folders, newest first; of the same update the one in place before the replaced one."""
+    named = [(FOLDER_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir()]
+    return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
+
+
+def _remove_leftovers(checkpoints: Path) -> None:
+    for path in checkpoints.glob(TEMPORARY + "*"):
+        _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    # What cannot be removed now is in nobody's way: it is never loaded, and the next save tries again.
+    with suppress(OSError):
+        shutil.rmtree(folder)
+
+
+def _require_space(checkpoints: Path, files: Encoded) -> None:
+    if _free(checkpoints) < _length(files):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
+
+
+def _length(files: Encoded) -> int:
+    return sum(length for length, _ in files.values())
+
+
+def _free(checkpoints: Path) -> int:
+    existing = next(path for path in (checkpoints, *checkpoints.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free

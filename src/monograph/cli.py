@@ -1,0 +1,269 @@
+"""The command line: arguments in, one command called, one exit code out. No arithmetic; no torch before a command."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+import typer.main
+
+from monograph import __version__
+from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError
+
+if TYPE_CHECKING:
+    from monograph.config import Settings
+
+# Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
+_BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="monograph",
+    help="Train, sweep and sample language models on the one GPU you have (or on none).",
+    epilog="An argument of a command is a CONFIG.toml, a section.key=value pair, or text; `last` is the newest run.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+data_app = typer.Typer(help="Show or prepare the data.", rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+ConfigArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.toml | KEY=VALUE | PATH", help="settings and text, in any order", show_default=False
+    ),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, or a Hugging Face folder")]
+Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
+
+
+@app.callback(invoke_without_command=True)
+def _monograph(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
+    if version:
+        print(f"monograph {__version__}")
+        raise typer.Exit
+    _help_if_bare(context)
+
+
+@data_app.callback(invoke_without_command=True)
+def _data(context: typer.Context) -> None:
+    _help_if_bare(context)
+
+
+def _help_if_bare(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    arguments: ConfigArguments = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="the run's folder; default: runs/DATE-TIME")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="[RUN]", help="go on where a run stopped; default: last")
+    ] = None,
+    from_: Annotated[str | None, typer.Option("--from", metavar="RUN[@UPDATE]", help="start from its weights")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="M", help="how long; short for train.minutes=M")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print every value and its origin, and stop")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Train a model on text. With no arguments: three minutes on Python's own sources."""
+    if resume and from_:
+        raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    settings = _settings(arguments, {} if minutes is None else {"train.minutes": minutes})
+    if print_config:
+        print(settings.to_toml(origins=True), end="")
+        return 0
+    from monograph.commands.train import run
+
+    return run(settings, out=out, resume=resume, from_=from_, json=json)
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="draw from the K likeliest tokens")] = None,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="same seed, same text")] = 0,
+    n: Annotated[int, typer.Option("-n", "--n", metavar="N", min=1, help="continuations of each prompt")] = 1,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="longest continuation, in tokens")] = 128,
+    stop: Annotated[list[str] | None, typer.Option(metavar="S", help="end before this text; may be repeated")] = None,
+    json: Json = False,
+) -> int:
+    """Continue text with a trained model."""
+    from monograph.commands.generate import run as command
+
+    return command(
+        run,
+        prompts or [],
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        n=n,
+        max_tokens=max_tokens,
+        stop=stop or [],
+        json=json,
+    )
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    data: Annotated[list[str] | None, typer.Option(metavar="PATH", help="text; default: what the run held out")] = None,
+    json: Json = False,
+) -> int:
+    """Measure bits per byte on text that was held out."""
+    from monograph.commands.evaluate import run as command
+
+    return command(run, data=data or [], json=json)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run, or `last`")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="the folder to write")],
+    format: Annotated[str, typer.Option(metavar="hf", help="hf: a folder that transformers loads")] = "hf",
+) -> int:
+    """Write a run's model for other tools."""
+    from monograph.commands.export import run as command
+
+    return command(run, to=to, format=format)
+
+
+@data_app.command()
+def show(
+    arguments: ConfigArguments = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="which packed row; default: a few numbers and row 0")
+    ] = None,
+) -> int:
+    """Decode one packed row and mark its trained tokens."""
+    from monograph.commands.data import show as command
+
+    return command(_settings(arguments), row=row)
+
+
+@data_app.command()
+def build(arguments: ConfigArguments = None) -> int:
+    """Tokenise the text once, for all later runs."""
+    from monograph.commands.data import build as command
+
+    return command(_settings(arguments))
+
+
+@app.command()
+def check(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="verify this run's files; default: this machine")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Say whether this machine or a run is in order."""
+    from monograph.commands.check import run as command
+
+    return command(run, json=json)
+
+
+def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None) -> Settings:
+    from monograph.config import classify, load
+
+    toml, overrides = classify(arguments or [])
+    for key, value in (flags or {}).items():
+        if key in overrides:
+            raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
+        overrides[key] = value
+    return load(toml, overrides)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command that `arguments` (default: the process's) name, and exits with the contract's code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
+    # (docs/log.md). libgomp reads this when torch is imported, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        code = _run(_with_resume_value(given))
+        sys.stdout.flush()
+    except _BadCommandLine as error:
+        code = _fail(_wrong_arguments(error), UsageError.exit_code)
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        code = stop.exit_code
+    except MonographError as error:
+        code = _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        code = _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        code = _unforeseen(error, given)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """One command, its exceptions untouched: typer's own `main` would turn some of them into exit codes of its own."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("monograph", list(arguments)) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as exit_:
+        return exit_.exit_code
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` with no run after it means `--resume last`; typer has no options whose value may be left out."""
+    if "--resume" not in arguments:
+        return arguments
+    position = arguments.index("--resume") + 1
+    following = arguments[position] if position < len(arguments) else "-"
+    is_run = not following.startswith("-") and "=" not in following and not following.endswith(".toml")
+    return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
+
+
+def _wrong_arguments(error: Any) -> str:
+    near = difflib.get_close_matches(
+        getattr(error, "option_name", ""), getattr(error, "possibilities", None) or (), n=1
+    )
+    return f"{error.message}; did you mean {near[0]}?" if near else error.format_message().rstrip(".")
+
+
+def _fail(message: str, code: int) -> int:
+    """One line on stderr, its first word red on a terminal."""
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    label = "\033[31merror:\033[0m" if colour else "error:"
+    print(label, " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _unforeseen(error: Exception, arguments: list[str]) -> int:
+    """What no room foresaw: a full disk or a forbidden path is said as such, anything else is a bug of ours."""
+    if os.environ.get("MONOGRAPH_DEBUG"):
+        traceback.print_exc()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
+    if isinstance(error, PermissionError):
+        return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="monograph-bug-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        print(f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n", file=file)
+        traceback.print_exc(file=file)
+    summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    print(f"bug: {summary}; please report it with {file.name}", file=sys.stderr)
+    return 1

@@ -1,0 +1,25 @@
+"""The private corners of torch that this package touches, in one place; tested on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+
+def captured_graphs() -> int:
+    """How many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
+    import torch._dynamo.utils as utils
+
+    return int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+def graph_breaks() -> int:
+    """How many graph breaks Dynamo has met in this process."""
+    import torch._dynamo.utils as utils
+
+    return int(sum(utils.counters["graph_break"].values()))
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Whether torch could not trace or compile a function, as opposed to the function itself failing."""
+    import torch._dynamo.exc as dynamo
+    import torch._inductor.exc as inductor
+
+    return isinstance(error, (dynamo.TorchDynamoException, inductor.InductorError, inductor.CppCompileError))

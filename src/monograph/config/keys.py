@@ -1,0 +1,174 @@
+"""Every key of the configuration: its type, default, meaning, and whether the room behind it is built."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from decimal import Decimal
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+Auto = Literal["auto"]
+
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _count(value: Any) -> Any:
+    """`"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; anything else is left for the type to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())):
+        value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
+    elif isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", value.lower()):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _pair(value: Any) -> Any:
+    """`[0.9, 0.95]`, `"0.9,0.95"` or `"[0.9, 0.95]"` → `(0.9, 0.95)`."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.strip("[]()").split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _strings(value: Any) -> Any:
+    """`'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text stays one string."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return tomllib.loads(f"list = {value}")["list"]
+        except tomllib.TOMLDecodeError:
+            return value
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
+Count = Annotated[PositiveInt, BeforeValidator(_count)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _key(default: Any, expected: str, meaning: str) -> Any:
+    """A configuration key; `expected` completes the sentence "expected ..." of the error for a wrong value."""
+    return Field(default, description=meaning, json_schema_extra={"expected": expected})
+
+
+class Section(BaseModel):
+    """A table of the TOML file. None stands for "not given"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+_COUNT = 'a whole number above 0 ("512k" is 512000, "512Ki" is 524288)'
+_SIZE = "a whole number above 0"
+
+
+class ModelSection(Section):
+    """Which model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
+
+    preset: Literal["auto", "nano", "micro", "124m", "llama-179m", "1b", "8b"] = _key(
+        "auto", "auto, nano, micro, 124m, llama-179m, 1b or 8b", "a shape by name; auto: what fits"
+    )
+    init: Text | None = _key(
+        None, 'a folder or "file.py:function"', "weights to start from, or the function that builds it"
+    )
+    vocab_size: PositiveInt | None = _key(None, _SIZE, "entries of the embedding; default: the tokenizer's")
+    hidden_size: PositiveInt | None = _key(None, _SIZE, "width of the residual stream")
+    intermediate_size: PositiveInt | None = _key(None, _SIZE, "width of the feed-forward layer")
+    num_hidden_layers: PositiveInt | None = _key(None, _SIZE, "blocks")
+    num_attention_heads: PositiveInt | None = _key(None, _SIZE, "query heads")
+    num_key_value_heads: PositiveInt | None = _key(None, _SIZE, "key and value heads; divides num_attention_heads")
+    max_position_embeddings: PositiveInt | None = _key(None, _SIZE, "longest sequence, in tokens")
+    rope_theta: PositiveFloat | None = _key(None, "a number above 0", "base of the rotary embedding's wavelengths")
+    tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that were given, by their Hugging Face names."""
+        return {key: value for key, value in self if key not in ("preset", "init") and value is not None}
+
+
+class DataSection(Section):
+    """Which text, and how it becomes rows of tokens."""
+
+    source: Texts = _key("stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin")
+    tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
+    sequence_length: Count = _key(256, _COUNT, "tokens per row")
+    packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
+    held_out: Fraction = _key(0.05, "a number between 0 and 1", "share of the bytes kept for evaluation")
+    text_key: Text = _key("text", "a name", "the field of a JSON line that holds the text")
+
+
+class OptimSection(Section):
+    """How weights are updated."""
+
+    name: Literal["adamw", "muon"] = _key("adamw", "adamw", "the update rule")
+    lr: Auto | PositiveFloat = _key("auto", "a number above 0, or auto", "peak learning rate")
+    weight_decay: NonNegativeFloat = _key(0.1, "a number, 0 or more", "decoupled decay of the matrices")
+    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
+        (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
+    )
+    eps: PositiveFloat = _key(1e-8, "a number above 0", "added to the denominator")
+    grad_clip: Literal["none"] | PositiveFloat = _key(1.0, "a number above 0, or none", "largest gradient norm")
+    schedule: Literal["cosine", "constant", "wsd"] = _key("cosine", "cosine or constant", "learning rate after warm-up")
+    warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key("auto", "a whole number or auto", "linear warm-up")
+    transfer: Literal["none", "width"] = _key("none", "none", "rules that carry a learning rate across widths")
+
+
+class TrainSection(Section):
+    """How long, in what portions and by what means. At most one of updates, tokens, epochs and minutes is given."""
+
+    updates: Count | None = _key(None, _COUNT, "stop after so many updates")
+    tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")
+    epochs: PositiveInt | None = _key(None, _SIZE, "stop after so many passes over the data")
+    minutes: PositiveFloat | None = _key(None, "a number above 0", "stop after about this long; default: 3")
+    tokens_per_update: Auto | Count = _key("auto", _COUNT + ", or auto", "tokens of one optimizer update")
+    micro_batch: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "rows on the device at once")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number", "of weights and data order")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key("auto", "auto, fp32 or bf16", "of the arithmetic")
+    compile: Literal["auto", "whole", "blocks", "none"] = _key(
+        "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"
+    )
+    remat: Text = _key("auto", "auto or none", "which activations are recomputed in the backward pass")
+    memory: Literal["auto", "device", "stream"] = _key("auto", "auto or device", "where the weights live")
+    parallel: Literal["none", "ddp", "fsdp"] = _key("none", "none", "how several devices share the work")
+    eval_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between evaluations")
+    save_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between checkpoints")
+    keep: Annotated[int, Field(ge=2)] = _key(2, "a whole number, 2 or more", "newest checkpoints that are kept")
+
+
+class LoraSection(Section):
+    """Low-rank adapters."""
+
+    rank: PositiveInt | None = _key(None, _SIZE, "rank of the adapters")
+    alpha: PositiveFloat | None = _key(None, "a number above 0", "the adapters' output is scaled by alpha / rank")
+    targets: Texts | None = _key(None, "a list of module names", "the linear layers that get one")
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelSection, "data": DataSection, "optim": OptimSection, "train": TrainSection, "lora": LoraSection,
+}  # fmt: skip
+KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
+DEFAULT_MINUTES = 3.0
+
+
+class NotBuilt(NamedTuple):
+    """A value that the contract promises and no room serves yet; `works` are the values that one does."""
+
+    works: tuple[Any, ...]
+    sentence: str
+
+
+# The one list of what is refused for now: a room that lands deletes its line.
+NOT_BUILT: dict[str, NotBuilt] = {
+    "optim.name": NotBuilt(("adamw",), "Muon is not built yet; adamw is"),
+    "optim.schedule": NotBuilt(("cosine", "constant"), "warmup-stable-decay is not built yet; cosine and constant are"),
+    "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
+    "train.precision": NotBuilt(("auto", "fp32", "bf16"), "this precision is not built yet; fp32 and bf16 are"),
+    "train.remat": NotBuilt(
+        ("auto", "none"), "recomputation is not built yet; use none and a smaller train.micro_batch"
+    ),
+    "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
+    "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
+    "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
+    "lora.alpha": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
+    "lora.targets": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
+}

@@ -1,0 +1,172 @@
+"""The settings of one run: frozen values, where each came from, and their text form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from monograph.config.keys import (
+    DEFAULT_MINUTES,
+    KEYS,
+    NOT_BUILT,
+    SECTIONS,
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimSection,
+    TrainSection,
+)
+from monograph.errors import UsageError
+
+# At most one key of each group is in force: the one whose origin ranks highest.
+EXCLUSIVE = (
+    ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
+    ("model.preset", "model.init"),
+)
+
+
+class Settings(BaseModel):
+    """Everything a run was told, checked.
+
+    `settings.optim.lr` reads a value; None stands for "not given" and "auto" for "the planner's choice".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection(minutes=DEFAULT_MINUTES)
+    lora: LoraSection = LoraSection()
+    origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    """Where each key that was set comes from, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
+
+    def values(self) -> dict[str, Any]:
+        """Every key's value, by dotted key, in the contract's order."""
+        return {key: getattr(getattr(self, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
+
+    def pinned(self) -> dict[str, Any]:
+        """The values that somebody set, as opposed to defaults."""
+        return {key: value for key, value in self.values().items() if key in self.origins}
+
+    def resolve(self, values: Mapping[str, Any], origin: str) -> Settings:
+        """The same settings with some keys fixed, for example by the plan; `origin` is shown beside them.
+
+        Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the others.
+
+        Raises:
+            UsageError: unknown key, or a value of the wrong type.
+        """
+        checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
+        unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
+        kept = {key: value for key, value in self.pinned().items() if key not in unset}
+        return build(kept | checked, {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin))
+
+    def to_toml(self, *, origins: bool = False) -> str:
+        """The TOML text that loads as these settings; `origins` adds unset keys and origins as comments."""
+        return "\n".join(self._lines(origins)) + "\n"
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the values, in hex: equal for equal settings, whatever their origin."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
+
+    def _lines(self, origins: bool) -> Iterator[str]:
+        values = self.values()
+        for name, section in SECTIONS.items():
+            lines = [self._line(name, key, values[f"{name}.{key}"], origins) for key in section.model_fields]
+            if any(lines):
+                yield f"[{name}]"
+                yield from filter(None, lines)
+                yield ""
+
+    def _line(self, section: str, key: str, value: Any, origins: bool) -> str:
+        origin = self.origins.get(f"{section}.{key}", "default")
+        if value is None:
+            return f"# {key} is not set" if origins else ""
+        line = f"{key} = {_toml(value)}"
+        return f"{line:<48}# {origin}" if origins else line
+
+
+def _toml(value: Any) -> str:
+    """A TOML value; JSON's strings are TOML's but for DEL, which TOML wants escaped too."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
+    """The value of `key`, converted to its type; text from a shell or the environment may spell a number.
+
+    Raises:
+        UsageError: naming the origin, the key, the value and what was expected.
+    """
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation(), config=ConfigDict(allow_inf_nan=False))
+    try:
+        checked = adapter.validate_python(value, strict=not from_text)
+    except ValidationError:
+        expected = field.json_schema_extra["expected"]  # type: ignore[index, call-overload]
+        hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
+        raise UsageError(f"{origin}: {key} = {_shown(value)}: expected {expected}{hint}") from None
+    refused = NOT_BUILT.get(key)
+    if refused and checked not in refused.works:
+        raise UsageError(f"{origin}: {key} = {_shown(value)}: {refused.sentence}")
+    return checked
+
+
+def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+    """Settings from checked values by dotted key; keys that are missing take their default.
+
+    Raises:
+        UsageError: values that are right one by one and wrong together.
+    """
+    tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tables[section][name] = value
+    if values.keys().isdisjoint(EXCLUSIVE[0]):
+        tables["train"]["minutes"] = DEFAULT_MINUTES
+    settings = Settings(
+        **{name: SECTIONS[name](**table) for name, table in tables.items()},  # type: ignore[arg-type]
+        origins=dict(origins),
+    )
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    model, data, train = settings.model, settings.data, settings.train
+    sizes = model.sizes().keys()
+    if model.init and sizes:
+        key = f"model.{min(sizes)}"
+        raise UsageError(f"{settings.origins[key]}: {key} cannot change what model.init brings; give one or the other")
+    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    given = [key for key in shape if key in sizes]
+    if model.preset == "auto" and given and len(given) < len(shape):
+        missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
+        raise UsageError(f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes")
+    if isinstance(train.tokens_per_update, int) and train.tokens_per_update < data.sequence_length:
+        raise UsageError(
+            f"train.tokens_per_update = {train.tokens_per_update} is less than one row of "
+            f"data.sequence_length = {data.sequence_length} tokens; raise one or lower the other"
+        )
+
+
+def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
+    try:
+        adapter.validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,143 @@
+"""Where settings come from: flag over environment over TOML file over default, each value remembering its origin."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monograph.config.keys import KEYS, SECTIONS
+from monograph.config.settings import EXCLUSIVE, Settings, build, check
+from monograph.errors import UsageError
+
+COMMAND_LINE = "command line"
+_ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
+_ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
+
+
+class Given(NamedTuple):
+    """A value as it was found.
+
+    `origin` is for people, `rank` is 1 (TOML), 2 (environment) or 3 (command line), and `from_text` says that a number
+    may be spelled as text.
+    """
+
+    value: Any
+    origin: str
+    rank: int
+    from_text: bool
+
+
+def load(
+    toml: Path | None = None, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
+
+    An override that is a `str` is read as a shell gives it: "3e-4" is a number where a number belongs.
+
+    Raises:
+        UsageError: an unknown section or key (with the nearest known one), a value of the wrong type, a value whose
+            room is not built yet, keys that exclude each other, or a file that is not TOML.
+    """
+    given: dict[str, Given] = {}
+    if toml is not None:
+        given |= _from_toml(toml)
+    given |= _from_environment(os.environ if environment is None else environment)
+    for key, value in (overrides or {}).items():
+        require_known(key, COMMAND_LINE)
+        given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
+    in_force = _without_overruled(given)
+    values = {key: check(key, each.value, each.origin, from_text=each.from_text) for key, each in in_force.items()}
+    return build(values, {key: each.origin for key, each in in_force.items()})
+
+
+def require_known(key: str, origin: str) -> None:
+    """Refuses a key that is not in the contract, naming the nearest one that is.
+
+    Raises:
+        UsageError: the key is unknown.
+    """
+    if key in KEYS:
+        return
+    raise UsageError(f"{origin}: there is no key {key}{did_you_mean(key, KEYS) or _known_beside(key)}")
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
+    full = list(choices)
+    last = {choice.rpartition(".")[2]: choice for choice in full}
+    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
+    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _known_beside(key: str) -> str:
+    section = key.partition(".")[0]
+    if section in SECTIONS:
+        return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"
+    return f"; the sections are {', '.join(SECTIONS)}"
+
+
+def _from_toml(path: Path) -> dict[str, Given]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    given: dict[str, Given] = {}
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            require_known(section, _origin(path, text, "", section))
+        for key, value in table.items():
+            origin = _origin(path, text, section, key)
+            require_known(f"{section}.{key}", origin)
+            given[f"{section}.{key}"] = Given(value, origin, 1, from_text=False)
+        if section not in SECTIONS:
+            raise UsageError(f"{path}: there is no section [{section}]{did_you_mean(section, SECTIONS)}")
+    return given
+
+
+def _origin(path: Path, text: str, section: str, key: str) -> str:
+    """`run.toml:7`, or `run.toml` where the key is spelled in a way that has no line of its own (an inline table)."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            current = header[1]
+        elif entry := re.match(r"\s*([\w.\"' -]+?)\s*=", line):
+            name = entry[1].replace('"', "").replace("'", "").replace(" ", "")
+            if ".".join(filter(None, (current, name))) == ".".join(filter(None, (section, key))):
+                return f"{path}:{number}"
+    return str(path)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
+    given = {}
+    for name, value in environment.items():
+        if name in _ENVIRONMENT:
+            given[_ENVIRONMENT[name]] = Given(value, name, 2, from_text=True)
+        elif name.startswith(_ENVIRONMENT_PREFIXES):
+            raise UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}")
+    return given
+
+
+def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Leaves at most one key of each exclusive group: the one given at the highest rank."""
+    dropped: set[str] = set()
+    for group in EXCLUSIVE:
+        present = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
+        if not present:
+            continue
+        winner = present[-1]
+        for key in present[:-1]:
+            if given[key].rank == given[winner].rank:
+                raise UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one")
+        dropped.update(present[:-1])
+    return {key: each for key, each in given.items() if key not in dropped}

@@ -1,0 +1,120 @@
+"""Windows of rows as torch tensors, made ahead of time by one background thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from monograph.data.order import rows_at
+from monograph.data.rows import Rows
+from monograph.errors import UsageError
+
+Batch = dict[str, torch.Tensor]
+
+_AHEAD = 2  # one window to hand out, and the next, which is made while the caller computes
+
+
+class Batches:
+    """The windows of a training run: an iterator of `Batch`, each with all rows of one update.
+
+    Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
+    `monograph.data.order.rows_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so a
+    window may hold the end of one and the beginning of the next. Nothing but (seed, position) decides a row: a run that
+    goes on from `state()`, with any tokens_per_update, sees the rows that it would have seen.
+
+    Args:
+        rows: what to draw from.
+        tokens_per_update: positions of a window; at least one row's.
+        seed: names the order.
+        start: rows already consumed, counted from the beginning of the first epoch.
+        epochs: stop after this many times all rows, counted from the beginning of the first epoch, with a shorter last
+            window if need be; None never stops.
+        pin: put windows into page-locked memory, so that copies to a GPU run beside computation; needs CUDA.
+
+    Attributes:
+        rows_per_window: R.
+        rows_consumed: `start` plus the rows handed out so far (not those made ahead).
+
+    Raises:
+        UsageError: tokens_per_update < T, or a negative start or epochs.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokens_per_update: int,
+        *,
+        seed: int = 0,
+        start: int = 0,
+        epochs: int | None = None,
+        pin: bool = False,
+    ) -> None:
+        self.rows_per_window = tokens_per_update // rows.sequence_length
+        if self.rows_per_window < 1:
+            needed = f"at least one row of sequence_length = {rows.sequence_length}"
+            raise UsageError(
+                f"train.tokens_per_update = {tokens_per_update}: must be {needed}; raise it or shorten the rows"
+            )
+        if start < 0 or (epochs is not None and epochs < 0):
+            raise UsageError(f"start = {start}, epochs = {epochs}: neither can be negative")
+        if len(rows) == 0:
+            raise UsageError("there are no rows to draw from: nothing was held out")
+        self.rows_consumed = start
+        self._rows, self._seed, self._pin = rows, seed, pin
+        self._end = None if epochs is None else epochs * len(rows)
+        self._next = start
+        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
+
+    def __iter__(self) -> Batches:
+        """The batches themselves."""
+        return self
+
+    def __next__(self) -> Batch:
+        """The next window, [R, T] per key; an error of the background thread is raised here, in its window's turn."""
+        self._fill()
+        if not self._ahead:
+            raise StopIteration
+        count, window = self._ahead.popleft()
+        batch = window.result()
+        self.rows_consumed += count
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """What a later run needs to go on: `rows.batches(..., seed=state["seed"], start=state["rows"])`."""
+        return {"seed": self._seed, "rows": self.rows_consumed}
+
+    def close(self) -> None:
+        """Stop the background thread now; otherwise it ends with this object, or with the interpreter."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _fill(self) -> None:
+        while len(self._ahead) < _AHEAD and (self._end is None or self._next < self._end):
+            count = self.rows_per_window if self._end is None else min(self.rows_per_window, self._end - self._next)
+            # The task holds no reference to this object, so that dropping the iterator ends the thread.
+            self._ahead.append(
+                (count, self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin))
+            )
+            self._next += count
+
+
+def _window(rows: Rows, start: int, count: int, seed: int, pin: bool) -> Batch:
+    return _tensors(rows.window(rows_at(start, count, len(rows), seed)), pin)
+
+
+def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:
+    tensors = {key: torch.from_numpy(values) for key, values in window.items()}
+    return {key: tensor.pin_memory() for key, tensor in tensors.items()} if pin else tensors
+
+
+def in_order(rows: Rows, indices_N: NDArray[np.int64], batch_rows: int) -> Iterator[Batch]:
+    """The rows with these indices; every batch is [batch_rows, T], the last filled up with rows that have no target."""
+    for begin in range(0, len(indices_N), batch_rows):
+        chosen = indices_N[begin : begin + batch_rows]
+        window, missing = rows.window(chosen), rows.empty(batch_rows - len(chosen))
+        yield _tensors({key: np.concatenate([values, missing[key]]) for key, values in window.items()})

@@ -1,0 +1,177 @@
+"""From a source to rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from monograph.data.progress import Progress
+from monograph.data.rows import Rows
+from monograph.data.sources import Found, find
+from monograph.data.split import split
+from monograph.data.store import FORMAT, Request, open_or_build
+from monograph.data.tokenizer import Tokenizer, parse
+from monograph.errors import InputRefused, UsageError
+
+if TYPE_CHECKING:
+    from monograph.data.batches import Batches
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Numbers about a corpus.
+
+    Attributes:
+        files: text files in all, of which `held_out_files` are wholly or partly held out.
+        bytes: bytes of text in all, of which `held_out_bytes` are held out.
+        tokens: training targets in one epoch; `held_out_tokens` are the held-out side's.
+        bytes_per_token: of the training side.
+        packed_share: share of the training rows' positions that hold an input.
+        skipped: files that were found and not used, as {reason: count}.
+    """
+
+    files: int
+    bytes: int
+    tokens: int
+    bytes_per_token: float
+    packed_share: float
+    held_out_files: int
+    held_out_bytes: int
+    held_out_tokens: int
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text, tokenised and packed, in two parts.
+
+    Attributes:
+        name: the source as it was given.
+        tokenizer: turns text into the ids that the rows hold.
+        train: rows to train on.
+        held_out: rows to measure on; none if held_out = 0.
+        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows: equal fingerprints,
+            equal rows.
+        stats: numbers to show.
+        notes: lines that a person should see once (a rebuilt cache, files passed over, a smaller tokenizer).
+        folder: where the tokens are kept.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    train: Rows
+    held_out: Rows
+    fingerprint: str
+    stats: Stats
+    notes: tuple[str, ...]
+    folder: Path
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    def batches(
+        self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False
+    ) -> Batches:
+        """The training rows, shuffled; see `monograph.data.batches.Batches`."""
+        return self.train.batches(tokens_per_update, seed, start, epochs, pin)
+
+
+def corpus(
+    source: str | Path | Sequence[str | Path],
+    *,
+    tokenizer: str | Path | Tokenizer = "bpe:4096",
+    sequence_length: int = 256,
+    packing: str = "packed",
+    held_out: float = 0.05,
+    text_key: str = "text",
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Prepare text for training. The tokens are cached, so the second call only hashes the text and checks the cache.
+
+    Args:
+        source: "stdlib" (the running Python's own standard library), "-" (standard input), a file, folder or glob
+            pattern, or a list of these. Each file is a document, in UTF-8; in folders, hidden, empty and binary files
+            are passed over and counted.
+        tokenizer: "bpe:N" trains one on the training part; "bytes"; the path of a tokenizer.json; or a `Tokenizer`.
+        sequence_length: T, positions of a row.
+        packing: "packed" puts pieces of several documents into a row; "padded" one.
+        held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
+            see `monograph.data.split.split`. 0 for none.
+        text_key: the field of a record that holds its text; only "text" until record files (.jsonl, .parquet) are read.
+        cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
+        progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
+
+    Raises:
+        UsageError: a setting out of range.
+        InputRefused: text or tokenizer that cannot be used, named; too little text for one row.
+        DiskFull: no room for the cache.
+    """
+    if packing not in ("packed", "padded"):
+        raise UsageError(f"data.packing = {packing!r}: must be 'packed' or 'padded'")
+    if text_key != "text":
+        raise UsageError(
+            f"data.text_key = {text_key!r}: record files (.jsonl, .parquet) are not read yet, so it cannot be set"
+        )
+    if sequence_length < 1:
+        raise UsageError(f"data.sequence_length = {sequence_length}: must be at least 1")
+    asked, held_out = parse(tokenizer), float(held_out)
+    with tempfile.TemporaryDirectory(prefix="monograph-") as spool:
+        found = find(source, Path(spool), progress)
+        sides = split(found.files, held_out)
+        stored = open_or_build(Request(found, sides, held_out, asked), cache, progress)
+    train = Rows(stored.train, stored.tokenizer, sequence_length, packing == "packed")
+    held = Rows(stored.held_out, stored.tokenizer, sequence_length, packing == "packed")
+    _check_size(found.name, train, held, held_out)
+    decisive = [FORMAT, found.sha256, held_out, stored.tokenizer.hash, sequence_length, packing]
+    return Corpus(
+        name=found.name,
+        tokenizer=stored.tokenizer,
+        train=train,
+        held_out=held,
+        fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
+        stats=_stats(found, train, held),
+        notes=tuple(note for note in (*stored.notes, sides.note, _skipped_note(found)) if note),
+        folder=stored.folder,
+    )
+
+
+def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
+    length = train.sequence_length
+    if train.tokens < length:
+        remedy = "give more text or shorten sequence_length"
+        raise InputRefused(f"{name}: {train.tokens} training tokens, fewer than one row of {length}; {remedy}")
+    if held_out and held.tokens < length:
+        remedy = "give more text, raise held_out, shorten sequence_length, or set held_out = 0"
+        raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
+
+
+def _stats(found: Found, train: Rows, held: Rows) -> Stats:
+    return Stats(
+        files=len(found.files),
+        bytes=found.bytes,
+        tokens=train.tokens,
+        bytes_per_token=train.bytes / train.tokens,
+        packed_share=train.filled,
+        held_out_files=held.documents,
+        held_out_bytes=held.bytes,
+        held_out_tokens=held.tokens,
+        skipped=dict(Counter(reason for _, reason in found.skipped)),
+    )
+
+
+def _skipped_note(found: Found) -> str | None:
+    unexpected = [(path, reason) for path, reason in found.skipped if reason != "hidden"]
+    if not unexpected or found.name == "stdlib":
+        return None
+    path, reason = unexpected[0]
+    more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+    return f"passed over: {path} ({reason}){more}"

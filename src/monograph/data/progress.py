@@ -1,0 +1,39 @@
+"""How long work tells its caller that it is alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int | None], None]
+
+INTERVAL_S = 0.1
+
+
+class Meter:
+    """Counts one stage of work and passes the count on as `progress(stage, done, total)`, at most every 0.1 s.
+
+    Args:
+        progress: the caller's function, or None to count in silence.
+        stage: the name of the stage ("sources", "tokenizer", "tokens", "verify", ...).
+        total: what `done` will reach, in the stage's unit (bytes everywhere in this room); None if unknown.
+    """
+
+    def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
+        self.progress, self.stage, self.total = progress, stage, total
+        self.done = 0
+        self._told_s = -INTERVAL_S
+        self.add(0)
+
+    def add(self, amount: int) -> None:
+        """Count `amount` more units; tells the caller if the last word is old enough."""
+        self.done += amount
+        now_s = time.monotonic()
+        if self.progress is not None and now_s - self._told_s >= INTERVAL_S:
+            self._told_s = now_s
+            self.progress(self.stage, self.done, self.total)
+
+    def finish(self) -> None:
+        """Tell the caller the final count."""
+        if self.progress is not None:
+            self.progress(self.stage, self.done, self.total)

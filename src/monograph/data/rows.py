@@ -1,0 +1,155 @@
+"""One side of a corpus as rows of T positions: what is in each row, and how to visit them.
+
+Shape suffixes: D documents, P pieces, R rows, T positions of a row, N tokens of all pieces asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.data.pack import Plan, plan_rows
+from monograph.data.store import Side
+from monograph.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from monograph.data.batches import Batch, Batches
+
+IGNORE = -100  # torch's ignore_index: no target here
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one document in a row: `length` inputs, from token `begin` of the document's `tokens` on."""
+
+    document: str
+    begin: int
+    length: int
+    tokens: int
+
+
+class Rows:
+    """The rows of one side of the split, `len(rows)` of them.
+
+    Attributes:
+        sequence_length: T.
+        packed: whether a row may hold several pieces; decides the keys of a batch.
+        tokens: number of targets: every token but each document's first.
+        bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
+        documents: number of documents.
+        filled: share of all positions that hold an input.
+    """
+
+    def __init__(self, side: Side, tokenizer: Tokenizer, sequence_length: int, packed: bool) -> None:
+        self._side, self._tokenizer = side, tokenizer
+        self._plan: Plan = plan_rows(side.starts, sequence_length, packed)
+        self.sequence_length, self.packed = sequence_length, packed
+        self.documents = len(side.names)
+        self.tokens = len(side.tokens) - self.documents
+        self.bytes = int(side.bytes.sum())
+        self.filled = self._plan.filled
+
+    def __len__(self) -> int:
+        """Rows per epoch."""
+        return self._plan.rows
+
+    def row(self, index: int) -> dict[str, Int64]:
+        """One row: arrays [T] under the keys of `window`."""
+        return {key: values[0] for key, values in self.window(np.array([index])).items()}
+
+    def window(self, indices_R: Int64) -> dict[str, Int64]:
+        """The rows with these indices.
+
+        Returns:
+            int64 [R, T] each: `tokens`, the input ids; `targets`, the id to predict at each position, -100 where there
+            is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding, and
+            `positions`, 0-based in the piece.
+        """
+        plan, shape_RT = self._plan, (len(indices_R), self.sequence_length)
+        pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
+        row_P = np.repeat(np.arange(len(indices_R)), pieces_R)
+        ordinal_P = _ordinals(pieces_R)
+        piece_P = plan.offsets[indices_R][row_P] + ordinal_P
+        lengths_P = plan.lengths[piece_P]
+        before_P = np.cumsum(lengths_P) - lengths_P
+        first_P = np.arange(len(row_P)) - ordinal_P
+        column_P = before_P - before_P[first_P]
+        positions_N = _ordinals(lengths_P)
+        place_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
+        source_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
+        arrays = {
+            "tokens": (self._tokenizer.pad_id, self._side.tokens[source_N]),
+            "targets": (IGNORE, self._side.tokens[source_N + 1]),
+        }
+        if self.packed:
+            arrays["segments"] = (0, np.repeat(ordinal_P + 1, lengths_P))
+            arrays["positions"] = (0, positions_N)
+        window = {}
+        for key, (padding, values_N) in arrays.items():
+            window[key] = np.full(shape_RT, padding, dtype=np.int64)
+            window[key].reshape(-1)[place_N] = values_N
+        return window
+
+    def empty(self, count: int) -> dict[str, Int64]:
+        """`count` rows of nothing but padding, in the form of `window`."""
+        padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE} | (
+            {"segments": 0, "positions": 0} if self.packed else {}
+        )
+        return {key: np.full((count, self.sequence_length), value, dtype=np.int64) for key, value in padding.items()}
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Where the pieces of one row come from, in order."""
+        begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
+        found = []
+        for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
+            document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
+            first, last = self._side.starts[document : document + 2].tolist()
+            found.append(Piece(self._side.names[document], int(start) - first, int(length), last - first))
+        return found
+
+    def texts(self) -> Iterator[bytes]:
+        """The UTF-8 bytes of each document, decoded from its tokens (normalised if the tokenizer file has NFC)."""
+        for first, last in zip(self._side.starts[:-1].tolist(), self._side.starts[1:].tolist(), strict=True):
+            yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
+
+    def batches(
+        self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False
+    ) -> Batches:
+        """Shuffled rows, one window of tokens_per_update // T rows per update; see `monograph.data.batches.Batches`."""
+        from monograph.data.batches import Batches  # torch takes seconds to import and only training needs it here
+
+        return Batches(self, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin)
+
+    def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
+        """Rows once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.
+
+        With a `limit`, that many rows, evenly spaced over all of them.
+        """
+        from monograph.data.batches import in_order
+
+        return in_order(self, self.spread(limit), batch_rows)
+
+    def spread(self, limit: int | None = None) -> Int64:
+        """Indices of all rows, or of `limit` evenly spaced ones."""
+        count = len(self) if limit is None else min(limit, len(self))
+        return np.arange(count) * len(self) // max(1, count)
+
+    def coverage(self, limit: int | None = None) -> tuple[int, int]:
+        """(targets, bytes of text that they stand for) of the rows that `in_order` gives."""
+        if limit is None or limit >= len(self):
+            return self.tokens, self.bytes
+        targets = self.window(self.spread(limit))["targets"]
+        targets = targets[targets != IGNORE]
+        return len(targets), int(self._tokenizer.token_bytes[targets].sum())
+
+
+def _ordinals(counts: Int64) -> Int64:
+    """0 .. counts[0]-1, 0 .. counts[1]-1, ... as one array."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

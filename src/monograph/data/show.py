@@ -1,0 +1,63 @@
+"""Shows one row as text: which documents it is made of, and which of its tokens are trained on."""
+
+from __future__ import annotations
+
+from monograph.data.corpus import Corpus
+from monograph.data.rows import IGNORE
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import UsageError
+
+_TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
+
+# Text may hold terminal commands; show C0 controls (but line feed and tab), delete and C1 controls as pictures instead.
+_PICTURES = (
+    {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+    | {127: 0x2421}
+    | dict.fromkeys(range(128, 160), 0xFFFD)
+)
+
+
+def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
+    """One training row as text for a terminal.
+
+    A ruled line names each piece's document. A piece's first token is only an input (its own prediction, if it has one,
+    belongs to the piece before): it is dim, or in [brackets] without colour. All tokens after it are targets: green.
+    Special tokens show their name.
+
+    Raises:
+        UsageError: no row has this index.
+    """
+    rows, tokenizer = corpus.train, corpus.tokenizer
+    if not 0 <= row_index < len(rows):
+        raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
+    row, length = rows.row(row_index), rows.sequence_length
+    trained, pieces = int((row["targets"] != IGNORE).sum()), rows.pieces(row_index)
+    head = f"row {row_index:,} of {len(rows):,}: {length} positions, {trained} trained, {len(pieces)} pieces"
+    lines, column = [f"{head}, {trained / length:.1%} filled"], 0
+    for piece in pieces:
+        context = _text(tokenizer, [int(row["tokens"][column])])
+        targets = _text(tokenizer, row["targets"][column : column + piece.length].tolist())
+        part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
+        lines.append(_painted(f"── {_safe(piece.document)}, {part} ──", _BORDER, colour))
+        lines.append(
+            (_painted(context, _CONTEXT, True) if colour else f"[{context}]") + _painted(targets, _TRAINED, colour)
+        )
+        column += piece.length
+    if column < length:
+        lines.append(_painted(f"── padding, {length - column} positions ──", _BORDER, colour))
+    return "\n".join(lines)
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    names = {index: name.encode() for name, index in tokenizer.special.items()}
+    return _safe(
+        b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode("utf-8", errors="replace")
+    )
+
+
+def _safe(text: str) -> str:
+    return text.translate(_PICTURES)
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"{code}{text}{_PLAIN}" if colour else text

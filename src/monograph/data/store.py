@@ -1,0 +1,265 @@
+"""Keeps tokenised corpora in a cache folder: built beside their place, moved there whole, checked whenever opened."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from monograph.data import encoding
+from monograph.data.files import sync_folder, write_durably, writing
+from monograph.data.progress import Meter, Progress
+from monograph.data.shards import open_shard, seal
+from monograph.data.sources import Found
+from monograph.data.split import Split
+from monograph.data.text import status_of
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused
+
+FORMAT = 1
+_SIDES = ("train", "held_out")
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of the held-out split, tokenised.
+
+    Attributes:
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document.
+        starts: int64 [D + 1], first token of each document, and the end.
+        bytes: int64 [D], UTF-8 bytes of each document's text.
+        names: [D].
+    """
+
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tokenised corpus and the folder that it was read from."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    train: Side
+    held_out: Side
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides the tokens: the text, the split, and a tokenizer or the size of the one to train."""
+
+    found: Found
+    split: Split
+    held_out: float
+    tokenizer: Tokenizer | int
+
+    @property
+    def key(self) -> str:
+        """Hex name of the folder; equal requests have equal keys."""
+        asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
+        decisive = [FORMAT, self.found.sha256, self.held_out, asked]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
+    """The tokenised corpus, from the cache where it is there and whole, else built.
+
+    Args:
+        request: what to tokenise, and how.
+        cache: where to keep it; without it $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
+            the last two cannot be written, a temporary folder that goes away at exit, which a note says.
+        progress: see `monograph.data.progress`.
+
+    Raises:
+        InputRefused: the text cannot be read, or the chosen cache cannot be written.
+        DiskFull: no room in the cache.
+    """
+    root, chosen = _root(cache)
+    folder = root / "corpora" / request.key
+    damage: tuple[str, ...] = ()
+    if folder.exists():
+        try:
+            return _open(folder, request, progress)
+        except InputRefused as error:
+            damage = (f"{error}: tokenised again",)
+    root, unwritable = _writable(root, chosen)
+    folder = root / "corpora" / request.key
+    with writing(root), _locked(folder.with_suffix(".lock"), progress):
+        try:
+            # Another process may have built it while this one waited for the lock.
+            return _open(folder, request, progress)
+        except InputRefused:
+            notes = _build(folder, request, progress)
+    return _open(folder, request, progress, (*unwritable, *damage, *notes))
+
+
+def _root(cache: str | Path | None) -> tuple[Path, bool]:
+    """The cache folder, and whether a person chose it (then it must work)."""
+    if cache is not None:
+        return Path(cache).expanduser(), True
+    if home := os.environ.get("MONOGRAPH_HOME"):
+        return Path(home).expanduser(), True
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "monograph", False
+    return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
+
+
+def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
+    try:
+        with writing(root):
+            (root / "corpora").mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=root / "corpora").close()
+    except InputRefused as error:
+        if chosen:
+            raise
+        temporary = Path(tempfile.mkdtemp(prefix="monograph-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        (temporary / "corpora").mkdir()
+        return temporary, (f"{error}; until then tokens are kept in {temporary} and made again next time",)
+    return root, ()
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
+    """Holds a lock that the system frees when the process ends, however it ends."""
+    with open(path, "w") as file:
+        waiting: Meter | None = None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting = waiting or Meter(progress, "waiting for another process that tokenises this text", None)
+                waiting.add(0)
+                time.sleep(_POLL_S)
+        yield
+
+
+def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
+    building = folder.with_suffix(".building")
+    # What an earlier process left when it was killed: only the holder of the lock gets here.
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        notes = _write(building, request, progress)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(building, folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return notes
+
+
+def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
+    note = None
+    tokenizer = request.tokenizer
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer, note = encoding.train_tokenizer(request.split.train, tokenizer, progress)
+    documents = {"train": request.split.train, "held_out": request.split.held_out}
+    meter = Meter(progress, "tokens", request.found.bytes)
+    tokens = {side: encoding.encode_documents(documents[side], tokenizer, building / side, meter) for side in _SIDES}
+    meter.finish()
+    for file in request.found.files:
+        status = status_of(file.path)
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.modified_ns):
+            raise InputRefused(f"{file.path}: changed while it was being read; run again when it no longer changes")
+    text = tokenizer.to_json()
+    write_durably(building / "tokenizer.json", text)
+    manifest = {
+        "format": FORMAT,
+        "key": request.key,
+        "sources": {"name": request.found.name, "sha256": request.found.sha256, "bytes": request.found.bytes},
+        "settings": {"held_out": request.held_out},
+        "tokenizer": {
+            "sha256": tokenizer.hash,
+            "bos": tokenizer.bos_id,
+            "eos": tokenizer.eos_id,
+            "trained_by": f"tokenizers {tokenizers.__version__}",
+        },
+        "tokens": tokens,
+        "documents": {side: [document.name for document in documents[side]] for side in _SIDES},
+        "files": {
+            "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
+            **{path.name: seal(path) for side in _SIDES for path in _shards(building, side)},
+        },
+    }
+    write_durably(building / "manifest.json", json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False))
+    sync_folder(building)
+    return () if note is None else (note,)
+
+
+def _shards(folder: Path, side: str) -> list[Path]:
+    return [folder / f"{side}.{suffix}" for suffix in ("tokens", "starts", "bytes")]
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _open(folder: Path, request: Request, progress: Progress | None, notes: tuple[str, ...] = ()) -> Stored:
+    """Reads and verifies every file of a corpus folder.
+
+    Raises:
+        InputRefused: a file is missing, damaged, or another corpus's; names it.
+    """
+    manifest = _manifest(folder, request.key)
+    tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
+    paths = {side: _shards(folder, side) for side in _SIDES}
+    meter = Meter(
+        progress, "verify", sum(path.stat().st_size for side in _SIDES for path in paths[side] if path.exists())
+    )
+    sides = {}
+    for side in _SIDES:
+        tokens, starts, sizes = (
+            open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side]
+        )
+        sides[side] = Side(tokens, starts.astype(np.int64), sizes.astype(np.int64), tuple(manifest["documents"][side]))
+    meter.finish()
+    return Stored(folder, tokenizer, sides["train"], sides["held_out"], notes)
+
+
+def _manifest(folder: Path, key: str) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        digest = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputRefused(f"{path}: cannot be read ({type(error).__name__})") from None
+    if digest != _digest(manifest) or manifest["key"] != key:
+        raise InputRefused(f"{path}: is damaged (its checksum is wrong) or another corpus's")
+    return manifest
+
+
+def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> Tokenizer:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
+    if hashlib.sha256(text).hexdigest() != manifest["files"][path.name]:
+        raise InputRefused(f"{path}: is damaged (its checksum is wrong)")
+    if isinstance(asked, Tokenizer):
+        return asked
+    tokenizer = Tokenizer.from_file(path)
+    if tokenizer.hash != manifest["tokenizer"]["sha256"]:
+        raise InputRefused(f"{path}: is read differently by this version of Monograph")
+    return tokenizer

@@ -1,0 +1,242 @@
+"""Byte-level BPE tokenizers, lossless on any text: trained here, read from a `tokenizer.json`, or plain bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from monograph.data import tokenizer_file
+from monograph.errors import InputRefused, UsageError
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+SMALLEST_VOCABULARY = 256 + 3
+
+# Names under which published tokenizers have their document borders, most specific first.
+_BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "<s>", "<bos>")
+_EOS_NAMES = (EOS, "<|end_of_text|>", "<|endoftext|>", "[EOT]", "</s>", "<eos>", "<|im_end|>")
+_PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
+
+ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the class
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer; `tokenizer.json` files that it saves load in transformers.
+
+    Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters: no
+    text can end a document. Encoding adds no beginning or end token.
+
+    Attributes:
+        vocab_size: V; ids are 0..V-1 without gaps.
+        bos_id, eos_id: begin and end a document; the same id where the tokenizer file has only one of them.
+        pad_id: fills unused positions, which are never a target; `eos_id` where the file has none.
+        special: {content: id} of the special tokens.
+        pieces: the bytes that each id stands for, [V]; empty for special tokens.
+        token_bytes: their lengths, int32 [V].
+        hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
+    """
+
+    def __init__(self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None) -> None:
+        """From the JSON object of a `tokenizer.json`; see `from_file`."""
+        checked = tokenizer_file.Checked(content, where)
+        self.special: dict[str, int] = checked.special
+        self.pieces: list[ByteString] = checked.pieces
+        self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)
+        self.vocab_size = len(checked.pieces)
+        self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
+        self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
+        self._json = checked.json
+        model = self._json["model"]
+        decisive = [
+            model["merges"],
+            model["ignore_merges"],
+            [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")],
+        ]
+        identity = [
+            sorted(model["vocab"].items(), key=lambda item: item[1]),
+            decisive,
+            self.bos_id,
+            self.eos_id,
+            self.pad_id,
+        ]
+        self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        try:
+            self._engine = tokenizers.Tokenizer.from_str(json.dumps(self._json))
+        except Exception as error:  # the library raises the bare class
+            raise InputRefused(f"{where}: the tokenizers library refuses it: {error}") from None
+        self._engine.encode_special_tokens = True
+        same_ids = all(
+            self._engine.token_to_id(token["content"]) == token["id"] for token in self._json["added_tokens"]
+        )
+        if self._engine.get_vocab_size() != self.vocab_size or not same_ids:
+            raise InputRefused(
+                f"{where}: the ids of its added tokens do not continue those of its vocabulary; renumber them"
+            )
+
+    @classmethod
+    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Train on `texts` with GPT-2's split pattern; the same texts in the same order give the same tokenizer.
+
+        Ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then the 256 bytes, then merges, most frequent first. The result is
+        smaller than `vocab_size` where the texts have no pair left to merge.
+
+        Raises:
+            UsageError: vocab_size outside 259..2^20.
+        """
+        if not SMALLEST_VOCABULARY <= vocab_size <= tokenizer_file.MAX_VOCABULARY:
+            raise UsageError(
+                f"tokenizer bpe:{vocab_size}: N must be from {SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
+            )
+        engine = tokenizers.Tokenizer(models.BPE())
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        engine.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[BOS, EOS, PAD],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        engine.train_from_iterator(texts, trainer)
+        return cls(json.loads(engine.to_str()) | {"post_processor": _BEGIN_WITH_BOS}, f"bpe:{vocab_size}")
+
+    @classmethod
+    def from_file(cls, path: str | Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
+        """Read a `tokenizer.json`, or the one in a folder.
+
+        Args:
+            path: the file or its folder.
+            bos: content of the token that begins a document. Without it: what `tokenizer_config.json` beside the file
+                says, else the first of the usual names that the file has.
+            eos: the same for the end of a document. Where only one of the two is known it serves as both.
+
+        Raises:
+            InputRefused: not a lossless byte-level BPE of known parts, or neither bos nor eos is known.
+        """
+        path = Path(path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        config_path = path.with_name("tokenizer_config.json")
+        if bos is None and eos is None and config_path.is_file():
+            config = tokenizer_file.read(config_path)
+            bos, eos = _content(config.get("bos_token")), _content(config.get("eos_token"))
+        return cls(tokenizer_file.read(path), str(path), bos, eos)
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """One id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then the 256 bytes as their characters sort."""
+        specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
+        vocab = specials | {
+            character: 3 + index for index, character in enumerate(sorted(tokenizer_file.byte_alphabet()))
+        }
+        content = {
+            "added_tokens": [{"id": index, "content": name, "special": True} for name, index in specials.items()],
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            "post_processor": _BEGIN_WITH_BOS,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        }
+        return cls(content, "bytes")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without beginning and end tokens; `decode` gives the text back.
+
+        Raises:
+            InputRefused: the text has a lone surrogate (an undecodable byte of a command line, say), which UTF-8 has no
+                bytes for.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, on all cores."""
+        try:
+            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            raise InputRefused(
+                "text with a lone surrogate (U+D800 to U+DFFF) cannot be encoded; give valid Unicode"
+            ) from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode_bytes(self, ids: Iterable[int]) -> ByteString:
+        """The bytes that ids stand for; special tokens stand for none."""
+        return b"".join([self.pieces[index] for index in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json`."""
+        return json.dumps(self._json, ensure_ascii=False, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write a `tokenizer.json`."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+# transformers then begins a prompt as training began each document.
+_BEGIN_WITH_BOS: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [
+        {"SpecialToken": {"id": BOS, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 1}},
+    ],
+    "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
+}
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:
+    for name in (bos, eos):
+        if name is not None and name not in special:
+            raise InputRefused(f"{where}: has no special token {name!r}; its special tokens are {_few(special)}")
+    if bos is None and eos is None:
+        bos = next((name for name in _BOS_NAMES if name in special), None)
+        eos = next((name for name in _EOS_NAMES if name in special), None)
+    begin, end = bos if bos is not None else eos, eos if eos is not None else bos
+    if begin is None or end is None:
+        raise InputRefused(
+            f"{where}: no special token to begin and end documents with among {_few(special)}; "
+            "name them as bos_token and eos_token in a tokenizer_config.json beside it"
+        )
+    return special[begin], special[end]
+
+
+def _few(special: dict[str, int]) -> str:
+    names = sorted(special)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+
+def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
+    """What a `tokenizer` setting means: a tokenizer, or N where "bpe:N" asks to train one with N entries.
+
+    Raises:
+        UsageError: "bpe:" without a number in range.
+        InputRefused: a file that is missing or not usable.
+    """
+    if isinstance(asked, Tokenizer):
+        return asked
+    if asked == "bytes":
+        return Tokenizer.bytes()
+    if isinstance(asked, str) and asked.startswith("bpe:"):
+        digits = asked.removeprefix("bpe:").replace("_", "")
+        if (
+            digits.isascii()
+            and digits.isdigit()
+            and len(digits) < 9
+            and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY
+        ):
+            return int(digits)
+        bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
+        raise UsageError(f"data.tokenizer = {asked!r}: bpe:N needs a whole number from {bounds}, such as bpe:4096")
+    return Tokenizer.from_file(asked)

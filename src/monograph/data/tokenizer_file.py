@@ -1,0 +1,264 @@
+"""Checks a `tokenizer.json` before the tokenizers library sees it: only lossless byte-level BPE of known parts passes.
+
+The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
+backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import InputRefused
+
+MAX_FILE_BYTES = 1 << 27
+MAX_VOCABULARY = 1 << 20
+
+# The split patterns of Llama 3, Qwen 2, Qwen 3.5, GPT-4o, and Tekken (Mistral), as their published tokenizer.json files
+# have them. GPT-2's is built into the ByteLevel component.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER, _NO_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
+_WORD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS, _SYMBOLS_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n]*", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+KNOWN_PATTERNS = {
+    "llama3": _WORD + r"|\p{N}{1,3}" + _SYMBOLS + _END,
+    "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _END,
+    "qwen3.5": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _END,
+    "gpt4o": f"{_NO_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_NO_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    + r"|\p{N}{1,3}" + _SYMBOLS_SLASH + _END,
+    "tekken": f"{_NO_WORD}{_UPPER}*{_LOWER}+|{_NO_WORD}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _SYMBOLS_SLASH + _END,
+}  # fmt: skip
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes, {character: byte}: printable Latin-1 means itself, U+0100 and up the others.
+
+    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py, `bytes_to_unicode`.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object in a tokenizer file.
+
+    Raises:
+        InputRefused: missing, too large, or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputRefused(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; this is not a tokenizer.json")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputRefused(
+            f"{path}: cannot be read ({error.strerror}); give bpe:N, bytes or the path of a tokenizer.json"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(
+            f"{path}: not JSON ({error}); give the tokenizer.json of a byte-level BPE tokenizer"
+        ) from None
+    if not isinstance(content, dict):
+        raise InputRefused(f"{path}: not a JSON object; give the tokenizer.json of a byte-level BPE tokenizer")
+    return content
+
+
+class Checked:
+    """The accepted parts of a tokenizer.json.
+
+    Attributes:
+        json: a tokenizer.json object of known parts only; padding and truncation are dropped.
+        pieces: the bytes that each id stands for, [vocabulary]; empty for special tokens.
+        special: {content: id} of the special tokens.
+
+    Raises:
+        InputRefused: a part that is unknown, not lossless, or inconsistent; names `where` and the part.
+    """
+
+    def __init__(self, content: dict[str, Any], where: str) -> None:
+        self._where = where
+        model = self._section(content, "model")
+        self._check_model(model)
+        vocab = self._vocab(model)
+        added = self._added(content.get("added_tokens", []), vocab)
+        self.special = {token["content"]: token["id"] for token in added if token["special"]}
+        self.pieces = self._pieces(vocab, added)
+        self.json: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": self._normalizer(content.get("normalizer")),
+            "pre_tokenizer": self._pre_tokenizer(content.get("pre_tokenizer")),
+            "post_processor": self._post_processor(content.get("post_processor")),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": bool(model.get("ignore_merges", False)),
+                "vocab": vocab,
+                "merges": self._merges(model.get("merges", []), vocab),
+            },
+        }
+
+    def _refuse(self, fault: str) -> InputRefused:
+        return InputRefused(
+            f"{self._where}: {fault}; give a byte-level BPE tokenizer (as GPT-2, Llama 3 and Qwen have), bpe:N or bytes"
+        )
+
+    def _section(self, content: dict[str, Any], key: str) -> dict[str, Any]:
+        section = content.get(key)
+        if not isinstance(section, dict):
+            raise self._refuse(f"has no {key!r} object")
+        return section
+
+    def _check_model(self, model: dict[str, Any]) -> None:
+        if model.get("type", "BPE") != "BPE":
+            raise self._refuse(f"model.type is {model['type']!r}, not 'BPE'")
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+            if model.get(key):
+                raise self._refuse(f"model.{key} = {model[key]!r} is not supported")
+
+    def _vocab(self, model: dict[str, Any]) -> dict[str, int]:
+        vocab = self._section(model, "vocab")
+        if not all(_is_id(index) for index in vocab.values()):
+            raise self._refuse(f"model.vocab has an id that is not a whole number from 0 to {MAX_VOCABULARY - 1}")
+        return vocab
+
+    def _added(self, tokens: Any, vocab: dict[str, int]) -> list[dict[str, Any]]:
+        if not isinstance(tokens, list):
+            raise self._refuse("added_tokens is not a list")
+        added: list[dict[str, Any]] = []
+        for token in tokens:
+            content = token.get("content") if isinstance(token, dict) else None
+            if not isinstance(content, str) or not content or not _is_id(token.get("id")):
+                raise self._refuse(
+                    f"added token {str(token)[:60]!r} needs a content and an id from 0 to {MAX_VOCABULARY - 1}"
+                )
+            if vocab.get(content, token["id"]) != token["id"]:
+                raise self._refuse(
+                    f"added token {content!r} has id {token['id']}, but model.vocab says {vocab[content]}"
+                )
+            flags = {
+                key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+            if not flags["special"] and (flags["lstrip"] or flags["rstrip"]):
+                raise self._refuse(
+                    f"added token {content!r} swallows the spaces beside it, so text would not come back"
+                )
+            added.append({"id": token["id"], "content": content} | flags)
+        return sorted(added, key=lambda token: int(token["id"]))
+
+    def _pieces(self, vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
+        alphabet = byte_alphabet()
+        pieces: dict[int, bytes] = {}
+        contents = {token["content"] for token in added}
+        for token, index in vocab.items():
+            if token in contents:
+                continue
+            if index in pieces:
+                raise self._refuse(f"id {index} is given twice")
+            try:
+                pieces[index] = bytes([alphabet[character] for character in token])
+            except KeyError:
+                raise self._refuse(f"vocabulary entry {token!r} is not written in the byte-level alphabet") from None
+        missing = 256 - sum(len(piece) == 1 for piece in pieces.values())
+        if missing:
+            raise self._refuse(
+                f"the vocabulary lacks {missing} of the 256 single bytes, so some text could not be encoded"
+            )
+        for entry in added:
+            if entry["id"] in pieces:
+                raise self._refuse(f"id {entry['id']} is given twice")
+            pieces[entry["id"]] = b"" if entry["special"] else entry["content"].encode()
+        if max(pieces) != len(pieces) - 1:
+            gap = next(index for index in range(len(pieces)) if index not in pieces)
+            raise self._refuse(f"ids are not 0 to {len(pieces) - 1}: {gap} is missing and {max(pieces)} is there")
+        return [pieces[index] for index in range(len(pieces))]
+
+    def _merges(self, merges: Any, vocab: dict[str, int]) -> list[list[str]]:
+        if not isinstance(merges, list):
+            raise self._refuse("model.merges is not a list")
+        pairs = []
+        for number, merge in enumerate(merges):
+            pair = merge.split(" ") if isinstance(merge, str) else merge
+            whole = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+            if not whole or not {pair[0], pair[1], pair[0] + pair[1]} <= vocab.keys():
+                raise self._refuse(
+                    f"model.merges[{number}] = {str(merge)[:60]!r} does not join two vocabulary entries into a third"
+                )
+            pairs.append(pair)
+        return pairs
+
+    def _normalizer(self, part: Any) -> Any:
+        for step in _steps(part, "normalizers"):
+            if step != {"type": "NFC"}:
+                raise self._refuse(f"normalizer {_kind(step)} is not supported (only NFC is)")
+        return part
+
+    def _pre_tokenizer(self, part: Any) -> Any:
+        steps = _steps(part, "pretokenizers")
+        if not steps or _kind(steps[-1]) != "ByteLevel":
+            raise self._refuse("pre_tokenizer does not end in ByteLevel")
+        for step in steps:
+            if not (_is_byte_level(step) or _is_digits(step) or _is_known_split(step)):
+                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
+        return part
+
+    def _post_processor(self, part: Any) -> Any:
+        for step in _steps(part, "processors"):
+            known = _kind(step) == "ByteLevel" or (
+                _kind(step) == "TemplateProcessing" and self._is_small_template(step)
+            )
+            if not known:
+                raise self._refuse(
+                    f"post_processor {_kind(step)} is not supported (only ByteLevel and TemplateProcessing are)"
+                )
+        return part
+
+    def _is_small_template(self, step: dict[str, Any]) -> bool:
+        specials = step.get("special_tokens")
+        if not isinstance(specials, dict) or len(specials) > 16:
+            return False
+        for name, special in specials.items():
+            if not isinstance(special, dict) or special.get("ids") != [self.special.get(name)]:
+                return False
+        return all(isinstance(step.get(key), list) and len(step[key]) <= 16 for key in ("single", "pair"))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_VOCABULARY
+
+
+def _kind(step: Any) -> str:
+    return str(step.get("type"))[:40] if isinstance(step, dict) else str(step)[:40]
+
+
+def _steps(part: Any, key: str) -> list[Any]:
+    if part is None:
+        return []
+    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
+    return steps if isinstance(steps, list) else [steps]
+
+
+def _is_byte_level(step: Any) -> bool:
+    return _kind(step) == "ByteLevel" and not step.get("add_prefix_space", True)
+
+
+def _is_digits(step: Any) -> bool:
+    return _kind(step) == "Digits" and isinstance(step.get("individual_digits"), bool)
+
+
+def _is_known_split(step: Any) -> bool:
+    return (
+        _kind(step) == "Split"
+        and step.get("pattern") in [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
+        and (step.get("behavior"), step.get("invert")) == ("Isolated", False)
+    )

@@ -1,0 +1,7 @@
+"""Sampling from a model, token by token, with a key-value cache."""
+
+from __future__ import annotations
+
+from monograph.decode.generator import Completion as Completion
+from monograph.decode.generator import generate as generate
+from monograph.decode.sample import Sampling as Sampling

@@ -1,0 +1,223 @@
+"""What this machine is: its accelerator or CPU, memory, datasheet rates and compiler, and the clock all timing uses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+clock = time.perf_counter  # monotonic and in seconds: the wall clock may jump
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Datasheet rates of a card: dense (no structured sparsity) FLOP/s with fp32 accumulation, and memory bytes/s."""
+
+    flops: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+
+
+# First match wins, so longer names stand before their prefixes. Source: NVIDIA's datasheets and architecture
+# whitepapers; a sparse figure is halved, and a GeForce card's tensor rate is the one with fp32 accumulation.
+_CARDS: tuple[tuple[str, Rates], ...] = (
+    (r"\bB200\b", Rates({"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12, "fp8": 4500e12}, 7.7e12)),
+    (r"\bH200 NVL\b", Rates({"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp8": 1671e12}, 4.8e12)),
+    (r"\bH200\b", Rates({"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp8": 1979e12}, 4.8e12)),
+    (r"\bH100 NVL\b", Rates({"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp8": 1671e12}, 3.9e12)),
+    (r"\bH100 PCIe\b", Rates({"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp8": 1513e12}, 2.0e12)),
+    (r"\bH100\b", Rates({"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp8": 1979e12}, 3.35e12)),
+    (r"\bA100-PCIE-40GB\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.555e12)),
+    (r"\bA100-SXM4-40GB\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.555e12)),
+    (r"\bA100 80GB PCIe\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.935e12)),
+    (r"\bA100\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 2.039e12)),
+    (r"\bL40S\b", Rates({"fp32": 91.6e12, "tf32": 183e12, "bf16": 362e12, "fp8": 733e12}, 0.864e12)),
+    (r"\bL4\b", Rates({"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp8": 242e12}, 0.3e12)),
+    (r"\bRTX A6000\b", Rates({"fp32": 38.7e12, "tf32": 77.4e12, "bf16": 154.8e12}, 0.768e12)),
+    (r"\bRTX 6000 Ada\b", Rates({"fp32": 91.1e12, "tf32": 182.1e12, "bf16": 364.2e12, "fp8": 728.5e12}, 0.96e12)),
+    (r"\bRTX 5090$", Rates({"fp32": 104.8e12, "tf32": 104.8e12, "bf16": 209.5e12, "fp8": 419e12}, 1.792e12)),
+    (r"\bRTX 4090$", Rates({"fp32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp8": 330.3e12}, 1.008e12)),
+    (r"\bRTX 4080$", Rates({"fp32": 48.7e12, "tf32": 48.7e12, "bf16": 97.5e12, "fp8": 194.9e12}, 0.717e12)),
+    (r"\bRTX 3090$", Rates({"fp32": 35.6e12, "tf32": 35.6e12, "bf16": 71e12}, 0.936e12)),
+    (r"\bV100\b", Rates({"fp32": 15.7e12}, 0.9e12)),
+    (r"\bT4$", Rates({"fp32": 8.1e12}, 0.32e12)),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """This machine's compute device.
+
+    Attributes:
+        name: the card's name as its driver gives it, or the CPU's model name.
+        type: "cuda" or "cpu".
+        memory_bytes: the card's memory, or what this process may use of the host's (cgroup limits respected).
+        free_memory_bytes: what is free of it now; the total where the system does not say (macOS).
+        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"); empty for a card that is not in the
+            table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
+        bandwidth_bytes_per_s: datasheet memory bandwidth, None where unknown.
+        cores: CPU cores this process may run on (affinity and cgroup quota respected).
+        has_bf16: bf16 matrix products run in hardware.
+        driver: the NVIDIA kernel driver's version, None without one.
+    """
+
+    name: str
+    type: str
+    memory_bytes: int
+    free_memory_bytes: int
+    cores: int
+    has_bf16: bool
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_bytes_per_s: float | None = None
+    driver: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """One line for the first screen, e.g. "2 cores, 24 GiB, no GPU"."""
+        cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
+        memory = f"{self.memory_bytes / 2**30:.0f} GiB"
+        if self.type == "cpu":
+            return f"{cores}, {memory}, no GPU"
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.name}, {memory}{driver}, {cores}"
+
+
+def card_rates(name: str) -> Rates | None:
+    """Datasheet rates of the card called `name`; None when the table does not have it or it is a slice of a card."""
+    if "MIG" in name:
+        return None
+    return next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
+
+
+def default_device() -> torch.device:
+    """The first CUDA card, with its index so that it equals the device of tensors on it; otherwise the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def describe(device: torch.device | None = None) -> Device:
+    """What `device` (by default `default_device()`) is and has; reads the system, measures nothing."""
+    device = default_device() if device is None else device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        rates = card_rates(name)
+        return Device(
+            name=name,
+            type="cuda",
+            memory_bytes=total_bytes,
+            free_memory_bytes=free_bytes,
+            cores=_cores(),
+            has_bf16=torch.cuda.get_device_capability(device) >= (8, 0),
+            peak_flops=rates.flops if rates else {},
+            bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s if rates else None,
+            driver=_nvidia_driver(),
+        )
+    name, instructions = _cpu_model()
+    total_bytes, free_bytes = _host_memory()
+    return Device(
+        name=name,
+        type="cpu",
+        memory_bytes=total_bytes,
+        free_memory_bytes=free_bytes,
+        cores=_cores(),
+        has_bf16=not instructions.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"}),
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on `device` is done; on a CPU there is no queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """FLOP/s of a square matrix product (2·n³ operations each), measured for about `seconds` after one warm-up call.
+
+    What this machine reaches now, other load included: n = 8192 on a GPU, 1024 on a CPU.
+    """
+    n = 8192 if device.type == "cuda" else 1024
+    generator = torch.Generator(device=device).manual_seed(0)
+    left = torch.randn(n, n, device=device, generator=generator).to(dtype)
+    right = torch.randn(n, n, device=device, generator=generator).to(dtype)
+
+    def timed(count: int) -> float:
+        synchronize(device)
+        start = clock()
+        for _ in range(count):
+            torch.mm(left, right)
+        synchronize(device)
+        return clock() - start
+
+    timed(1)
+    count = max(1, round(seconds / timed(1)))
+    return 2 * n**3 * count / timed(count)
+
+
+def compiler_obstacle() -> str | None:
+    """Why torch.compile cannot build CPU kernels here, in words that say what to do; None when it can.
+
+    Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes Python.h.
+    """
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler: {compiler} is not on the PATH (install one, or name it in CXX)"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        return f"no Python headers: {headers}/Python.h is missing (install python{sys.version_info.major}-dev)"
+    return None
+
+
+def has_cxx_compiler() -> bool:
+    """Whether torch.compile can build CPU kernels here; `compiler_obstacle()` says what is missing."""
+    return compiler_obstacle() is None
+
+
+def _cores() -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_us, _, period_us = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota_us.isdigit():
+        allowed = min(allowed, max(1, int(quota_us) // int(period_us)))
+    return allowed
+
+
+def _host_memory() -> tuple[int, int]:
+    """(total, available) bytes, the smaller of the host's and the cgroup's."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    free_bytes = int(available[1]) * 1024 if available else total_bytes
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.isdigit() and used.isdigit():
+        total_bytes = min(total_bytes, int(limit))
+        free_bytes = min(free_bytes, max(0, int(limit) - int(used)))
+    return total_bytes, free_bytes
+
+
+def _cpu_model() -> tuple[str, frozenset[str]]:
+    """The CPU's model name and instruction-set flags, from /proc/cpuinfo: x86 says `flags`, ARM says `Features`.
+
+    Read there because torch gained a public function for it (`torch.cpu.get_capabilities`) only after 2.11.
+    """
+    text = _read("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return (model[1].strip() if model else "CPU"), frozenset(flags[1].split() if flags else ())
+
+
+def _nvidia_driver() -> str | None:
+    match = re.search(r"Kernel Module\D*?(?:for \S+\s+)?(\d+\.\d+[.\d]*)", _read("/proc/driver/nvidia/version"))
+    return match[1] if match else None
+
+
+def _read(path: str) -> str:
+    """The text of a system file, empty where this system has no such file."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,66 @@
+"""How good a model is: loss, perplexity and bits per byte on text that it was not trained on."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from monograph.data.rows import Rows
+from monograph.errors import UsageError
+from monograph.loss import Batch
+
+
+class Evaluates(Protocol):
+    """An engine, or anything else that can score a batch."""
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses in nats, number of targets), without gradients."""
+        ...
+
+
+class Evaluation(NamedTuple):
+    """Scores over a set of rows.
+
+    Attributes:
+        loss: nats per target.
+        bits_per_byte: nats over ln 2, per byte of text that the targets stand for; comparable across tokenizers.
+        perplexity: exp(loss), per token.
+        tokens: targets scored.
+        bytes: bytes of text that they stand for; the end of a document is a target of no bytes.
+    """
+
+    loss: float
+    bits_per_byte: float
+    perplexity: float
+    tokens: int
+    bytes: int
+
+
+def evaluate(engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int | None = None) -> Evaluation:
+    """Score rows.
+
+        loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
+
+    A document longer than a row is scored in pieces, each with no context from the piece before it.
+
+    Args:
+        engine: what scores a batch.
+        rows: a split of a corpus, such as `corpus.held_out`.
+        batch_rows: rows scored at once; it changes no result beyond rounding.
+        limit: score only this many rows, evenly spaced; None: all.
+
+    Raises:
+        UsageError: there are no rows.
+    """
+    if len(rows) == 0:
+        raise UsageError("there is nothing to evaluate on: data.held_out is 0")
+    sums = [engine.evaluate(batch) for batch in rows.in_order(batch_rows, limit)]
+    total = float(torch.stack([s[0].double() for s in sums]).sum())
+    tokens, size = rows.coverage(limit)
+    if (counted := int(torch.stack([s[1] for s in sums]).sum())) != tokens:
+        raise AssertionError(f"{counted} targets were scored, {tokens} were expected")
+    loss = total / tokens
+    return Evaluation(loss, total / math.log(2) / size, math.exp(min(loss, 700.0)), tokens, size)

@@ -1,0 +1,137 @@
+"""One eager trial step of any module before anything is compiled.
+
+Does it run, is the loss finite, does every parameter get a finite gradient, and if not: which module is it?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from monograph.errors import InputRefused, MonographError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the trial step saw.
+
+    Attributes:
+        loss: mean loss per target.
+        count: targets.
+        gradients: trainable parameters that received a gradient.
+        without_gradient: names of trainable parameters whose gradient stayed zero or absent.
+    """
+
+    loss: float
+    count: int
+    gradients: int
+    without_gradient: tuple[str, ...]
+
+
+def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
+    """Run one forward and backward pass eagerly, and leave the gradients zero.
+
+    Args:
+        module: the module under trial; its parameters' gradients are overwritten.
+        loss: runs the module on one micro-batch and returns (sum, count).
+
+    Returns:
+        The mean loss and which parameters received gradients.
+
+    Raises:
+        InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is
+        not finite (the message
+            names the first module whose output is not finite, or the parameter).
+    """
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    _zero(parameters)
+    with _naming_failures(module):
+        loss_sum, count = loss()
+    mean = float(loss_sum.detach()) / max(1, int(count))
+    if not math.isfinite(mean):
+        raise InputRefused(f"the trial step's loss is {mean}: {first_non_finite(module, loss)}")
+    (loss_sum / count.clamp_min(1)).backward()
+    grads = {name: p.grad for name, p in parameters}
+    bad = [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]
+    if bad:
+        raise InputRefused(
+            f"the trial step's loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)"
+        )
+    missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
+    _zero(parameters)
+    return Trial(mean, int(count), len(parameters) - len(missing), missing)
+
+
+def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
+    """Replay `run` and name the first submodule whose output is not finite although its inputs are, as one sentence."""
+    found: list[str] = []
+    names = {child: name or type(module).__name__ for name, child in module.named_modules()}
+
+    def check(child: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if not found and not _finite(output) and _finite(inputs):
+            found.append(f"{names[child]} ({type(child).__name__})")
+
+    handles = [child.register_forward_hook(check) for child in module.modules() if not list(child.children())]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
+    if bad:
+        return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
+    return (
+        f"{found[0]} is the first module with a non-finite output"
+        if found
+        else "every module's output is finite; look at the loss function"
+    )
+
+
+def _finite(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, (tuple, list)):
+        return all(_finite(item) for item in value)
+    return True
+
+
+def _zero(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    for _, parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+@contextmanager
+def _naming_failures(module: nn.Module) -> Iterator[None]:
+    """Turn an exception of the forward pass into one line that names the innermost module it came from."""
+    running: list[str] = []
+    names = {child: name or type(module).__name__ for name, child in module.named_modules()}
+
+    def enter(child: nn.Module, _inputs: object) -> None:
+        running.append(f"{names[child]} ({type(child).__name__})")
+
+    def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
+        running.pop()
+
+    children = list(module.modules())
+    handles = [c.register_forward_pre_hook(enter) for c in children] + [
+        c.register_forward_hook(leave) for c in children
+    ]
+    try:
+        yield
+    except (MonographError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        where = f"in {running[-1]}" if running else "in the loss function"
+        raise InputRefused(
+            f"the trial step failed {where}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()

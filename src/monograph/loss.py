@@ -1,0 +1,61 @@
+"""Losses: what a training step minimises, as (sum over targets, number of targets).
+
+A loss is any callable `loss(model, batch) -> (sum, count)`. One that also has `count(batch)` tells how many targets a
+batch has
+without a forward pass, so that an update's total is known before its first backward.
+
+Shapes: B rows, T positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from monograph.ops.cross_entropy import linear_cross_entropy
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+
+
+@runtime_checkable
+class CountedLoss(Protocol):
+    """A loss whose targets can be counted from the batch alone."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Differentiable sum of the losses, and the number of targets summed (both 0-d)."""
+        ...
+
+    def count(self, batch: Any) -> Tensor:
+        """The number of targets in the batch, 0-d integer tensor on the batch's device."""
+        ...
+
+
+class TokenLoss:
+    """Next-token cross-entropy of a model that returns hidden states and has `model.lm_head.weight` [V, D].
+
+    sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
+
+    The batch holds `tokens` and `targets` [B, T] int64, and where rows are packed `segments` and `positions` [B, T]
+    int64.
+    """
+
+    def __init__(self, impl: Literal["chunked", "reference"] = "chunked"):
+        """`impl` chooses the cross-entropy: see `monograph.ops.cross_entropy.linear_cross_entropy`."""
+        self.impl = impl
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum in nats, count); see the class."""
+        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+        weight_VD: Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
+        return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), impl=self.impl)
+
+    def count(self, batch: Batch) -> Tensor:
+        """Number of targets that are not -100, 0-d int64."""
+        return torch.count_nonzero(batch["targets"] != -100)
+
+
+token_loss = TokenLoss()

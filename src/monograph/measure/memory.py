@@ -1,0 +1,91 @@
+"""Peak memory: of the device over a run, and of the CPU allocator over a region of code."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used since the start or the last `reset_peak_memory`, in bytes.
+
+    CUDA: what tensors occupied (`torch.cuda.max_memory_allocated`; without the caching allocator's slack and without
+    the context, some hundred MB). CPU: the process's peak resident set, tensors, code and libraries together (VmHWM of
+    /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which cannot be reset).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("/proc/self/status has no VmHWM line")
+    return int(match[1]) * 1024
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Start the peak again from what is in use now; False where the system does not permit it.
+
+    On a CPU by writing 5 to /proc/self/clear_refs, see proc(5).
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+class LiveBytes:
+    """Counts the CPU allocator's own events inside a `with` block; for tests and benchmarks, it slows code down.
+
+        with LiveBytes() as live:
+            loss(hidden, head).backward()
+        live.peak_bytes, live.kept_bytes
+
+    `peak_bytes` is the largest sum, at any moment, of bytes allocated inside the block and not yet freed; `kept_bytes`
+    is what is left of them at its end. Temporaries inside an operator and buffers of compiled code count, because the
+    allocator sees them; memory allocated before the block never counts, freed inside it or not.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.kept_bytes = 0
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
+    def __enter__(self) -> LiveBytes:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        if error is not None:
+            return
+        for size_bytes in self._allocations():
+            self.kept_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
+
+    def _allocations(self) -> list[int]:
+        """Signed sizes in order of time, read from the profiler's trace file: the only public way to them."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            self._profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_bytes())["traceEvents"]
+        memory = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
+        memory.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))
+        return [event["args"]["Bytes"] for event in memory]

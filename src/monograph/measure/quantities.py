@@ -1,0 +1,53 @@
+"""How quantities are written for people: each with its unit, in as few characters as carry the information."""
+
+from __future__ import annotations
+
+import math
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def count(value: float, unit: str = "") -> str:
+    """Three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; with a unit "15.8 k tok/s"."""
+    for scale, prefix in _PREFIXES:
+        if abs(value) >= 0.9995 * scale:
+            return f"{_three_digits(value / scale)} {prefix}{' ' if unit else ''}{unit}"
+    return f"{_three_digits(value)}{' ' if unit else ''}{unit}"
+
+
+def gibibytes(value_bytes: float) -> str:
+    """Bytes as GiB, as device memory is counted: 225_485_783 -> "0.21 GiB"."""
+    size = value_bytes / 2**30
+    return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
+
+
+def megabytes(value_bytes: float) -> str:
+    """Bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or bytes."""
+    if value_bytes < 1e3:
+        return f"{value_bytes:.0f} bytes"
+    return f"{value_bytes / 1e6:.1f} MB" if value_bytes >= 1e6 else f"{value_bytes / 1e3:.1f} kB"
+
+
+def clock_time(seconds: float) -> str:
+    """A countdown: 161 -> "2:41", 4000 -> "1:06:40"."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """A length of time: 0.4 -> "0.4 s", 19.2 -> "19 s", 186 -> "3 min 06 s", 8000 -> "2 h 13 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes_left:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _three_digits(value: float) -> str:
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.3g}")))))
+    return f"{value:.{decimals}f}".rstrip("0").rstrip(".") if decimals else f"{value:.0f}"

@@ -1,0 +1,185 @@
+"""The files of a model folder: safetensors and JSON, read with suspicion, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from monograph.errors import DiskFull, InputRefused
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Stored(NamedTuple):
+    """One tensor as a file's header describes it; `dtype` is safetensors' name."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
+
+    Raises:
+        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
+    """
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
+    home = folder.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if path.resolve().parent not in homes:
+        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        InputRefused: the file holds something else.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InputRefused(f"{path}: expected a JSON object")
+    return values
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON object."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder's weights, by name; no weights are read.
+
+    Raises:
+        InputRefused: no weights, a damaged file, or an index that does not fit its files.
+    """
+    if (folder / _SINGLE).exists():
+        return _read_header(inside(folder, _SINGLE))
+    if not (folder / _INDEX).exists():
+        raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
+    weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputRefused(f"{folder / _INDEX}: expected a table weight_map from tensor names to file names")
+    headers = {file: _read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise InputRefused(f"{folder / _INDEX}: says that {name!r} is in {file}, which does not hold it")
+    return {name: tensor for header in headers.values() for name, tensor in header.items()}
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    with _opened(path) as file:
+        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+        return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
+
+
+def read_tensors(stored: dict[str, Stored], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors themselves, on the CPU; beside the result, one tensor at a time is in memory.
+
+    Raises:
+        InputRefused: a damaged file.
+    """
+    state = {}
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        with _opened(path) as file:
+            for name in (name for name, tensor in stored.items() if tensor.path == path):
+                # What comes back is a window into the mapped file, whose bytes may change later: copy it.
+                state[name] = file.get_tensor(name).to(dtype, copy=True)
+    return state
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
+
+
+def write_tensors(folder: Path, named: Iterable[tuple[str, Tensor]], max_shard_bytes: int, mode: int) -> None:
+    """Write model.safetensors, or shards of at most `max_shard_bytes` each (or one tensor) and their index.
+
+    Args:
+        folder: exists.
+        named: each tensor once.
+        max_shard_bytes: bytes of tensors in one file.
+        mode: permission bits of the weight files; left alone, safetensors lets only their owner read them.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    filled_bytes = total_bytes = 0
+    for name, tensor in named:
+        if shards[-1] and filled_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            filled_bytes = 0
+        shards[-1][name] = tensor.contiguous()
+        filled_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    files = [_SINGLE]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` to write into; when the block ends, it is synced and renamed to `target`.
+
+    Whatever happens, the target is either whole or absent (or, if it was an empty folder, still empty).
+
+    Raises:
+        InputRefused: the target exists and holds something, or cannot be written.
+        DiskFull: no space left.
+    """
+    target = target.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.rename(target)
+        _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
+        number = int(reported[1]) if reported else getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
+        raise InputRefused(f"{target}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

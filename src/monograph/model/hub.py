@@ -1,0 +1,184 @@
+"""A Llama as a Hugging Face model folder: config.json, safetensors weights (one file or shards), tokenizer files.
+
+Weights are read from safetensors only, never unpickled, and only after every name and shape in the files' headers was
+compared with config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.model.files import (
+    DTYPES,
+    Stored,
+    inside,
+    new_folder,
+    read_headers,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+from monograph.model.llama import Llama
+
+SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
+
+_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
+# A buffer that old exports stored and that follows from config.json.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer must offer to be saved beside a model."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a document."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id that ends a document."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json of the `tokenizers` library."""
+        ...
+
+
+def read_config(folder: str | Path) -> LlamaConfig:
+    """The shape of the model in a folder, from config.json alone.
+
+    Raises:
+        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; names file and key.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
+    path = inside(folder, "config.json")
+    values = read_json(path)
+    try:
+        return LlamaConfig.from_hf(values)
+    except InputRefused as error:
+        raise InputRefused(f"{path}: {error}") from None
+
+
+def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
+    """The model of a Hugging Face folder, on the CPU.
+
+    Nothing is built before names, shapes and dtypes in the headers of the weight files agree with config.json, and no
+    second copy of the weights is made beyond one tensor at a time.
+
+    Args:
+        folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
+        dtype: of the loaded weights; None: as stored, which must then be one dtype.
+
+    Raises:
+        InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    stored = {name: tensor for name, tensor in read_headers(folder).items() if not _DERIVED.fullmatch(name)}
+    _check_against_config(stored, config, folder)
+    kinds = sorted({tensor.dtype for tensor in stored.values()})
+    if dtype is None and len(kinds) > 1:
+        raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
+    state = read_tensors(stored, dtype or DTYPES[kinds[0]])
+    if config.tie_word_embeddings:
+        embedding = state["model.embed_tokens.weight"]
+        if not torch.equal(state.get("lm_head.weight", embedding), embedding):
+            raise InputRefused(
+                f"{folder}: lm_head.weight differs from model.embed_tokens.weight although config.json says "
+                "tie_word_embeddings = true; set it to false if the head is meant to be separate"
+            )
+        state["lm_head.weight"] = embedding
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()  # `assign` made two parameters of the one tensor
+    return model
+
+
+def tokenizer_file(folder: str | Path) -> Path | None:
+    """The folder's tokenizer.json, or None where it has none."""
+    folder = Path(folder)
+    return inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+
+
+def save_model(
+    model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, max_shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a folder that transformers and `load_model` read: config, weights and, if given, the tokenizer.
+
+    Everything is written and synced in a hidden folder beside the target, then renamed, so that the target is whole or
+    absent. Files get the modes that the umask gives.
+
+    Args:
+        model: its weights are written in their own dtype, a tied head once.
+        folder: to be created; may exist if it is empty.
+        tokenizer: its bos and eos ids are used where the model's configuration has none.
+        max_shard_bytes: weights above this size are split into shards with an index.
+
+    Raises:
+        InputRefused: the folder exists and holds something, or cannot be written.
+        DiskFull: no space left; nothing of this export remains.
+    """
+    config, dtype = model.config.to_hf(), model.model.embed_tokens.weight.dtype
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if tokenizer is not None:
+        for key, token in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
+            config[key] = token if config[key] is None else config[key]
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    with new_folder(Path(folder)) as new:
+        write_json(new / "config.json", config)
+        write_json(new / "generation_config.json", {"_from_model_config": True, **ends})
+        if tokenizer is not None:
+            tokenizer.save(new / "tokenizer.json")
+            write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
+        # Parameters, not the state dict: a tied head is the embedding and appears once.
+        named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        write_tensors(new, named, max_shard_bytes, mode=(new / "config.json").stat().st_mode & 0o777)
+
+
+def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
+    """What transformers asks for beside tokenizer.json: which tokens, by their text, begin and end a document."""
+    content = read_json(folder / "tokenizer.json")
+    text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
+    text_of |= {token["id"]: token["content"] for token in content["added_tokens"]}
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        **{key: text_of[id_] for key, id_ in ends.items() if id_ is not None},
+    }
+
+
+def _check_against_config(stored: dict[str, Stored], config: LlamaConfig, folder: Path) -> None:
+    # The number of layers comes first: nothing may take time or memory in proportion to a number in config.json.
+    layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
+    if layers != config.num_hidden_layers:
+        raise InputRefused(
+            f"{folder}: num_hidden_layers = {config.num_hidden_layers} in config.json, the weights have {layers} layers"
+        )
+    expected = config.outer_shapes()
+    for layer in range(layers):
+        expected |= {f"model.layers.{layer}.{name}": shape for name, shape in config.layer_shapes().items()}
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    for kind, names in (("missing", expected.keys() - stored.keys()), ("unexpected", stored.keys() - expected.keys())):
+        if names:
+            raise InputRefused(f"{folder}: {len(names)} {kind} in the weights, the first is {min(names)!r}")
+    for name, tensor in stored.items():
+        if tensor.shape != expected[name]:
+            raise InputRefused(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, but config.json makes it {list(expected[name])}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise InputRefused(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")

@@ -1,0 +1,239 @@
+"""The Llama decoder: tokens in, final hidden states out. Parameter names are Hugging Face's.
+
+Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value heads, E head dimension,
+F = E / 2, V vocabulary; 1 broadcasts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph.errors import InputRefused
+from monograph.model import masks
+from monograph.model.config import LlamaConfig
+from monograph.model.rope import CosSin, cos_sin, rotate
+from monograph.ops.attention import Impl, Mask, attention
+from monograph.ops.rms_norm import rms_norm
+
+
+class Cache(Protocol):
+    """What a key-value cache does for the model; slot s holds the key and value of position s."""
+
+    def update(
+        self, layer_index: int, key_BKTE: Tensor, value_BKTE: Tensor, positions_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values at their positions; return all slots of the layer, [B, K, S, E] each."""
+        ...
+
+
+class LayerCache(NamedTuple):
+    """One block's share of a cache, and where the tokens of this pass stand."""
+
+    cache: Cache
+    layer_index: int
+    positions_BT: Tensor
+
+
+class Linear(nn.Linear):
+    """A linear layer that neither draws its initial weights itself nor touches the global random state."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is: `Llama` fills it."""
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with its weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last axis."""
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        super().__init__()
+        query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, query, bias=False)
+        self.k_proj = Linear(config.hidden_size, key_value, bias=False)
+        self.v_proj = Linear(config.hidden_size, key_value, bias=False)
+        self.o_proj = Linear(query, config.hidden_size, bias=False)
+        self.head_dim = config.head_dim
+        self.impl = impl
+
+    def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        """o_proj(attention(rotate(q_proj x), rotate(k_proj x), v_proj x))."""
+        query_BHTE, key_BKTE, value_BKTE = (
+            projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query_BHTE, key_BKTE = rotate(query_BHTE, cos_sin_B1TF), rotate(key_BKTE, cos_sin_B1TF)
+        impl = self.impl
+        if cache is not None:
+            key_BKTE, value_BKTE = cache.cache.update(cache.layer_index, key_BKTE, value_BKTE, cache.positions_BT)
+            # Only the cache knows how many slots it has, and says so by what it returns.
+            mask = masks.cache_mask(cache.positions_BT, slots=key_BKTE.shape[2])
+            impl = "reference" if impl == "reference" else "sdpa"
+        mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, impl)
+        return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x). Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+
+
+class Block(nn.Module):
+    """One layer: x += attention(norm x), then x += mlp(norm x). It can be compiled or recomputed on its own."""
+
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, impl)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        attended_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), cos_sin_B1TF, mask, cache)
+        return attended_BTD + self.mlp(self.post_attention_layernorm(attended_BTD))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm; a container for the names that Hugging Face gives them."""
+
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        super().__init__()
+        empty_VD = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty_VD)
+        self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """A Llama 2 or 3 language model.
+
+    Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
+    divided by sqrt(2 * num_hidden_layers), norm weights 1 (Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and drawn in fp32
+    on the CPU: the same seed gives the same weights on every device, whatever else the model holds, and the global
+    random state is neither read nor moved. On the meta device nothing is drawn.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+        attention: see `masks.attention_mask`; "auto" is right unless an implementation is to be compared.
+    """
+
+    def __init__(self, config: LlamaConfig, seed: int = 0, attention: Impl = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = attention
+        self.model = Decoder(config, attention)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+        self._initialise(seed)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Final hidden states, after the last norm.
+
+        Args:
+            tokens_BT: ids, int64.
+            segments: [B, T] int64, document number inside the row, 0 on padding; None: one document a row, causal.
+            positions: [B, T] int64, position inside the document; None: 0 .. T - 1. With a cache the caller sees to
+                it that they stay below max_position_embeddings: their values are not read here.
+            cache: keys and values of earlier tokens; a query at position p then sees slots s <= p.
+
+        Returns:
+            [B, T, D] in the dtype of the weights.
+
+        Raises:
+            InputRefused: T exceeds max_position_embeddings.
+            ValueError: segments and a cache at once.
+        """
+        if cache is not None and segments is not None:
+            raise ValueError("a cache holds one document per row: give positions, not segments")
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        cos_sin_B1TF, mask = self.attention_inputs(tokens_BT, segments, positions)
+        hidden_BTD = self.model.embed_tokens(tokens_BT)
+        if torch.is_autocast_enabled(hidden_BTD.device.type):
+            # Autocast leaves the embedding in fp32, and with it the residual stream, the largest traffic of the pass.
+            hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
+        for index, block in enumerate(self.model.layers):
+            layer_cache = None if cache is None else LayerCache(cache, index, positions.expand_as(tokens_BT))
+            hidden_BTD = block(hidden_BTD, cos_sin_B1TF, mask, layer_cache)
+        return self.model.norm(hidden_BTD)
+
+    def attention_inputs(self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor) -> tuple[CosSin, Mask]:
+        """What every block needs beside the hidden states: cosine and sine of the positions, and the mask.
+
+        Raises:
+            InputRefused: the sequence is longer than max_position_embeddings.
+        """
+        length, longest = tokens_BT.shape[1], self.config.max_position_embeddings
+        if length > longest:
+            raise InputRefused(
+                f"a sequence of {length} tokens is longer than the model's max_position_embeddings = {longest}; "
+                "shorten the sequence or choose a model with more positions"
+            )
+        dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
+        return cos_sin(positions, self.config, dtype), masks.attention_mask(segments, tokens_BT, self.attention)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
+        return self.lm_head(hidden_BTD)
+
+    def use_attention(self, impl: Impl) -> None:
+        """Choose the attention implementation, as the argument `attention` does."""
+        self.attention = impl
+        for block in self.model.layers:
+            cast(Block, block).self_attn.impl = impl
+
+    def tie_weights(self) -> None:
+        """Make the head the embedding matrix where the configuration says so; again after parameters were replaced."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        spread = self.config.initializer_range
+        residual_spread = spread / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
+            parameter.copy_(noise.mul_(residual_spread if ends_branch else spread))

@@ -1,0 +1,85 @@
+"""Which positions a position attends to, built once per forward pass and shared by all blocks.
+
+One rule covers documents and padding: position t sees position s if s <= t and both carry the same segment number.
+Padding is segment 0, a segment like any other: no document sees it, and each of its positions sees itself at least, so
+that no row of a softmax is ever empty.
+
+Shape suffixes: B batch, T queries, S keys, N blocks of positions; 1 broadcasts over heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from monograph.ops.attention import Impl, Mask
+
+BLOCK = 128  # positions per side of a block: flex attention's own default
+
+
+def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl) -> Mask:
+    """The mask of a forward pass without a cache, in the form that `impl` reads.
+
+    "auto" is flex attention inside a compiled graph on a GPU, for it is fused only there, and a dense boolean mask
+    everywhere else. Without segments there is only causality: a flag (None) that needs no mask at all.
+
+    Args:
+        segments_BT: document number of each position inside its row, 0 on padding, int64; None: one document a row.
+        tokens_BT: gives shape and device.
+        impl: the attention implementation.
+    """
+    if impl == "flex":
+        return block_mask(torch.ones_like(tokens_BT) if segments_BT is None else segments_BT)
+    if segments_BT is None:
+        return None
+    if impl == "auto" and tokens_BT.is_cuda and torch.compiler.is_compiling():
+        return block_mask(segments_BT)
+    return dense_mask(segments_BT)
+
+
+def dense_mask(segments_BT: Tensor) -> Tensor:
+    """The rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
+
+def cache_mask(positions_BT: Tensor, slots: int) -> Tensor:
+    """With a key-value cache: the query at position p sees slots s <= p. Boolean [B, 1, T, S = slots]."""
+    slots_S = torch.arange(slots, device=positions_BT.device)
+    return (slots_S <= positions_BT[:, :, None])[:, None]
+
+
+def block_mask(segments_BT: Tensor) -> BlockMask:
+    """The rule for flex attention: which blocks of keys a block of queries needs at all, and which of them in full.
+
+    Two blocks can share a document only if their ranges of segment numbers overlap, so N numbers a row decide and the
+    [T, T] mask is never built (building it can cost more than the attention: lightseekorg/TorchSpec issue 86). Ranges
+    that overlap without a shared document only cost time: inside a block that is not full the rule itself decides.
+    """
+    length = segments_BT.shape[1]
+    blocks = -(-length // BLOCK)
+    # Padding ends a row: with the highest number there instead of 0, a row's numbers only grow and ranges stay short.
+    numbers_BT = torch.where(segments_BT == 0, torch.iinfo(segments_BT.dtype).max, segments_BT)
+    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=torch.iinfo(segments_BT.dtype).max)
+    blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
+    low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)
+    overlap_BNN = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
+    uniform_BN = low_BN == high_BN
+    full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
+    partial_BNN = overlap_BNN.tril() & ~full_BNN
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(partial_BNN), *_listed(full_BNN), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    )
+
+
+def _listed(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Flex attention's sparse form: how many blocks each block of queries needs, and all indices, needed ones first."""
+    needed_B1NN = needed_BNN[:, None].to(torch.int32)
+    order_B1NN = needed_B1NN.argsort(dim=-1, descending=True, stable=True)
+    return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)

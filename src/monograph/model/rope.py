@@ -1,0 +1,87 @@
+"""Rotary position embedding: angles from positions, and the rotation of query and key heads by them.
+
+Shape suffixes: B batch, H heads, T positions, D head dimension, F = D / 2 frequencies; 1 broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from monograph.model.config import Llama3Scaling, LlamaConfig
+
+CosSin = tuple[Tensor, Tensor]
+
+
+def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Radians per position of each pair of channels.
+
+        f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
+
+    With `llama3` scaling a pair of wavelength w = 2 pi / f keeps f where w < L / high_freq_factor, gets f / factor
+    where w > L / low_freq_factor, and in between (1 - s) f / factor + s f with
+    s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor); L is the context length of pre-training.
+
+    Args:
+        config: head_dim, rope_theta, rope_scaling.
+        dtype: float32 or float64, in which it is computed.
+        device: where.
+
+    Returns:
+        [F] in `dtype`.
+
+    Source: Su et al., "RoFormer", arXiv 2104.09864; the scaling is `apply_scaling` of the Llama 3.1 reference code
+    (meta-llama/llama-models, models/llama3/model.py).
+    """
+    # In this order transformers computes it too: at position 2,000 one rounding of a frequency is 1e-4 radians.
+    exponents_F = torch.arange(0, config.head_dim, 2, device=device).to(dtype) / config.head_dim
+    frequencies_F = 1.0 / config.rope_theta**exponents_F
+    return frequencies_F if config.rope_scaling is None else _llama3(frequencies_F, config.rope_scaling)
+
+
+def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths_F = 2 * math.pi / frequencies_F
+    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    smooth_F = (length / wavelengths_F - low) / (high - low)
+    stretched_F = frequencies_F / scaling.factor
+    between_F = (1 - smooth_F) * stretched_F + smooth_F * frequencies_F
+    scaled_F = torch.where(wavelengths_F > length / low, stretched_F, between_F)
+    return torch.where(wavelengths_F < length / high, frequencies_F, scaled_F)
+
+
+def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> CosSin:
+    """Cosine and sine of position * frequency, once per forward pass and shared by all blocks.
+
+    They are computed where they are used and kept in no buffer: a buffer would land in checkpoints or be lost on the
+    meta device, and a cast of the model to bf16 would cast it too, where neighbouring positions above 256 coincide.
+
+    Args:
+        positions_BT: position of each token, int64.
+        config: head_dim, rope_theta, rope_scaling.
+        dtype: float32, or float64 for a float64 model.
+
+    Returns:
+        Two tensors [B, 1, T, F] in `dtype`.
+    """
+    frequencies_F = inverse_frequencies(config, dtype, positions_BT.device)
+    angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
+    return angles_B1TF.cos(), angles_B1TF.sin()
+
+
+def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
+    """Turn the pair (x[i], x[i + D/2]) of every head by the angle of its position and frequency i.
+
+        y[i]       = x[i] cos - x[i + D/2] sin
+        y[i + D/2] = x[i + D/2] cos + x[i] sin
+
+    Pairs are halves of the head, as in Hugging Face checkpoints, not neighbours as in Meta's own.
+
+    Returns:
+        [B, H, T, D] in the dtype of the heads, rounded once: the rotation itself is in the dtype of the cosine.
+    """
+    cos_B1TF, sin_B1TF = cos_sin_B1TF
+    first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
+    turned = (first_BHTF * cos_B1TF - second_BHTF * sin_B1TF, second_BHTF * cos_B1TF + first_BHTF * sin_B1TF)
+    return torch.cat(turned, dim=-1).to(heads_BHTD.dtype)

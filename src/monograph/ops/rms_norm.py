@@ -1,0 +1,30 @@
+"""Root-mean-square layer normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each vector of the last axis to a root mean square of one, then by a learned weight.
+
+        y = x / sqrt(mean(x^2) + eps) * weight
+
+    Computed in fp32 for fp16, bf16 and fp32 inputs and in float64 for float64 ones (transformers rounds to fp32 even
+    then, which would cap every exactness test at 6e-8), and rounded once, at the end. One form serves everything:
+    Inductor fuses it into one kernel, and `torch.nn.functional.rms_norm` was no faster on a CPU.
+
+    Args:
+        hidden: x, [..., D], floating.
+        weight: [D], floating.
+        eps: added to the mean square.
+
+    Returns:
+        y, [..., D], in the dtype of `hidden`.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+    """
+    wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(hidden.dtype)

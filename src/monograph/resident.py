@@ -1,0 +1,218 @@
+"""The engine whose weights live on the device: moves windows there, splits them into micro-batches, steps.
+
+Shapes: R rows of a window, M rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from monograph.errors import InputRefused, OutOfDeviceMemory
+from monograph.graph import capture as graph
+from monograph.graph.precision import Precision
+from monograph.graph.trial import Trial, trial
+from monograph.loop import EngineState
+from monograph.loss import Batch, Loss, token_loss
+from monograph.optim import AdamW
+from monograph.schedule import Schedule
+from monograph.step import Step, Update, accumulate, update
+
+IGNORE = -100  # torch's default ignore_index
+
+
+class Resident:
+    """Trains a module whose weights, gradients and optimizer state all live on one device.
+
+    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows;
+    where the batch
+    has `targets` the last one is filled up with empty rows, so that shapes never change. Running out of device memory
+    halves the micro-batch and repeats the window, which by law
+    2 changes no gradient; the change is announced through `announce`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss = token_loss,
+        optim: AdamW | None = None,
+        schedule: Schedule | None = None,
+        clip: float | None = None,
+        precision: Precision | None = None,
+        micro_batch: int | None = None,
+    ):
+        """Build the step on the module's device; see `monograph.Step` for the arguments.
+
+        Args:
+            model: any module, already on its device with its weights loaded.
+            loss: `loss(model, batch) -> (sum, count)`.
+            optim: the optimizer.
+            schedule: factor of the learning rate by update index.
+            clip: largest gradient norm.
+            precision: the compute dtype.
+            micro_batch: rows per micro-batch; None: the whole window at once.
+        """
+        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision)
+        self.micro_batch = micro_batch
+        self.captured = False
+        self.announce: Callable[[str], None] = lambda line: None
+
+    @property
+    def model(self) -> nn.Module:
+        """The original module."""
+        return self.step.model
+
+    @property
+    def index(self) -> int:
+        """Updates done so far."""
+        return self.step.index
+
+    def trial(self, window: Batch) -> Trial:
+        """One eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
+        batch = next(self._micro_batches(window))
+
+        def loss() -> tuple[Tensor, Tensor]:
+            with self.step.precision.context(self.step.device.type):
+                return self.step.loss(self.model, batch)
+
+        return trial(self.model, loss)
+
+    def capture(self, window: Batch, backend: Literal["inductor", "aot_eager", "eager"] = "inductor") -> str | None:
+        """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
+
+        Returns:
+            None, or the reason in one line why it cannot be compiled; the step then stays eager.
+        """
+        step = self.step
+        eager = step.forward, step.apply, step.evaluate
+        self.micro_batch = self.micro_batch or _rows(window)
+        self.captured = True
+        graph.capture(step, backend)
+        try:
+            self._warm(next(self._micro_batches(window)))
+        except Exception as error:
+            step.forward, step.apply, step.evaluate = eager
+            step.discard()
+            self.captured = False
+            if not graph.is_capture_error(error):
+                raise
+            return graph.reason(error)
+        return None
+
+    def _warm(self, batch: Batch) -> None:
+        step = self.step
+        accumulate(step, [batch])
+        step.discard()
+        # Without a target an update is skipped on the device, so this compiles it and changes nothing but its counters.
+        kept = [t.clone() for t in (step.applied, step.tokens, step.skipped)]
+        step.apply()
+        for counter, value in zip((step.applied, step.tokens, step.skipped), kept, strict=True):
+            counter.copy_(value)
+        self.evaluate(batch)
+
+    def accumulate(self, window: Batch) -> None:
+        """Add the window's exact gradient.
+
+        Raises:
+            OutOfDeviceMemory: a micro-batch of one row does not fit.
+        """
+        while True:
+            try:
+                accumulate(self.step, self._micro_batches(window))
+                return
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not _out_of_memory(error):
+                    raise
+                message = str(error).splitlines()[0]
+            # Outside the except block: the traceback would keep the failed pass's tensors alive.
+            self._halve(window, message)
+
+    def _halve(self, window: Batch, message: str) -> None:
+        rows = min(self.micro_batch or _rows(window), _rows(window))
+        if rows == 1:
+            raise OutOfDeviceMemory(
+                f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
+            )
+        self.micro_batch = (rows + 1) // 2
+        self.step.discard()
+        gc.collect()
+        if self.step.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.announce(f"out of memory at {rows} rows: micro_batch is now {self.micro_batch}, the update stays the same")
+
+    def update(self) -> Update:
+        """Apply the accumulated gradient."""
+        return update(self.step)
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode."""
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            parts = [self.step.evaluate(part) for part in self._micro_batches(batch)]
+        self.model.train(training)
+        return torch.stack([p[0].double() for p in parts]).sum(), torch.stack([p[1] for p in parts]).sum()
+
+    def state(self) -> EngineState:
+        """Model, optimizer buffers by parameter name, counters. The tensors are views of the live ones."""
+        step = self.step
+        optimizer = {
+            f"{buffer}.{name}": view
+            for plane in step.planes
+            for buffer, flat in plane.state.items()
+            for name, view in plane.views(flat)
+        }
+        counters = {name: int(getattr(step, name)) for name in ("applied", "tokens", "skipped")}
+        return EngineState(self.model.state_dict(), optimizer, {"index": step.index, **counters})
+
+    def load_state(self, state: EngineState) -> None:
+        """Copy a state into the live tensors.
+
+        Raises:
+            InputRefused: a tensor is missing, left over or has another shape.
+        """
+        own = self.state()
+        for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
+            if odd := sorted(mine.keys() ^ theirs.keys()):
+                raise InputRefused(
+                    f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}"
+                )
+            for name, tensor in mine.items():
+                if tensor.shape != theirs[name].shape:
+                    raise InputRefused(
+                        f"the saved {kind} does not fit: {name} is {list(theirs[name].shape)}, not {list(tensor.shape)}"
+                    )
+                tensor.detach().copy_(theirs[name])
+        self.step.index = state.scalars["index"]
+        for name in ("applied", "tokens", "skipped"):
+            getattr(self.step, name).fill_(state.scalars[name])
+
+    def _micro_batches(self, window: Batch) -> Iterator[Batch]:
+        rows = _rows(window)
+        size = self.micro_batch or rows
+        device = self.step.device
+        for start in range(0, rows, size):
+            part = {name: tensor[start : start + size].to(device, non_blocking=True) for name, tensor in window.items()}
+            yield _filled(part, size) if "targets" in part else part
+
+
+def _rows(window: Batch) -> int:
+    return next(iter(window.values())).shape[0]
+
+
+def _filled(batch: Batch, rows: int) -> Batch:
+    """The batch with empty rows appended, which add nothing to sum, count or gradient: nothing is predicted there."""
+    missing = rows - _rows(batch)
+    if not missing:
+        return batch
+    empty = {name: IGNORE if name == "targets" else 0 for name in batch}
+    return {name: torch.cat([t, t.new_full((missing, *t.shape[1:]), empty[name])]) for name, t in batch.items()}
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,169 @@
+"""A curve drawn with text: Braille cells where the terminal has them, ASCII otherwise.
+
+A cell is one character; a dot is what a cell is made of, 2 x 4 of them in a Braille cell (Unicode block U+2800).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from monograph.measure import quantities
+
+Dot = tuple[int, int]  # (column, row)
+Piece = tuple[str, str]  # (role, text)
+
+SCALE_WIDTH = 6  # "4.0 " before the plot
+YARDSTICK_WIDTH = 18  # "  order 6 1.87" after it
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What one character can show: its dots across and down, and the character for a set of lit dots."""
+
+    across: int
+    down: int
+
+    def character(self, lit: set[Dot]) -> str:
+        """The character of the lit dots (column, row), row 0 on top, at least one of them."""
+        if self.across == 1:
+            return {(0,): "'", (1,): ".", (0, 1): ":"}[tuple(sorted(row for _, row in lit))]
+        return chr(0x2800 + sum(_BRAILLE_BIT[dot] for dot in lit))
+
+
+BRAILLE = Cells(across=2, down=4)
+ASCII = Cells(across=1, down=2)
+_BRAILLE_BIT = {
+    (0, 0): 0x01, (0, 1): 0x02, (0, 2): 0x04, (1, 0): 0x08,
+    (1, 1): 0x10, (1, 2): 0x20, (0, 3): 0x40, (1, 3): 0x80,
+}  # fmt: skip
+
+
+def braille_curve(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    width: int,
+    height: int,
+    yardsticks: Mapping[str, float],
+    x_end: float | None = None,
+    cells: Cells = BRAILLE,
+) -> list[str]:
+    """`height` rows of plot and one of x labels, each at most `width` characters; the text of `curve_pieces`."""
+    rows = curve_pieces(xs, ys, width, height, yardsticks, x_end, cells)
+    return ["".join(text for _, text in row).rstrip() for row in rows]
+
+
+def curve_pieces(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    width: int,
+    height: int,
+    yardsticks: Mapping[str, float],
+    x_end: float | None = None,
+    cells: Cells = BRAILLE,
+) -> list[list[Piece]]:
+    """The same rows in pieces (role, text), so that a terminal can colour "scale", "curve", "level" and "name".
+
+    Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x). Each yardstick is a
+    dotted level with its name and value at the right, a row off where two would collide. The scale covers the
+    yardsticks and the low part of the curve: what lies higher than 2.2 times the lowest value is drawn on the upper
+    edge, or the steep start would flatten the rest. Values that are not finite are left out.
+    """
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+    values = [y for _, y in points] + list(yardsticks.values())
+    low = min(values, default=0.0)
+    high = max([min(max(values, default=1.0), 2.2 * low), *yardsticks.values()])
+    margin = max(0.04 * (high - low), 0.02)
+    columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
+    right = x_end or (points[-1][0] if points else 0.0) or 1.0  # a run of no tokens yet has an axis all the same
+    grid = _Grid(cells, columns, height, low - margin, high + margin, right)
+    curve = grid.by_cell(grid.joined(points))
+    levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
+    scale, names = grid.scale_labels(), _spread_names(yardsticks, grid)
+    rows: list[list[Piece]] = []
+    for row in range(height):
+        pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
+        for column in range(columns):  # where the curve passes, it hides the level: two lines in a cell read as neither
+            role, lit = ("curve", curve) if (column, row) in curve else ("level", levels)
+            dots = lit.get((column, row))
+            pieces.append((role, cells.character(dots) if dots else " "))
+        rows.append([*pieces, ("name", names.get(row, ""))])
+    return [*rows, [("scale", " " * SCALE_WIDTH + _x_labels(grid.x_end, columns))]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Maps values to dots; dot (0, 0) is the upper left one, `rows` and `columns` count cells."""
+
+    cells: Cells
+    columns: int
+    rows: int
+    low: float
+    high: float
+    x_end: float
+
+    def dot(self, x: float, y: float) -> Dot:
+        right, bottom = self.columns * self.cells.across - 1, self.rows * self.cells.down - 1
+        column = round(x / self.x_end * right)
+        row = round((self.high - y) / (self.high - self.low) * bottom)
+        return min(right, max(0, column)), min(bottom, max(0, row))
+
+    def cell_row(self, y: float) -> int:
+        return self.dot(0, y)[1] // self.cells.down
+
+    def by_cell(self, dots: Iterable[Dot]) -> dict[Dot, set[Dot]]:
+        """Dots inside each cell (column, row) that has any, counted from the cell's own corner."""
+        found: dict[Dot, set[Dot]] = {}
+        for column, row in dots:
+            across, down = divmod(column, self.cells.across), divmod(row, self.cells.down)
+            found.setdefault((across[0], down[0]), set()).add((across[1], down[1]))
+        return found
+
+    def dotted(self, y: float) -> list[Dot]:
+        return [
+            (column, self.dot(0, y)[1]) for column in range(0, self.columns * self.cells.across, 2 * self.cells.across)
+        ]
+
+    def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
+        corners = [self.dot(x, y) for x, y in points]
+        dots = corners[-1:]
+        for (column, row), (next_column, next_row) in itertools.pairwise(corners):
+            steps = max(abs(next_column - column), abs(next_row - row), 1)
+            dots += [
+                (round(column + (next_column - column) * i / steps), round(row + (next_row - row) * i / steps))
+                for i in range(steps)
+            ]
+        return dots
+
+    def scale_labels(self) -> dict[int, str]:
+        """Round values on the y axis, by cell row: the finest of 0.1, 0.2, 0.5, ... that leaves a row between two."""
+        rows_per_unit = self.rows / (self.high - self.low)
+        step = next((step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2), None)
+        if step is None:
+            return {}
+        multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        return {self.cell_row(step * multiple): f"{step * multiple:.1f}" for multiple in multiples}
+
+
+def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
+    """A row for every yardstick's label: its own, or the nearest free one above it, or else below it."""
+    taken: dict[int, str] = {}
+    for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
+        wanted = grid.cell_row(value)
+        candidates = [*range(wanted, -1, -1), *range(wanted + 1, grid.rows)]
+        row = next((row for row in candidates if row not in taken), None)
+        if row is not None:
+            taken[row] = f"  {name} {value:.2f}"[:YARDSTICK_WIDTH]
+    return taken
+
+
+def _x_labels(x_end: float, columns: int) -> str:
+    """The quarters of the x axis, each ending below its place, as many as leave a gap between two."""
+    line = f"{quantities.count(x_end)} tokens".rjust(columns)
+    for quarter in (3, 2, 1):
+        label, end = quantities.count(x_end * quarter / 4), columns * quarter // 4
+        if not line[max(0, end - len(label)) : end + 2].strip() and len(label) <= end:
+            line = line[: end - len(label)] + label + line[end:]
+    return line

@@ -1,0 +1,265 @@
+"""The run folder: created without races, locked while in use, and its metrics, one JSON object per line.
+
+`run.lock` makes a folder a run: a JSON record with the run's serial number, and who holds or last held the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import DiskFull, InputRefused, RunInUse
+
+DEFAULT_ROOT = Path("runs")
+
+# Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
+# outlive us.
+_held: set[int] = set()
+
+
+def _forget_inherited_locks() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_inherited_locks)
+
+
+class Run:
+    """A run's folder. Make one with `create`, find one with `open`; `lock` it before writing anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "config.toml"
+        self.checkpoints = folder / "checkpoints"
+        self.figures = folder / "figures"
+        self.report = folder / "report.html"
+        self.tokenizer = folder / "tokenizer.json"
+        self.metrics = folder / "metrics.jsonl"
+        self.lock_file = folder / "run.lock"
+
+    @classmethod
+    def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Run:
+        """A new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it when that minute has one already.
+
+        Raises InputRefused when `out` holds something or cannot be written, RunInUse when it is a run that another
+        process is writing, and DiskFull.
+        """
+        folder = Path(root) / datetime.now().strftime("%Y-%m-%d-%H%M") if out is None else Path(out)
+        with _explained(folder):
+            run = cls(_claim_new_folder(folder) if out is None else _claim_given_folder(folder))
+            others = _runs_in(run.folder.parent)
+            record = {"serial": 1 + (_serial(others[-1]) if others else 0)}
+            try:
+                descriptor = os.open(run.lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:
+                raise _already_a_run(run.folder) from None
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(record, file)
+        return run
+
+    @classmethod
+    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
+        """The run at path `name`; "last" is the newest one in `root`, and "last/..." a run inside that.
+
+        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused.
+        """
+        first, *inner = Path(name).parts or (".",)
+        folder = Path(name)
+        if first == "last":
+            runs = _runs_in(Path(root))
+            if not runs:
+                raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
+            folder = runs[-1].joinpath(*inner)
+        if not (folder / "run.lock").is_file():
+            found = "there is no such folder" if not folder.exists() else "it has no run.lock"
+            newest = _runs_in(Path(root))[:-4:-1]
+            hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
+            raise InputRefused(f"{folder} is not a run: {found}{hint}")
+        return cls(folder)
+
+    @property
+    def handle(self) -> str:
+        """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
+        runs = _runs_in(DEFAULT_ROOT)
+        return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for the `with` block; the kernel frees it when the process ends, however it ends (flock(2)).
+
+        Raises RunInUse, which names the process and host that hold it.
+        """
+        with _explained(self.folder):
+            descriptor = os.open(self.lock_file, os.O_RDWR)
+        _held.add(descriptor)
+        try:
+            with _explained(self.lock_file):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise _in_use(self.folder) from None
+                holder = {"serial": _serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
+                _overwrite(descriptor, json.dumps(holder).encode())
+            yield
+        finally:
+            if descriptor in _held:  # a forked child has closed its copy already
+                _held.remove(descriptor)
+                os.close(descriptor)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append `row` to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
+
+        NaN and infinities are written as null, since JSON has neither. Raises DiskFull, leaving no half line behind.
+        """
+        line = json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+        with _explained(self.metrics):
+            descriptor = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                before = os.fstat(descriptor).st_size
+                try:
+                    _write_all(descriptor, line)
+                except OSError:
+                    with suppress(OSError):
+                        os.ftruncate(descriptor, before)
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows logged so far, oldest first; a last line without its end, cut by a power failure, is left out."""
+        if not self.metrics.exists():
+            return []
+        complete, _, _ = self.metrics.read_bytes().rpartition(b"\n")
+        return [json.loads(line) for line in complete.splitlines()]
+
+    @property
+    def metrics_offset(self) -> int:
+        """Length of metrics.jsonl in bytes, for a checkpoint to record."""
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def sync_metrics(self) -> int:
+        """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
+        if self.metrics.exists():
+            with _explained(self.metrics), self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+        return self.metrics_offset
+
+    def truncate_metrics(self, offset: int) -> None:
+        """Drop the rows after byte `offset`: a resumed run logs them again. Raises InputRefused if some are missing."""
+        if self.metrics_offset < offset:
+            raise InputRefused(
+                f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
+                "missing; put the file back, or start a new run from this one with --from"
+            )
+        if self.metrics.exists():
+            with _explained(self.metrics):
+                os.truncate(self.metrics, offset)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write `path` into the error a person can act on."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise DiskFull(f"cannot write {path}: {reason}; free some space, then go on with --resume") from error
+        raise InputRefused(f"cannot write {path}: {reason}; name another folder with --out") from error
+
+
+def _claim_new_folder(wanted: Path) -> Path:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, attempt = wanted, 1
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            attempt += 1
+            folder = wanted.with_name(f"{wanted.name}-{attempt}")
+
+
+def _claim_given_folder(folder: Path) -> Path:
+    if folder.exists() and not folder.is_dir():
+        raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "run.lock").exists():
+        raise _already_a_run(folder)
+    if any(folder.iterdir()):
+        raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
+    return folder
+
+
+def _already_a_run(folder: Path) -> InputRefused | RunInUse:
+    descriptor = os.open(folder / "run.lock", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _in_use(folder)
+    finally:
+        os.close(descriptor)
+    return InputRefused(f"--out {folder} already holds a run; continue it with --resume {folder}, or name a new folder")
+
+
+def _in_use(folder: Path) -> RunInUse:
+    record = _record(folder)
+    who = f"process {record['pid']} on {record['host']}" if "pid" in record else "another process"
+    return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
+
+
+def _runs_in(root: Path) -> list[Path]:
+    """Folders of `root` that are runs, oldest first; two that were created at the same moment, by name."""
+    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (_serial(run), _natural(run.name)))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which "a-10" comes after "a-9"."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _serial(folder: Path) -> int:
+    return int(_record(folder).get("serial", 0))
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What run.lock says; nothing while another process is between creating the file and writing it."""
+    try:
+        record = json.loads((folder / "run.lock").read_bytes())
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _overwrite(descriptor: int, content: bytes) -> None:
+    # Written before it is cut, so that a reader never finds the file empty
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    _write_all(descriptor, content)
+    os.ftruncate(descriptor, len(content))
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

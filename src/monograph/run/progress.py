@@ -1,0 +1,199 @@
+"""What a person sees of a run on standard error: stages as aligned lines, and the training block with its curve."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic
+from types import TracebackType
+from typing import TextIO
+
+from rich.text import Text
+
+from monograph.measure import quantities
+from monograph.run.curve import ASCII, BRAILLE, YARDSTICK_WIDTH, curve_pieces
+from monograph.run.screen import Screen, cut, shown
+
+LABEL_WIDTH = 10
+_TIME_COLUMN = 78  # where a stage's time ends
+_CURVE_ROWS = 8
+_LABEL_STYLES = {"done": "bold green", "stopped": "bold yellow", "warning": "bold yellow", "next": "bold cyan"}
+_CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
+
+
+class Progress:
+    """Speaks for a run, from its first line to its last; nothing here is ever silent for long.
+
+        progress = Progress()
+        progress.line("data", "Python's standard library, 612 files, 10.1 MB")
+        with progress.stage("compile", "whole step") as stage: ...; stage.result = "0 graph breaks"
+        with progress.training(updates=1465, tokens=3_000_000, yardsticks={...}) as block:
+            block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
+
+    Terminal: the current stage or block is redrawn in place twice a second. Elsewhere: plain lines at changes and, in
+    between, one every 10 s.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.screen = Screen(stream)
+
+    def header(self, text: str) -> None:
+        """A line without a label, with an empty one after it."""
+        rows = textwrap.wrap(text, self.screen.width)
+        self.screen.print(*(Text(row, style="bold") for row in rows), Text(""))
+
+    def line(self, label: str, *texts: str) -> None:
+        """`texts`, each on a line of its own and wrapped, after `label` in its column."""
+        width = self.screen.width - LABEL_WIDTH
+        wrapped = [row for text in texts for row in textwrap.wrap(text, width, drop_whitespace=True) or [""]]
+        self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(wrapped)))
+
+    def gap(self) -> None:
+        """An empty line."""
+        self.screen.print(Text(""))
+
+    @contextmanager
+    def stage(self, label: str, text: str) -> Iterator[Stage]:
+        """A stage of work: its elapsed time ticks while it runs, and its line with the time stays."""
+        stage = Stage(label, text)
+        try:
+            with self.screen.live(lambda: [stage.running()], stage.running):
+                yield stage
+        except BaseException:
+            stage.text += " (not finished)"
+            raise
+        finally:
+            self.screen.print(*stage.ended(self.screen.width))
+
+    def training(self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0) -> TrainingBlock:
+        """The block of a training run of `updates` updates and `tokens` tokens, going on from update `start`."""
+        return TrainingBlock(self.screen, updates, tokens, yardsticks, start)
+
+
+class Stage:
+    """A running stage. `result`, set by the caller, is shown after the time; `report` is the data room's callback."""
+
+    def __init__(self, label: str, text: str) -> None:
+        self.label, self.text, self.result = label, text, ""
+        self._start_s = monotonic()
+        self._detail = ""
+
+    def report(self, what: str, done: int, total: int | None = None) -> None:
+        """How far the work inside the stage is."""
+        self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
+
+    def running(self) -> Text:
+        """The line while the stage runs."""
+        elapsed = quantities.duration(int(monotonic() - self._start_s))
+        return _labelled(self.label, f"{self.text}{self._detail}   {elapsed}")
+
+    def ended(self, width: int) -> list[Text]:
+        """The line or lines that stay, for a screen of `width` characters."""
+        time = quantities.duration(monotonic() - self._start_s)
+        room = min(_TIME_COLUMN, width) - LABEL_WIDTH
+        *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
+        rows.append(f"{last} {'.' * (room - len(last) - len(time) - 2)} {time}")
+        if self.result and LABEL_WIDTH + len(rows[-1]) + 3 + len(self.result) <= width:
+            rows[-1] += f"   {self.result}"
+        elif self.result:
+            rows += textwrap.wrap(self.result, width - LABEL_WIDTH)
+        return [_labelled(self.label if i == 0 else "", row) for i, row in enumerate(rows)]
+
+
+class TrainingBlock:
+    """The bar, the held-out curve among its yardsticks, and the samples of a run; a context manager.
+
+    On a terminal it is redrawn in place and its last state stays. Elsewhere there is a line of figures now and then,
+    samples as they come, and the curve at the end.
+    """
+
+    def __init__(self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int) -> None:
+        self._screen, self._updates, self._tokens, self._yardsticks = screen, updates, tokens, yardsticks
+        self._start, self._index, self._start_s = start, start, monotonic()
+        self._figures = ""
+        self._note = ""
+        self._held_out: list[tuple[float, float]] = []
+        self._samples: list[tuple[float, str]] = []
+        self._live = screen.live(self._region, self._spoken)
+
+    def __enter__(self) -> TrainingBlock:
+        self._start_s = monotonic()
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+        self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
+
+    def update(self, index: int, *, loss: float, tokens_per_s: float, memory_bytes: int, skipped: int = 0) -> None:
+        """Update `index` (counted from 1) is done; cheap enough for every update."""
+        parts = [f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s"), quantities.gibibytes(memory_bytes)]
+        if skipped:
+            parts.append(f"{skipped} skipped")
+        self._index, self._figures = index, "   ".join(parts)
+
+    def note(self, text: str) -> None:
+        """A line under the bar, e.g. what binds the speed."""
+        self._note = text
+
+    def held_out(self, tokens: int, bits_per_byte: float) -> None:
+        """A point of the curve; on a resume, the earlier ones too."""
+        self._held_out.append((tokens, bits_per_byte))
+
+    def sample(self, share: float, text: str) -> None:
+        """What the model writes after `share` (0 to 1) of the run."""
+        self._samples.append((share, text))
+        if not self._screen.is_live:
+            self._screen.print(self._sample_line(share, text))
+
+    def _region(self) -> list[Text]:
+        note = [Text(f"  {self._note}", style="dim")] if self._note else []
+        samples = [self._sample_line(share, text) for share, text in self._samples]
+        spare_rows = self._screen.height - len(samples) - len(note) - 4
+        return [self._bar(self._screen.width), *note, *self._curve(spare_rows), *samples]
+
+    def _bar(self, width: int) -> Text:
+        head, tail = self._position(), f" {self._progress()}"
+        room = max(0, width - len(head) - len(tail))
+        filled = round(min(1.0, self._index / self._updates) * room)
+        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+
+    def _spoken(self) -> Text:
+        held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""
+        return Text(self._position() + self._progress() + held_out)
+
+    def _position(self) -> str:
+        return f"  update {self._index:>{len(str(self._updates))}}/{self._updates} "
+
+    def _progress(self) -> str:
+        return "   ".join(filter(None, [f"{100 * self._index / self._updates:>3.0f} %", self._figures, self._time()]))
+
+    def _time(self) -> str:
+        elapsed_s, done = monotonic() - self._start_s, self._index - self._start
+        if done == 0 or self._index == self._updates:
+            return f"{quantities.clock_time(elapsed_s)} so far" if done == 0 else quantities.clock_time(elapsed_s)
+        return f"{quantities.clock_time(elapsed_s / done * (self._updates - self._index))} left"
+
+    def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
+        rows = min(_CURVE_ROWS, spare_rows)
+        if not self._held_out or rows < 4:
+            return []
+        width = self._screen.width
+        xs, ys = zip(*self._held_out, strict=True)
+        cells = BRAILLE if self._screen.is_utf8 else ASCII
+        pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
+        title = f"  bits per byte (held out)   {ys[-1]:.2f} now"
+        beside = "  on the same text" if self._yardsticks else ""
+        heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (beside, "dim"))
+        return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]
+
+    def _sample_line(self, share: float, text: str) -> Text:
+        head = f"  sample at {share:.0%}".replace("%", " %").ljust(18)
+        return Text.assemble((head, "dim"), cut(shown(text), self._screen.width - len(head)))
+
+
+def _labelled(label: str, text: str) -> Text:
+    return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)

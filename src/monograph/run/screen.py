@@ -1,0 +1,175 @@
+"""Where progress is shown: a terminal, with a region redrawn in place, or anything else, as plain lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import TextIO
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+WIDTH = 100  # characters, at most
+REDRAW_S = 0.5  # on a terminal
+SPEAK_S = 10.0  # otherwise: a line at least and, while nothing changes stage, at most this often
+
+# What a stream that is not UTF-8 gets instead; anything else it cannot show becomes "?"
+_ASCII = str.maketrans(
+    {
+        "━": "=",
+        "─": "-",
+        "·": "-",
+        "…": "~",
+        "⏎": "\\",
+        "−": "-",
+        "→": "->",
+        "≤": "<=",
+        "≥": ">=",
+        "×": "x",
+        "±": "+-",
+    }
+)
+
+
+class _Stream:
+    """A text stream that shows what its encoding can and falls silent once it is gone.
+
+    A terminal that was closed, or a pipe nobody reads, must not end a run that has hours of work in it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self.encoding = stream.encoding or "utf-8"  # in-memory streams have none and take any character
+        self.is_utf8 = self.encoding.lower().replace("-", "") == "utf8"
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            if not self.is_utf8:
+                text = text.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError):
+                self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._stream = None
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is gone")
+        return self._stream.fileno()
+
+
+class Screen:
+    """Prints lines to `stream` (default: standard error) and keeps one region live below them.
+
+    Colour only on a terminal and without NO_COLOR (no-color.org); no redrawing on a dumb terminal.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = _Stream(sys.stderr if stream is None else stream)
+        self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.is_utf8 = self._stream.is_utf8
+        coloured = self.is_live and not os.environ.get("NO_COLOR")
+        self._console = Console(
+            file=self._stream,  # type: ignore[arg-type]
+            force_terminal=self.is_live,
+            color_system="auto" if coloured else None,
+            width=None if self.is_live else WIDTH,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
+        )
+        self._last_spoken_s = monotonic()
+
+    @property
+    def width(self) -> int:
+        """Characters a line may have; one less than the terminal has, as some wrap when the last one is written."""
+        return min(WIDTH, self._console.width - 1) if self.is_live else WIDTH
+
+    @property
+    def height(self) -> int:
+        """Lines the terminal has."""
+        return self._console.height
+
+    def print(self, *lines: Text) -> None:
+        """Write `lines` above the live region, each cut at `width`."""
+        for line in _fitted(lines, self.width):
+            self._console.print(line)
+        self._stream.flush()
+        self._last_spoken_s = monotonic()
+
+    @contextmanager
+    def live(self, region: Callable[[], list[Text]], status: Callable[[], Text]) -> Iterator[None]:
+        """For the `with` block, keep `region()` on the terminal, or print `status()` after SPEAK_S of silence.
+
+        Both are called from a thread of their own, so they speak while the main one is busy; the region vanishes at the
+        end. Other text sent to standard error appears above it.
+        """
+        if not self.is_live:
+            with _every(REDRAW_S, lambda: self._speak(status)):
+                yield
+            return
+        view = Live(
+            get_renderable=lambda: Text("\n").join(_fitted(region(), self.width)),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,  # results go there, and not to this stream
+        )
+        with view, _every(REDRAW_S, view.refresh):
+            view.refresh()
+            yield
+
+    def _speak(self, status: Callable[[], Text]) -> None:
+        if monotonic() - self._last_spoken_s >= SPEAK_S:
+            self.print(status())
+
+
+def _fitted(lines: Sequence[Text], width: int) -> Sequence[Text]:
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def shown(text: str) -> str:
+    """`text` from a model or a file on one line: line ends visible, control characters replaced so that none acts."""
+    return "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in text.expandtabs(4))
+
+
+def cut(text: str, width: int) -> str:
+    """`text` in at most `width` terminal cells, which a wide character takes two of."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+@contextmanager
+def _every(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` every `seconds` from a thread while the `with` block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

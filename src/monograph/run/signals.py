@@ -1,0 +1,63 @@
+"""Signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    """While its `with` block runs, signals set flags that the loop reads between updates.
+
+        with StopSignal() as stop:
+            for update in train(...):
+                if stop.save_requested: save; stop.save_requested = False
+                if stop.requested: save; raise Stopped
+
+    requested: name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
+    save_requested: SIGUSR1 arrived; the loop sets it back once it has saved.
+
+    A SIGINT after the first stop signal ends the process at once with exit code 130: nothing is lost, because a save
+    appears under its name only when complete. `on_request(name)` runs at the first stop signal, between two bytecodes
+    of whatever the main thread does, so it should only print. The former handlers return when the block ends. Only the
+    main thread may enter, as signal(2) handlers in Python belong to it.
+    """
+
+    def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
+        self.requested: str | None = None
+        self.save_requested = False
+        self._on_request = on_request
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in _STOP:
+            # What nohup or a shell's & told us to ignore stays ignored
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._stop)
+        self._former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._save)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.requested = signal.Signals(number).name
+            if self._on_request is not None:
+                self._on_request(self.requested)
+        elif number == signal.SIGINT:
+            if sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours: nothing else will
+            os._exit(130)
+
+    def _save(self, number: int, frame: FrameType | None) -> None:
+        self.save_requested = True

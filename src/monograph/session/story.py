@@ -1,0 +1,237 @@
+"""What a run shows and hands over: the held-out curve, samples as they get better, figures, the last lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from monograph import compat
+from monograph.decode import Sampling, generate
+from monograph.device import clock, default_device, describe
+from monograph.evaluation import Evaluation, evaluate
+from monograph.measure.flops import flops_per_token, mfu
+from monograph.measure.memory import peak_memory_bytes
+from monograph.measure.python_lines import accepted_share
+from monograph.measure.quantities import duration, gibibytes
+from monograph.measure.report import write_report
+from monograph.measure.yardsticks import yardsticks
+from monograph.model.llama import Llama
+from monograph.planner import updates_for
+from monograph.run.progress import Progress, TrainingBlock
+from monograph.session.setup import Session
+
+SAMPLE_SHARES = (0.15, 0.5, 1.0)
+SAMPLE_TOKENS = 48
+JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
+LARGEST_YARDSTICK_BYTES = 64_000_000
+PROMPTS = {"stdlib": "def read(self, size"}
+
+
+class Story:
+    """The telling of one run."""
+
+    def __init__(self, session: Session, progress: Progress):
+        """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run told."""
+        self.session, self.progress = session, progress
+        self.rows = session.run.rows()
+        self.yardsticks = self._yardsticks()
+        self.prompt = PROMPTS.get(session.corpus.name) or _opening(session)
+        self.python = session.corpus.name == "stdlib"
+        self.recompiles = 0
+        self.rates: list[float] = []
+        self.held_out: Evaluation | None = None
+        self.lines = (0, 0)
+
+    def sample_updates(self) -> list[int]:
+        """After which updates a sample is drawn."""
+        return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
+
+    def block(self) -> TrainingBlock:
+        """The live block, with what an earlier process of the run showed."""
+        updates, settings = self.session.updates, self.session.settings
+        tokens = updates * int(settings.train.tokens_per_update)
+        block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
+        for row in self.rows:
+            if row.get("eval_bits_per_byte") is not None:
+                block.held_out(row["tokens"], row["eval_bits_per_byte"])
+            if "sample" in row:
+                block.sample(row["share"], row["sample"])
+        return block
+
+    def rate(self, updates: int, seconds: float) -> float:
+        """Targets per second of the last updates."""
+        per_update = self.session.corpus.stats.packed_share * int(self.session.settings.train.tokens_per_update)
+        self.rates.append(updates * per_update / seconds)
+        return self.rates[-1]
+
+    def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
+        """Score held-out rows, note it, show it."""
+        rows = self.session.corpus.held_out
+        if len(rows) == 0:
+            return
+        size = self.session.engine.micro_batch or 16
+        self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
+        tokens = int(self.session.engine.step.tokens)
+        result = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": self.held_out.bits_per_byte}
+        self.session.run.log(
+            {"update": update, "tokens": tokens, **result, "eval_rows": min(limit or len(rows), len(rows))}
+        )
+        block.held_out(tokens, self.held_out.bits_per_byte)
+
+    def sample(self, block: TrainingBlock, update: int) -> None:
+        """Let a Llama go on from the run's prompt, always with the same draws."""
+        text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
+        if text is None:
+            return
+        share = update / self.session.updates
+        self.session.run.log({"update": update, "share": share, "sample": self.prompt + text})
+        block.sample(share, self.prompt + text)
+
+    def keep_time(self, update: int) -> None:
+        """Begin the cool-down early if the machine turned out much slower than calibrated."""
+        session = self.session
+        if session.budget_s is None or session.cooled or not self.rates:
+            return
+        spent = session.spent_s
+        per_update = spent / update
+        if per_update * session.updates > 1.3 * session.budget_s:
+            ends = update + updates_for(
+                max(session.budget_s - spent, 0.15 * session.budget_s), per_update, session.updates - update
+            )
+            session.shorten(ends)
+            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+
+    def end(self, block: TrainingBlock) -> None:
+        """The last evaluation, over all held-out rows, and the last sample."""
+        self.evaluate(block, self.session.updates, limit=None)
+        self.sample(block, self.session.updates)
+        if self.python:
+            texts = [text for text in self._write(4, JUDGED_TOKENS) if text]
+            found = [accepted_share(text) for text in texts]
+            self.lines = sum(f[0] for f in found), sum(f[1] for f in found)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the report, say what came of it and what to type next; return the JSON object of the contract."""
+        session, progress = self.session, self.progress
+        summary = self._summary()
+        rows = session.run.rows()
+        samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
+        with progress.stage("report", str(session.run.report)):
+            write_report(session.run.folder, summary, rows, self.yardsticks, samples)
+        progress.gap()
+        progress.line("done", duration(summary["wall_s"]) + self._standing())
+        memory = gibibytes(summary["peak_memory_bytes"])
+        graph = "" if session.eager_reason else f"   {summary['recompiles']} recompiles"
+        progress.line("", f"peak memory {memory}{graph}   {self._skipped(rows)} skipped updates   {session.run.folder}")
+        if self.lines[1]:
+            progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
+        progress.gap()
+        self._next()
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        session = self.session
+        device, machine = session.engine.step.device, describe(default_device())
+        last: dict[str, Any] = next((row for row in reversed(session.run.rows()) if "train_loss" in row), {})
+        rate = sorted(self.rates)[len(self.rates) // 2] if self.rates else None
+        config, peak = session.model_config, machine.peak_flops.get(session.settings.train.precision)
+        use = (
+            mfu(rate, flops_per_token(config, session.settings.data.sequence_length), peak)
+            if rate and config and peak
+            else None
+        )
+        return {
+            "schema": "monograph.train/1",
+            "run": str(session.run.folder),
+            "update": session.engine.index,
+            "tokens": int(session.engine.step.tokens),
+            "train_loss": last.get("train_loss"),
+            "eval_loss": self.held_out.loss if self.held_out else None,
+            "eval_bits_per_byte": self.held_out.bits_per_byte if self.held_out else None,
+            "tokens_per_s": rate,
+            "mfu": use,
+            "peak_memory_bytes": peak_memory_bytes(device),
+            "wall_s": session.elapsed_s + clock() - session.started_s,
+            "compile_s": session.compile_s,
+            "graph_breaks": None if session.eager_reason else compat.graph_breaks(),
+            "recompiles": None if session.eager_reason else self.recompiles,
+            "device": machine.name,
+            "dtype": session.settings.train.precision,
+            "params": session.params,
+        }
+
+    def _standing(self) -> str:
+        if self.held_out is None:
+            return ""
+        bits = self.held_out.bits_per_byte
+        below = [
+            f"{name} {value:.2f}"
+            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
+            if bits < value
+        ]
+        above = [
+            f"{name} {value:.2f}"
+            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
+            if bits >= value
+        ]
+        text = f"   held-out {bits:.2f} bits/byte"
+        text += f"   below {', '.join(below)}" if below else ""
+        return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
+
+    def _next(self) -> None:
+        command = "monograph" if shutil.which("monograph") else _relative(Path(sys.argv[0]))
+        name = self.session.run.handle
+        if isinstance(self.session.engine.model, Llama):
+            self.progress.line("next", f'{command} generate {name} "{"class Cache:" if self.python else self.prompt}"')
+            self.progress.line("", f"{command} export {name} --to out --format hf")
+        self.progress.line("", f"{command} train my_texts/ --minutes 30")
+
+    def _write(self, n: int, tokens: int) -> list[str]:
+        model = self.session.engine.model
+        if not isinstance(model, Llama):
+            return []
+        training = model.training
+        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
+        texts = [
+            c.text
+            for c in generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
+        ]
+        model.train(training)
+        return texts
+
+    def _yardsticks(self) -> dict[str, float]:
+        corpus = self.session.corpus
+        if len(corpus.held_out) == 0 or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
+            return {}
+        kept = corpus.folder / "yardsticks.json"
+        try:
+            found: dict[str, float] = json.loads(kept.read_text())
+            return found
+        except (OSError, ValueError):
+            pass
+        with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
+            found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
+            stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        kept.write_text(json.dumps(found))
+        return found
+
+    def _skipped(self, rows: list[dict[str, Any]]) -> int:
+        return sum(1 for row in rows if row.get("skipped"))
+
+
+def _opening(session: Session) -> str:
+    """The first words of the held-out text, or of the training text."""
+    corpus = session.corpus
+    rows = corpus.held_out if len(corpus.held_out) else corpus.train
+    text = next(iter(rows.texts())).decode("utf-8", "replace").lstrip()
+    return " ".join(text.split("\n")[0].split(" ")[:4])[:40]
+
+
+def _relative(path: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

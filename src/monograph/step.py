@@ -1,0 +1,187 @@
+"""The training step: the exact gradient of one update's micro-batches, then the update. Every engine runs it.
+
+    gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
+
+which is the large batch's gradient for any split into micro-batches. The host reads no tensor here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph.graph.precision import Precision
+from monograph.loss import CountedLoss, Loss, token_loss
+from monograph.optim import AdamW, planes
+from monograph.schedule import Schedule, constant
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
+
+    Attributes:
+        index: 0, 1, ...: how many updates came before.
+        loss: mean loss per target over the whole window, fp64.
+        count: targets in the window, int64.
+        lr: learning rate of this update.
+        grad_norm: Euclidean norm of the gradient before clipping, fp64.
+        tokens: targets trained on since the start, this window included, int64.
+        skipped: updates skipped since the start because loss or gradient was not finite or the window had no target,
+            int64.
+    """
+
+    index: int
+    loss: Tensor
+    count: Tensor
+    lr: float
+    grad_norm: Tensor
+    tokens: Tensor
+    skipped: Tensor
+
+
+class Step:
+    """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
+
+    The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
+    weights first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss = token_loss,
+        optim: AdamW | None = None,
+        schedule: Schedule | None = None,
+        clip: float | None = None,
+        precision: Precision | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
+    ):
+        """Prepare a step.
+
+        Args:
+            model: any module.
+            loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets are counted
+                before the first backward,
+                otherwise the summed gradient is divided by the summed count before clipping, which is the same
+                equation.
+            optim: the optimizer; AdamW() by default.
+            schedule: factor of the learning rate by update index; constant by default.
+            clip: largest Euclidean norm of an update's gradient, None for no clipping.
+            precision: the compute dtype; fp32 (no change) by default.
+            sum_over_ranks: sums a 0-d count over all processes.
+        """
+        self.model, self.loss, self.clip = model, loss, clip
+        self.optim = optim or AdamW()
+        self.schedule = schedule or constant()
+        self.precision = precision or Precision()
+        self.sum_over_ranks = sum_over_ranks
+        self.planes = planes(model)
+        for plane in self.planes:
+            self.optim.initialise(plane)
+        self.device = self.planes[0].param.device
+        self.index = 0
+        zero = torch.zeros((), device=self.device)
+        # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
+        self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
+        self.count, self.applied, self.tokens, self.skipped = (zero.to(torch.int64) for _ in range(4))
+        self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
+        self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
+        self.apply: Callable[[], Tensor] = self._apply
+
+    def __call__(self, window: Iterable[Any]) -> Update:
+        """Accumulate over the window's micro-batches, then update."""
+        accumulate(self, window)
+        return update(self)
+
+    def count_targets(self, batch: Any) -> Tensor | None:
+        """The batch's targets if the loss can count them without a forward pass."""
+        return self.loss.count(batch) if isinstance(self.loss, CountedLoss) else None
+
+    def discard(self) -> None:
+        """Forget what was accumulated since the last update."""
+        for plane in self.planes:
+            plane.grad.zero_()
+        self.loss_sum.zero_()
+        self.count.zero_()
+
+    # The three functions below are what `graph.capture` replaces by compiled ones.
+
+    def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with self.precision.context(self.device.type):
+            loss_sum, count = self.loss(self.model, batch)
+        return loss_sum * seed.to(loss_sum.dtype), loss_sum.detach(), count
+
+    def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        with self.precision.context(self.device.type):
+            return self.loss(self.model, batch)
+
+    def _apply(self) -> Tensor:
+        counted = isinstance(self.loss, CountedLoss)
+        scale = torch.ones_like(self.lr) if counted else _reciprocal(self.count)
+        squares = [torch.linalg.vector_norm(plane.grad, dtype=torch.float64).square() for plane in self.planes]
+        grad_norm = torch.stack(squares).sum().sqrt() * scale
+        accepted = grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
+        if self.clip is not None:
+            scale = scale * (self.clip / (grad_norm + 1e-6)).clamp_max(1.0)
+        self.applied.add_(accepted)
+        self.tokens.add_(torch.where(accepted, self.count, 0))
+        self.skipped.add_(~accepted)
+        for plane in self.planes:
+            grad = plane.grad * scale.to(plane.grad.dtype)
+            self.optim.update_(plane, grad, lr=self.lr, applied=self.applied, accepted=accepted)
+            plane.grad.zero_()
+        return grad_norm
+
+
+def _reciprocal(count: Tensor) -> Tensor:
+    return 1.0 / count.clamp_min(1).to(torch.float64)
+
+
+# ── the step ────────────────────────────────────────────────────────────────────────────────────
+
+
+def accumulate(step: Step, window: Iterable[Any]) -> None:
+    """Add the gradient of one update: its micro-batches may be ragged, padded, few or many.
+
+    Args:
+        step: the step whose gradients are added to.
+        window: the update's micro-batches, in any form that the step's loss takes.
+    """
+    batches = list(window)
+    counts = [step.count_targets(batch) for batch in batches]
+    seed = torch.ones_like(step.lr)
+    if batches and counts[0] is not None:
+        seed = _reciprocal(step.sum_over_ranks(torch.stack(counts).sum()))  # type: ignore[arg-type]
+    for plane in step.planes:
+        plane.link()
+    for batch in batches:
+        loss, loss_sum, count = step.forward(batch, seed)
+        loss.backward()
+        step.loss_sum += loss_sum
+        step.count += count
+
+
+def update(step: Step) -> Update:
+    """Clip, update and clear: once per window, however many micro-batches it had.
+
+    An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor
+    optimizer state; the
+    device decides, and `Update.skipped` counts.
+    """
+    lr = step.optim.lr * step.schedule(step.index)
+    step.lr.fill_(lr)
+    loss, count = step.loss_sum / step.count, step.count.clone()
+    grad_norm = step.apply()
+    step.loss_sum.zero_()
+    step.count.zero_()
+    step.index += 1
+    return Update(step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone())
+
+
+# ────────────────────────────────────────────────────────────────────────────────────────────────

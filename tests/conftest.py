@@ -1,0 +1,39 @@
+"""What every test runs under: no network, repeatable examples, and GPU tests skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# A variable of the person who runs the tests must not change what they test.
+for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
+    del os.environ[name]
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Figures are drawn to files only.
+os.environ["MPLBACKEND"] = "Agg"
+# What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["MONOGRAPH_HOME"] = str(tmp_path_factory.mktemp("monograph-home"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips `gpu` tests, with the reason, where torch sees no CUDA device; asks torch only if there are any."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))

@@ -1,0 +1,57 @@
+"""Cutting and packing: `pytest tests/data/test_pack.py`."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monograph.data.pack import best_fit_decreasing, plan_rows
+
+
+def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+            rooms.append(min(fitting) - length)
+        else:
+            rooms.append(capacity - length)
+    return sorted(rooms)
+
+
+@given(st.data())
+def test_rows_are_filled_as_by_best_fit_decreasing(data):
+    capacity = data.draw(st.integers(1, 40))
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=120))
+    rows = best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)
+    used = np.bincount(rows, weights=lengths) if lengths else np.array([])
+    assert sorted(capacity - used) == naive_best_fit_decreasing(lengths, capacity)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@given(documents=st.lists(st.integers(2, 90), max_size=40), length=st.integers(1, 33))
+def test_every_token_but_the_first_is_a_target_once(packed, documents, length):
+    starts = np.concatenate([[0], np.cumsum(documents, dtype=np.int64)])
+    plan = plan_rows(starts, length, packed)
+    inputs = [start + i for start, count in zip(plan.starts, plan.lengths, strict=True) for i in range(count)]
+    last = set((starts[1:] - 1).tolist())
+    assert sorted(inputs) == [token for token in range(sum(documents)) if token not in last]
+    assert plan.offsets[0] == 0 and plan.offsets[-1] == len(plan.starts)
+    sizes = [int(plan.lengths[a:b].sum()) for a, b in zip(plan.offsets, plan.offsets[1:], strict=False)]
+    assert all(0 < size <= length for size in sizes)
+    if not packed:
+        assert (np.diff(plan.offsets) == 1).all()
+    assert plan.filled == pytest.approx(sum(sizes) / (len(sizes) * length) if sizes else 0)
+
+
+def test_a_million_pieces_take_seconds_and_leave_no_room():
+    lengths = np.minimum(1024, np.random.default_rng(0).lognormal(5.5, 1, 1_000_000).astype(np.int64) + 1)
+    begin_s = time.perf_counter()
+    rows = best_fit_decreasing(lengths, 1024)
+    assert time.perf_counter() - begin_s < 3
+    assert lengths.sum() / (1024 * (rows.max() + 1)) > 0.999

@@ -1,0 +1,150 @@
+"""Finding files: `pytest tests/data/test_sources.py`."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from monograph.data.sources import find
+from monograph.errors import InputRefused, UsageError
+
+
+def names(found):
+    return [file.name for file in found.files]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "my texts"
+    (folder / "deep" / "er").mkdir(parents=True)
+    for name in ("b.txt", "a.md", "deep/c", "deep/er/ä d.txt"):
+        (folder / name).write_text(f"text of {name}\n", encoding="utf-8")
+    return folder
+
+
+def test_a_folder_is_searched_in_a_fixed_order(folder, tmp_path):
+    assert names(find(folder, tmp_path)) == [
+        f"my texts/{name}" for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt")
+    ]
+
+
+def test_what_cannot_be_text_is_passed_over_and_counted(folder, tmp_path):
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("x")
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n\0\0")
+    (folder / "empty.txt").touch()
+    (folder / "gone").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "pipe")
+    os.link(folder / "a.md", folder / "hard link.md")
+    (folder / "same.md").symlink_to(folder / "a.md")
+    found = find(folder, tmp_path)
+    assert names(found) == [
+        f"my texts/{name}" for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt", "hard link.md")
+    ]
+    assert {os.path.basename(path): reason for path, reason in found.skipped} == {
+        ".git": "hidden",
+        "image.png": "binary",
+        "empty.txt": "empty",
+        "gone": "not a regular file",
+        "pipe": "not a regular file",
+        "same.md": "the same file as another",
+    }
+    by_name = dict(zip(names(found), found.files, strict=True))
+    assert by_name["my texts/a.md"].group == by_name["my texts/hard link.md"].group
+
+
+@pytest.mark.timeout(10)
+def test_links_in_a_circle_end(folder, tmp_path):
+    before = names(find(folder, tmp_path))
+    (folder / "deep" / "loop").symlink_to(folder)
+    (folder / "deep" / "er" / "loop").symlink_to(folder / "deep")
+    (folder / "self").symlink_to(folder / "self")
+    found = find(folder, tmp_path)
+    assert names(found) == before and found.skipped == ((str(folder / "self"), "not a regular file"),)
+
+
+def test_patterns_lists_and_files(folder, tmp_path):
+    assert names(find(f"{folder}/*.txt", tmp_path)) == ["b.txt"]
+    assert names(find(f"{folder}/**/*.txt", tmp_path)) == ["b.txt", "deep/er/ä d.txt"]
+    assert names(find(f"{folder}/d*", tmp_path)) == ["deep/c", "deep/er/ä d.txt"]
+    assert names(find([folder / "b.txt", folder / "deep", folder / "b.txt"], tmp_path)) == [
+        "b.txt", "deep/c", "deep/er/ä d.txt"
+    ]  # fmt: skip
+
+
+def test_the_hash_follows_the_text_and_not_the_place(folder, tmp_path):
+    first = find(folder, tmp_path).sha256
+    moved = tmp_path / "elsewhere" / "my texts"
+    shutil.copytree(folder, moved)
+    assert find(moved, tmp_path).sha256 == first
+    (moved / "b.txt").write_text("other text")
+    second = find(moved, tmp_path).sha256
+    (moved / "b.txt").rename(moved / "z.txt")
+    assert len({first, second, find(moved, tmp_path).sha256}) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "source", "message"),
+    [
+        (None, "missing.txt", "missing.txt: no such file or folder"),
+        (None, "*.nothing", r"\*.nothing: no file matches"),
+        ("", "empty.txt", "empty.txt: empty file"),
+        ("a\0b", "nul.txt", "nul.txt: has NUL bytes"),
+        ("{}", "records.jsonl", "records.jsonl: .jsonl files are not read yet"),
+        ("PAR1", "table.PARQUET", "table.PARQUET: .PARQUET files are not read yet"),
+    ],
+)
+def test_a_bad_source_is_refused_by_name(tmp_path, make, source, message):
+    if make is not None:
+        (tmp_path / source).write_text(make)
+    with pytest.raises(InputRefused, match=message):
+        find(str(tmp_path / source), tmp_path)
+
+
+def test_a_folder_without_text_or_with_records_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(InputRefused, match="no text to train on"):
+        find(tmp_path / "data", tmp_path)
+    (tmp_path / "data" / "b.bin").write_bytes(b"\0")
+    with pytest.raises(InputRefused, match="b.bin: .bin files are not read yet"):
+        find(tmp_path / "data", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputRefused, match="pipe: not a regular file"):
+        find(tmp_path / "pipe", tmp_path)
+    with pytest.raises(UsageError, match="empty list"):
+        find([], tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_refused_by_name(folder, tmp_path):
+    (folder / "b.txt").chmod(0)
+    with pytest.raises(InputRefused, match="b.txt: cannot be read"):
+        find(folder, tmp_path)
+
+
+def test_standard_input(tmp_path, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO("from a pipe ü".encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    found = find("-", tmp_path)
+    assert names(found) == ["stdin"] and found.files[0].path.read_text(encoding="utf-8") == "from a pipe ü"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    with pytest.raises(InputRefused, match="standard input: empty"):
+        find("-", tmp_path)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(UsageError, match="terminal"):
+        find("-", tmp_path)
+
+
+def test_the_standard_library_is_its_modules_without_tests_and_tables(tmp_path):
+    found = find("stdlib", tmp_path)
+    assert {"os.py", "asyncio/base_events.py", "json/decoder.py"} <= set(names(found))
+    assert 5e6 < found.bytes < 2e7 and all(name.endswith(".py") for name in names(found))
+    unwanted = {"test", "tests", "encodings", "pydoc_data", "idlelib", "turtledemo", "lib2to3", "site-packages"}
+    assert not any(unwanted & set(name.split("/")) for name in names(found))
+    groups = {file.name: file.group for file in found.files}
+    assert groups["json/decoder.py"] == groups["json/__init__.py"] == "json" and groups["os.py"] == "os"

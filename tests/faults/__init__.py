@@ -1,0 +1,1 @@
+"""Kills, tears or fails any callable at any of its I/O operations; see harness.py."""

@@ -1,0 +1,117 @@
+# Run: pytest tests/laws/test_compiled_is_eager.py
+"""Law 1: the compiled step equals the eager one; no graph break, and after warm-up no recompile."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from batches import flat_gradient, ragged, tiny_llama
+from monograph import compat
+from monograph.graph.precision import Precision
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.schedule import warmup_cosine
+from numerics import error_within, relative_error
+
+
+def double(engine):
+    """The float64 oracle: an eager engine with the same weights."""
+    model = copy.deepcopy(engine.model).double()
+    return Resident(model, optim=engine.step.optim, schedule=engine.step.schedule, clip=engine.step.clip)
+
+
+def test_loss_gradient_and_update(compiled_step):
+    eager = Resident(
+        copy.deepcopy(compiled_step.model), optim=AdamW(lr=1e-2), schedule=compiled_step.step.schedule, clip=0.5
+    )
+    exact = double(eager)
+    engines = compiled_step, eager, exact
+    batch = ragged(8, seed=3)
+    for engine in engines:
+        engine.step.discard()
+        engine.accumulate(batch)
+    truth = flat_gradient(exact.model)
+    assert error_within(flat_gradient(compiled_step.model), flat_gradient(eager.model), truth)
+    # One gradient for all three: AdamW's first step is the gradient's sign, which turns rounding noise near zero into
+    # whole steps.
+    for mine, theirs, true in zip(compiled_step.step.planes, eager.step.planes, exact.step.planes, strict=True):
+        mine.grad.copy_(theirs.grad)
+        true.grad.copy_(theirs.grad)
+    updates = [engine.update() for engine in engines]
+    assert float(updates[0].loss) == pytest.approx(float(updates[2].loss), rel=1e-6)
+    assert float(updates[0].grad_norm) == pytest.approx(float(updates[2].grad_norm), rel=1e-6)
+    assert int(updates[0].count) == int(updates[1].count)
+    for mine, theirs, true in zip(*(engine.step.planes for engine in engines), strict=True):
+        for ours, naive_, exact_ in (
+            (mine.param, theirs.param, true.param),
+            *zip(*(p.state.values() for p in (mine, theirs, true)), strict=True),
+        ):
+            assert error_within(ours, naive_, exact_)
+
+
+def test_no_graph_break_and_no_recompile(compiled_step):
+    graphs, breaks = compat.captured_graphs(), compat.graph_breaks()
+    for seed, rows in enumerate((8, 3, 16)):
+        compiled_step.accumulate(ragged(rows, seed=seed))
+        compiled_step.update()
+        compiled_step.evaluate(ragged(rows, seed=seed))
+    schedule = compiled_step.step.schedule
+    compiled_step.step.schedule = warmup_cosine(3, 100)
+    compiled_step.accumulate(ragged(8))
+    compiled_step.update()
+    compiled_step.step.schedule = schedule
+    assert breaks == compat.graph_breaks() == 0
+    assert compat.captured_graphs() == graphs
+
+
+def test_warming_changes_nothing(compiled_step):
+    fresh = tiny_llama()
+    warmed = Resident(tiny_llama(), micro_batch=4)
+    assert warmed.capture(ragged(4), backend="eager") is None
+    assert warmed.state().scalars == {"index": 0, "applied": 0, "tokens": 0, "skipped": 0}
+    for name, tensor in warmed.model.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name])
+    assert not any(t.any() for t in warmed.state().optimizer.values())
+
+
+def test_state_dict_names_are_the_module_s_own(compiled_step):
+    assert list(compiled_step.state().model) == list(tiny_llama().state_dict())
+
+
+def test_bf16_is_as_close_as_eager_bf16():
+    batch = ragged(8, seed=1)
+    exact = Resident(tiny_llama(torch.float64))
+    exact.accumulate(batch)
+    truth = flat_gradient(exact.model)
+    eager, compiled = (Resident(tiny_llama(), precision=Precision("bf16"), micro_batch=8) for _ in range(2))
+    assert compiled.capture(batch, backend="aot_eager") is None
+    for engine in (eager, compiled):
+        engine.accumulate(batch)
+    naive = relative_error(flat_gradient(eager.model), truth)
+    assert 1e-4 < naive < 5e-2, "the eager path must really have computed in bf16"
+    assert relative_error(flat_gradient(compiled.model), truth) <= 2 * naive
+
+
+def test_what_cannot_be_captured_trains_eagerly_and_says_why():
+    class Breaks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            if x.sum().item() > 0:
+                return self.inner(x)
+            return -self.inner(x)
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(), torch.tensor(len(batch["x"]))
+
+    engine = Resident(Breaks(), loss=loss)
+    window = {"x": torch.randn(3, 4)}
+    why = engine.capture(window)
+    assert why and "data-dependent" in why and "test_compiled_is_eager.py" in why and "\n" not in why
+    engine.accumulate(window)
+    assert float(engine.update().grad_norm) > 0

@@ -1,0 +1,205 @@
+# Run: pytest tests/laws/test_packed_is_separate.py
+"""Law 9: documents packed in one row get the hidden states, and pass back the gradients, that they get alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from numerics import error_within, relative_error
+
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    initializer_range=0.3,  # far from linear, so that attention matters
+)
+ROW = 48
+FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
+# Inductor's own use of an API that torch has deprecated; said only where a test compiles first.
+JIT_DEPRECATED = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+
+
+def _documents(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(CONFIG.vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def _pack(documents, row=ROW):
+    """Documents in order, a new row where one does not fit, and a last row that is padding altogether."""
+    rows, row_of = [[]], []
+    for document in documents:
+        if sum(map(len, rows[-1])) + len(document) > row:
+            rows.append([])
+        row_of.append((len(rows) - 1, sum(map(len, rows[-1]))))
+        rows[-1].append(document)
+    tokens, segments, positions = (torch.zeros(len(rows) + 1, row, dtype=torch.int64) for _ in range(3))
+    for document, (index, start) in zip(documents, row_of, strict=True):
+        piece = slice(start, start + len(document))
+        tokens[index, piece] = document
+        segments[index, piece] = segments[index].max() + 1
+        positions[index, piece] = torch.arange(len(document))
+    pieces = [(index, slice(s, s + len(d))) for d, (index, s) in zip(documents, row_of, strict=True)]
+    return tokens, segments, positions, pieces
+
+
+def _results(model, forward, documents):
+    """All documents' hidden states in one tensor, and the gradients of a fixed random function of them."""
+    hidden = torch.cat(forward(model, documents))
+    readout = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss = (hidden * readout.to(hidden.dtype)).sum()
+    gradients = torch.autograd.grad(loss, [p for name, p in model.named_parameters() if name != "lm_head.weight"])
+    return [hidden, *gradients]
+
+
+def _alone(model, documents):
+    return [model(document[None])[0] for document in documents]
+
+
+def _packed(model, documents):
+    tokens, segments, positions, pieces = _pack(documents)
+    hidden = model(tokens, segments=segments, positions=positions)
+    return [hidden[index, piece] for index, piece in pieces]
+
+
+def _without_mask(model, documents):
+    tokens, _, positions, pieces = _pack(documents)
+    hidden = model(tokens, positions=positions)
+    return [hidden[index, piece] for index, piece in pieces]
+
+
+def _without_rotation(model, documents):
+    tokens, segments, positions, pieces = _pack(documents)
+    hidden = model(tokens, segments=segments, positions=torch.zeros_like(positions))
+    return [hidden[index, piece] for index, piece in pieces]
+
+
+LENGTHS = [5, 17, 1, 20, 31, 9, 2]
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
+@settings(max_examples=10)
+@given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_packed_is_separate_in_float64(impl, lengths, seed):
+    documents, model = _documents(lengths, seed), Llama(CONFIG, seed, impl).double()
+    packed, alone = (_results(model, forward, documents) for forward in (_packed, _alone))
+    assert relative_error(packed[0], alone[0]) < 1e-12
+    # All gradients as one vector: those of queries and keys vanish when every document is one token long.
+    assert relative_error(*(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))) < 1e-12
+
+
+@pytest.mark.filterwarnings(FLEX_UNFUSED)
+def test_packed_is_separate_with_flex_attention_forward():
+    documents, model = _documents(LENGTHS), Llama(CONFIG).double()
+    with torch.no_grad():
+        alone = torch.cat(_alone(model, documents))
+        model.use_attention("flex")
+        assert relative_error(torch.cat(_packed(model, documents)), alone) < 1e-12
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_is_as_exact_as_separate_in_low_precision(impl, dtype):
+    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).to(dtype)
+    packed, alone = _results(model, _packed, documents), _results(model, _alone, documents)
+    exact = _results(model.double(), _alone, documents)
+    for ours, naive, truth in zip(packed, alone, exact, strict=True):
+        assert error_within(ours, naive, truth)
+
+
+def test_in_a_long_row_positions_must_restart():
+    """Rotary scores depend on differences of positions only, so dropping positions costs nothing but exactness.
+
+    That loss is what shows whether they arrive: a late angle carries the rounding of a large number.
+    """
+    documents, model = _documents([7] * 146), Llama(CONFIG)
+    alone = _results(model, _alone, documents)
+    kept, dropped = (_results(model, forward, documents) for forward in (_long_row, _long_row_without_positions))
+    exact = _results(model.double(), _alone, documents)
+    for with_positions, without, naive, truth in zip(kept, dropped, alone, exact, strict=True):
+        assert error_within(with_positions, naive, truth)
+        assert not error_within(without, naive, truth)
+
+
+def _long_row(model, documents):
+    tokens, segments, positions, pieces = _pack(documents, row=1024)
+    hidden = model(tokens, segments=segments, positions=positions)
+    return [hidden[index, piece] for index, piece in pieces]
+
+
+def _long_row_without_positions(model, documents):
+    tokens, segments, _, pieces = _pack(documents, row=1024)
+    hidden = model(tokens, segments=segments)
+    return [hidden[index, piece] for index, piece in pieces]
+
+
+@pytest.mark.parametrize("broken", [_without_mask, _without_rotation])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_the_law_notices_a_lost_mask_or_lost_rotation(impl, broken):
+    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).double()
+    for packed, alone in zip(_results(model, broken, documents), _results(model, _alone, documents), strict=True):
+        assert relative_error(packed, alone) > 1e-3
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_a_document_never_hears_of_its_neighbours(impl):
+    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl)
+    others = [documents[0], *(CONFIG.vocab_size - 1 - document for document in documents[1:])]
+    with torch.no_grad():
+        assert torch.equal(_packed(model, documents)[0], _packed(model, others)[0])
+        assert not torch.equal(_packed(model, documents)[1], _packed(model, others)[1])
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_rows_of_padding_alone_stay_finite(impl):
+    model = Llama(CONFIG, attention=impl)
+    nothing = torch.zeros(2, ROW, dtype=torch.int64)
+    hidden = model(nothing, segments=nothing, positions=nothing)
+    gradients = torch.autograd.grad(hidden.square().sum(), list(model.model.parameters()))
+    assert all(x.isfinite().all() for x in (hidden, *gradients))
+
+
+@pytest.mark.filterwarnings(JIT_DEPRECATED)
+def test_packed_is_separate_when_compiled():
+    config = replace(CONFIG, num_hidden_layers=1)
+    documents, model = _documents(LENGTHS), Llama(config)
+    alone = _results(model, _alone, documents)
+    exact = _results(Llama(config).double(), _alone, documents)
+    torch.compiler.reset()
+    model.compile(fullgraph=True, dynamic=False)
+    for ours, naive, truth in zip(_results(model, _packed, documents), alone, exact, strict=True):
+        assert error_within(ours, naive, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
+def test_packed_is_separate_on_a_gpu(impl, compiled):
+    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).cuda()
+    alone = _results(model, _alone_on_gpu, documents)
+    exact = _results(Llama(CONFIG).double(), _alone, documents)
+    if compiled:
+        torch.compiler.reset()
+        model.compile(fullgraph=True, dynamic=False)
+    for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
+        assert error_within(ours, naive, truth)
+
+
+def _alone_on_gpu(model, documents):
+    return [model(document[None].cuda())[0].cpu() for document in documents]
+
+
+def _packed_on_gpu(model, documents):
+    tokens, segments, positions, pieces = _pack(documents)
+    hidden = model(tokens.cuda(), segments=segments.cuda(), positions=positions.cuda()).cpu()
+    return [hidden[index, piece] for index, piece in pieces]

@@ -1,0 +1,172 @@
+# Run: pytest tests/model/test_files.py
+"""Files of a model folder: damaged ones are refused by name and at once, new ones are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from monograph.errors import DiskFull, InputRefused
+from monograph.model import files
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import load_model, save_model
+from monograph.model.llama import Llama
+
+CONFIG = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)
+SHARD_BYTES = 20_000
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_model(Llama(CONFIG), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_files_have_the_modes_that_the_umask_gives(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        save_model(Llama(CONFIG), tmp_path / "model", max_shard_bytes=SHARD_BYTES)
+    finally:
+        os.umask(previous)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o640}
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), DiskFull),
+        (files.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), DiskFull),
+        (OSError(errno.EROFS, "Read-only file system"), InputRefused),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, error):
+    written = []
+
+    def save_some(tensors, path, metadata):
+        if written:
+            raise failure
+        written.append(path)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(files, "save_file", save_some)
+    with pytest.raises(error):
+        save_model(Llama(CONFIG), tmp_path / "out" / "model", max_shard_bytes=SHARD_BYTES)
+    assert written
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named():
+    with pytest.raises(InputRefused, match="/proc/nowhere: cannot be written"):
+        save_model(Llama(CONFIG), "/proc/nowhere")
+
+
+def _config(folder, **changes):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **changes}))
+
+
+def _weights(folder, drop=(), **changes):
+    state = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: tensor for name, tensor in state.items() if name not in drop}, folder / "model.safetensors")
+
+
+def _index(folder, **weight_map):
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = load_file(folder / "a.safetensors")
+    content = {"weight_map": {**dict.fromkeys(names, "a.safetensors"), **weight_map}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def _link(folder):
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+DAMAGES = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"'config.json' is not a file"),
+    "config not JSON": (lambda f: (f / "config.json").write_text("{"), r"config.json: cannot be read as JSON"),
+    "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), r"config.json: cannot be read"),
+    "config too deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), r"config.json: cannot be read"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json: expected a JSON object"),
+    "another family": (lambda f: _config(f, model_type="gpt2"), r"config.json: model_type = 'gpt2'"),
+    "heads": (lambda f: _config(f, num_key_value_heads=3), r"config.json: num_attention_heads = 2 .* = 3"),
+    "a hundred million layers": (
+        lambda f: _config(f, num_hidden_layers=10**8),
+        r"num_hidden_layers = 100000000 in config.json, the weights have 2 layers",
+    ),
+    "a huge vocabulary": (
+        lambda f: _config(f, vocab_size=10**18),
+        r"has shape \[64, 32\], but config.json makes it \[10",
+    ),
+    "untied by mistake": (lambda f: _config(f, tie_word_embeddings=False), r"1 missing .* 'lm_head.weight'"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model.safetensors nor"),
+    "weights cut": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
+        r"model.safetensors: damaged",
+    ),
+    "weights empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model.safetensors: damaged"),
+    "weights a pickle": (lambda f: torch.save({}, f / "model.safetensors"), r"model.safetensors: damaged"),
+    "weights a folder": (
+        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
+        r"'model.safetensors' is not a file",
+    ),
+    "weights a pipe": (
+        lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors")),
+        r"'model.safetensors' is not a file",
+    ),
+    "weights linked out": (_link, r"model.safetensors: is a link out of its folder"),
+    "one tensor missing": (lambda f: _weights(f, ["model.norm.weight"]), r"1 missing .* 'model.norm.weight'"),
+    "one tensor too many": (lambda f: _weights(f, bias=torch.ones(1)), r"1 unexpected .* 'bias'"),
+    "one shape wrong": (
+        lambda f: _weights(f, **{"model.norm.weight": torch.ones(31)}),
+        r"model.norm.weight has shape \[31\], but config.json makes it \[32\]",
+    ),
+    "one dtype wrong": (
+        lambda f: _weights(f, **{"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+        r"model.norm.weight is stored as I8",
+    ),
+    "index to a parent": (
+        lambda f: _index(f, x="../a.safetensors"),
+        r"'../a.safetensors' is not a file",
+    ),
+    "index to the root": (lambda f: _index(f, x="/etc/passwd"), r"'/etc/passwd' is not a file"),
+    "index to dots": (lambda f: _index(f, x=".."), r"'..' is not a file"),
+    "index to nothing": (lambda f: _index(f, x=""), r"'' is not a file"),
+    "index to a null": (lambda f: _index(f, x="a\0b"), r"is not a file"),
+    "index to no name": (lambda f: _index(f, x=7), r"index.json: expected a table weight_map"),
+    "index to the wrong file": (lambda f: _index(f, x="a.safetensors"), r"says that 'x' is in a.safetensors"),
+    "index without a map": (
+        lambda f: (_index(f), (f / "model.safetensors.index.json").write_text("{}")),
+        r"index.json: expected a table weight_map",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name_and_at_once(saved, damage):
+    harm, said = DAMAGES[damage]
+    harm(saved)
+    start = time.process_time()
+    with pytest.raises(InputRefused, match=said) as refusal:
+        load_model(saved)
+    assert time.process_time() - start < 0.5
+    assert "\n" not in str(refusal.value)
+    assert str(saved) in str(refusal.value)
+
+
+def test_links_into_hugging_faces_cache_are_followed(saved):
+    cache = saved.parent / "hub" / "models--a--b"
+    for folder in ("blobs", "snapshots/0123"):
+        (cache / folder).mkdir(parents=True)
+    for path in saved.iterdir():
+        path.rename(cache / "blobs" / path.name)
+        (cache / "snapshots/0123" / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert load_model(cache / "snapshots/0123").config == CONFIG

@@ -1,0 +1,86 @@
+# Run: pytest tests/model/test_masks.py
+"""Masks: the one rule, in each of its forms."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from monograph.model.masks import BLOCK, attention_mask, block_mask, cache_mask, dense_mask
+
+LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
+
+
+def _segments(lengths, padding):
+    numbers = [number for number, length in enumerate(lengths, 1) for _ in range(length)]
+    return torch.tensor([numbers + [0] * padding, [0] * (len(numbers) + padding)])
+
+
+def test_dense_is_the_rule():
+    segments = torch.tensor([[1, 1, 2, 2, 2, 0, 0], [0] * 7])
+    mask = dense_mask(segments)
+    assert mask.shape == (2, 1, 7, 7)
+    for row in range(2):
+        for t in range(7):
+            for s in range(7):
+                assert mask[row, 0, t, s] == (s <= t and segments[row, s] == segments[row, t])
+
+
+def test_no_query_is_left_without_a_key():
+    assert dense_mask(torch.zeros(1, 5, dtype=torch.int64)).any(dim=-1).all()
+
+
+@settings(max_examples=40)
+@given(lengths=LENGTHS, padding=st.integers(0, 150))
+def test_blocks_say_what_dense_says(lengths, padding):
+    segments = _segments(lengths, padding)
+    dense, length = dense_mask(segments), segments.shape[1]
+    mask = block_mask(segments)
+    cells = torch.arange(length)
+    rule = mask.mask_mod(torch.arange(2)[:, None, None], 0, cells[:, None], cells[None, :])
+    assert torch.equal(rule, dense[:, 0])
+    # Positions beyond the row's end, in its last block, are padding to the block and nothing to the kernel.
+    needed, full = (_cells(count, index, length) for count, index in _parts(mask))
+    assert not (dense & ~(needed | full)).any()
+    assert not (full & ~dense).any()
+    assert not (full & needed).any()
+
+
+@given(lengths=LENGTHS)
+@settings(max_examples=20)
+def test_no_block_is_computed_in_vain(lengths):
+    segments = _segments(lengths, (-sum(lengths)) % BLOCK)
+    length = segments.shape[1]
+
+    def rule(b, h, q, k):
+        return (q >= k) & (segments[b, q] == segments[b, k])
+
+    theirs = create_block_mask(rule, 2, None, length, length, device="cpu")
+    for (count, index), (their_count, their_index) in zip(_parts(block_mask(segments)), _parts(theirs), strict=True):
+        assert torch.equal(_cells(count, index, length), _cells(their_count, their_index, length))
+
+
+def _parts(mask):
+    return (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+
+
+def _cells(count, index, length):
+    """Blocks in flex attention's sparse form as a boolean [B, 1, T, T]."""
+    blocks = torch.zeros_like(index, dtype=torch.bool)
+    listed = torch.arange(index.shape[-1]) < count[..., None]
+    blocks.scatter_(-1, index.long(), listed)
+    return blocks.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :length, :length]
+
+
+def test_a_cache_shows_slots_up_to_the_position():
+    mask = cache_mask(torch.tensor([[3, 0]]), slots=5)
+    assert mask.tolist() == [[[[True, True, True, True, False], [True, False, False, False, False]]]]
+
+
+def test_without_segments_there_is_no_mask():
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    for impl in ("auto", "sdpa", "reference"):
+        assert attention_mask(None, tokens, impl) is None
+    assert attention_mask(None, tokens, "flex").shape == (2, 1, 9, 9)

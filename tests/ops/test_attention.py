@@ -1,0 +1,119 @@
+# Run: pytest tests/ops/test_attention.py
+"""Every attention implementation against the plain softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from monograph.model.masks import block_mask, dense_mask
+from monograph.ops.attention import attention
+from numerics import error_within
+
+BATCH, HEADS, KV_HEADS, LENGTH, SIZE = 2, 4, 2, 150, 16
+FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
+VMAP_LOOP = "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning"
+
+
+def _heads(dtype, length=LENGTH, grad=False, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, length, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def _segments(length=LENGTH, device="cpu"):
+    """One row of two documents and padding, one row that is padding altogether."""
+    rows = torch.zeros(BATCH, length, dtype=torch.int64)
+    rows[0, : length // 3], rows[0, length // 3 : -20] = 1, 2
+    return rows.to(device)
+
+
+def _run(impl, dtype, mask, backward=True, device="cpu", call=attention):
+    inputs = _heads(dtype, grad=backward, device=device)
+    out = call(*inputs, mask, impl)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(out.shape)
+    return [out, *(torch.autograd.grad((out * weights).sum(), inputs) if backward else ())]
+
+
+def test_the_reference_is_the_equation():
+    query, key, value = _heads(torch.float64, length=7)
+    out = attention(query, key, value, None, "reference")
+    for head in range(HEADS):
+        for t in range(7):
+            keys = key[0, head // 2, : t + 1]
+            shares = torch.softmax(keys @ query[0, head, t] / SIZE**0.5, dim=0)
+            torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
+    mask = dense_mask(_segments()) if masked else None
+    exact = _run("reference", torch.float64, mask)
+    ours, naive = _run("sdpa", dtype, mask), _run("reference", dtype, mask)
+    for a, b, c in zip(ours, naive, exact, strict=True):
+        # In bf16 the kernel rounds the probabilities, which the reference keeps in fp32: then one rounding is the unit.
+        assert error_within(a, b, c, k=4)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_no_mask_is_the_causal_mask(impl):
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for a, b in zip(_run(impl, torch.float64, None), _run(impl, torch.float64, causal), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
+    mask = dense_mask(_segments())
+    mask[1] = False
+    mask[0, :, 5] = False
+    out, *gradients = _run(impl, dtype, mask)
+    assert not out[1].any()
+    assert not out[0, :, 5].any()
+    for gradient in gradients:
+        assert gradient.isfinite().all()
+        assert not gradient[1].any()
+
+
+@pytest.mark.filterwarnings(FLEX_UNFUSED)
+def test_flex_forward_on_a_cpu():
+    segments = _segments()
+    (ours,) = _run("flex", torch.float32, block_mask(segments), backward=False)
+    (naive,) = _run("reference", torch.float32, dense_mask(segments), backward=False)
+    (exact,) = _run("reference", torch.float64, dense_mask(segments), backward=False)
+    assert error_within(ours, naive, exact)
+
+
+def test_a_mask_of_the_wrong_kind_is_refused():
+    query, key, value = _heads(torch.float32)
+    with pytest.raises(ValueError, match="not a BlockMask"):
+        attention(query, key, value, block_mask(_segments()), "sdpa")
+    with pytest.raises(ValueError, match="reads a BlockMask"):
+        attention(query, key, value, dense_mask(_segments()), "flex")
+
+
+@pytest.mark.filterwarnings(VMAP_LOOP)
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_vmap_over_members_equals_each_member(impl):
+    query, key, value = (torch.stack([x, -x, x * 2]) for x in _heads(torch.float64, length=24))
+    mask = dense_mask(_segments(24))
+    together = torch.func.vmap(lambda q, k, v: attention(q, k, v, mask, impl))(query, key, value)
+    for member in range(3):
+        alone = attention(query[member], key[member], value[member], mask, impl)
+        torch.testing.assert_close(together[member], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["flex", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl):
+    segments = _segments(device="cuda")
+    dense = dense_mask(segments)
+    fused = torch.compile(attention, fullgraph=True, dynamic=False) if impl == "flex" else attention
+    ours = _run(impl, dtype, block_mask(segments) if impl == "flex" else dense, device="cuda", call=fused)
+    exact, naive = (_run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
+    for a, b, c in zip(ours, naive, exact, strict=True):
+        assert error_within(a, b, c, k=4)

@@ -1,0 +1,277 @@
+"""Run: pytest tests/run/test_folder.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import monograph
+from monograph.errors import DiskFull, InputRefused, RunInUse
+from monograph.run import Run
+
+SOURCE = Path(monograph.__file__).parents[1]
+
+
+@contextmanager
+def running(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process running `script`, once it has printed "ready"; ended with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().strip() == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+HOLD = """
+import sys, time
+from monograph.run import Run
+with Run.open(sys.argv[1]).lock():
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_is_named_after_the_minute_and_made_once(tmp_path: Path) -> None:
+    runs = [Run.create(root=tmp_path / "runs") for _ in range(3)]
+    names = [run.folder.name for run in runs]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{4}", names[0])
+    assert len(set(names)) == 3
+    assert names[2].endswith("-3") or names[2][:15] != names[0]  # the minute may have changed in between
+
+
+def test_runs_created_at_once_get_a_folder_each(tmp_path: Path) -> None:
+    made: list[Path] = []
+    threads = [threading.Thread(target=lambda: made.append(Run.create(root=tmp_path).folder)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 16
+
+
+def test_last_is_the_newest_even_if_the_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = Run.create("runs/2099-01-01-0000"), Run.create("runs/2001-01-01-0000")
+    os.utime(first.folder)
+    assert Run.open("last").folder == second.folder
+    assert second.handle == "last"
+    assert first.handle == "runs/2099-01-01-0000"
+    for run in (second, first):  # using a run makes it neither older nor newer
+        with run.lock():
+            pass
+    assert Run.open("last").folder == second.folder
+    member = Run.create("runs/2001-01-01-0000/members/3")
+    assert Run.open("last/members/3").folder == member.folder
+
+
+def test_more_than_nine_runs_keep_their_order(tmp_path: Path) -> None:
+    for _ in range(11):
+        newest = Run.create(root=tmp_path)
+        assert Run.open("last", root=tmp_path).folder == newest.folder
+
+
+def test_runs_created_at_the_same_moment_are_ordered_by_name(tmp_path: Path) -> None:
+    for name in ("a-9", "a-10", "a-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.lock").write_text('{"serial": 1}')
+    assert Run.open("last", root=tmp_path).folder.name == "a-10"
+
+
+def test_last_without_any_run_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="monograph train"):
+        Run.open("last", root=tmp_path / "runs")
+
+
+def test_a_folder_that_is_no_run_is_refused_and_runs_are_suggested(tmp_path: Path) -> None:
+    newest = Run.create(root=tmp_path / "runs")
+    with pytest.raises(InputRefused, match="no such folder.*" + newest.folder.name):
+        Run.open(tmp_path / "absent", root=tmp_path / "runs")
+    with pytest.raises(InputRefused, match="has no run.lock"):
+        Run.open(tmp_path, root=tmp_path / "runs")
+
+
+def test_an_empty_or_new_folder_may_be_given(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert Run.create(tmp_path / "empty").folder == tmp_path / "empty"
+    assert Run.create(tmp_path / "deep" / "new").folder.is_dir()
+
+
+def test_a_folder_with_another_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    run.log({"update": 1})
+    with pytest.raises(InputRefused, match=f"--resume {run.folder}"):
+        Run.create(tmp_path / "a")
+    assert run.rows() == [{"update": 1}]
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputRefused, match="not empty"):
+        Run.create(tmp_path)
+    with pytest.raises(InputRefused, match="is a file"):
+        Run.create(tmp_path / "thesis.tex")
+    with pytest.raises(InputRefused, match="cannot write"):
+        Run.create(tmp_path / "thesis.tex" / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for make in (lambda: Run.create(tmp_path / "new"), lambda: Run.create(root=tmp_path / "runs")):
+        with pytest.raises(InputRefused, match="Permission denied.*--out"):
+            make()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(InputRefused, match="Permission denied"):
+        Run.create(root=tmp_path)
+
+
+def test_a_run_in_use_is_refused_by_process_and_host(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    with running(HOLD, str(run.folder)) as holder:
+        with pytest.raises(RunInUse, match=f"process {holder.pid} on {os.uname().nodename}"), run.lock():
+            pass
+        with pytest.raises(RunInUse, match=f"process {holder.pid}"):
+            Run.create(tmp_path / "a")
+
+
+def test_a_lock_frees_itself_when_its_process_is_killed(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    with running(HOLD, str(run.folder)) as holder:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with run.lock():
+            pass
+
+
+def test_a_forked_child_does_not_keep_its_dead_parents_lock(tmp_path: Path) -> None:
+    """A data worker may outlive the run by a moment; only the run itself holds the lock."""
+    run = Run.create(tmp_path / "a")
+    script = """
+import os, sys, time
+from monograph.run import Run
+with Run.open(sys.argv[1]).lock():
+    if os.fork() == 0:
+        print("ready", flush=True)
+        time.sleep(5)
+        os._exit(0)
+    time.sleep(60)
+"""
+    with running(script, str(run.folder)) as holder:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with run.lock():
+            pass
+
+
+def test_a_lock_can_be_taken_again_and_is_not_shared_within_a_process(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    for _ in range(2):
+        with run.lock(), pytest.raises(RunInUse, match=str(os.getpid())), Run.open(run.folder).lock():
+            pass
+
+
+def test_rows_come_back_and_the_file_is_json_whatever_the_numbers(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    run.log({"update": 1, "train_loss": math.nan, "parts": [1.5, math.inf], "text": "ü\n"})
+    run.log({"update": 2, "train_loss": 4.25})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = run.metrics.read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse) for line in lines] == run.rows()
+    assert run.rows() == [
+        {"update": 1, "train_loss": None, "parts": [1.5, None], "text": "ü\n"},
+        {"update": 2, "train_loss": 4.25},
+    ]
+
+
+def test_a_resumed_run_has_every_row_once(tmp_path: Path) -> None:
+    """Rows after the checkpoint's offset, whole or cut, go; those before stay as they were, byte for byte."""
+    run = Run.create(tmp_path / "a")
+    for update in range(1, 4):
+        run.log({"update": update})
+    offset = run.sync_metrics()
+    assert offset == run.metrics_offset
+    kept = run.metrics.read_bytes()
+    run.log({"update": 4})
+    with run.metrics.open("ab") as file:
+        file.write(b'{"update": 5')
+    assert [row["update"] for row in run.rows()] == [1, 2, 3, 4]
+    run.truncate_metrics(offset)
+    assert run.metrics.read_bytes() == kept
+    run.log({"update": 4})
+    assert [row["update"] for row in run.rows()] == [1, 2, 3, 4]
+
+
+def test_missing_rows_are_refused(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    run.log({"update": 1})
+    with pytest.raises(InputRefused, match="rows are missing"):
+        run.truncate_metrics(run.metrics_offset + 1)
+
+
+def test_a_run_without_rows_has_offset_zero(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a")
+    assert run.rows() == []
+    assert run.sync_metrics() == 0
+    run.truncate_metrics(0)
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel write part of a line and then refuse, as a full disk does."""
+    run = Run.create(tmp_path / "a")
+    run.log({"update": 1, "text": "x" * 100})
+    kept = run.metrics.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) + 20, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match="metrics.jsonl"):
+            run.log({"update": 2, "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.metrics.read_bytes() == kept
+
+
+def test_files_are_made_with_the_modes_of_the_umask(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        run = Run.create(tmp_path / "a")
+        run.log({"update": 1})
+    finally:
+        os.umask(former)
+    assert run.metrics.stat().st_mode & 0o777 == run.lock_file.stat().st_mode & 0o777 == 0o640
+
+
+def test_two_that_found_the_same_folder_empty_do_not_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monograph.run.folder._claim_given_folder", lambda folder: folder)
+    Run.create(tmp_path)
+    with pytest.raises(InputRefused, match="already holds a run"):
+        Run.create(tmp_path)

@@ -1,0 +1,212 @@
+"""Run: pytest tests/run/test_progress.py (plain text, another encoding, and a real pseudo-terminal)."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from monograph.run import Progress, screen
+
+YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def speak(progress: Progress, pause_s: float = 0.0) -> None:
+    """A whole run in a moment."""
+    progress.header("monograph 0.1   2 cores, 24 GiB, no GPU")
+    progress.line("data", "Python's standard library, 612 files, 10.1 MB  (held out: whole packages, 31 files, 0.5 MB)")
+    with progress.stage("tokens", "byte-level BPE, 2,048 entries") as stage:
+        stage.report("files", 100, 612)
+        time.sleep(pause_s)
+        stage.result = "2.9 bytes/token"
+    with progress.training(updates=40, tokens=80_000, yardsticks=YARDSTICKS) as block:
+        for index in range(1, 41):
+            block.update(index, loss=5.0 - index / 20, tokens_per_s=15_800, memory_bytes=2**28, skipped=index // 40)
+            if index % 10 == 0:
+                block.held_out(2_000 * index, 4.0 - index / 20)
+                block.sample(index / 40, 'def f():\n\treturn "\x1b[31mü\x07"' + 100 * "字")
+        time.sleep(pause_s)
+    progress.line("done", "3 min 06 s", "held out 2.00 bits/byte")
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Iterator[tuple[io.TextIOWrapper, list[str]]]:
+    """A pseudo-terminal's writing end and, once the block has ended, what arrived at the other."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40", **environment}.items():
+        monkeypatch.setenv(name, value)
+    reading, writing = pty.openpty()
+    arrived: list[str] = []
+    chunks: list[bytes] = []
+
+    def drain() -> None:
+        try:
+            while chunk := os.read(reading, 65536):
+                chunks.append(chunk)
+        except OSError:  # EIO: the writing end is closed
+            pass
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        yield stream, arrived
+    thread.join()
+    os.close(reading)
+    arrived.append(b"".join(chunks).decode().replace("\r\n", "\n"))
+
+
+def test_without_a_terminal_there_are_only_plain_lines_of_bounded_width() -> None:
+    stream = io.StringIO()
+    speak(Progress(stream))
+    text = stream.getvalue()
+    assert "\x1b" not in text and "\r" not in text and "\x07" not in text
+    assert all(screen.cell_len(line) <= 100 for line in text.splitlines())
+    assert text.count("sample at") == 4
+    assert "update 40/40" in text and "1 skipped" in text and "15.8 k tok/s" in text
+
+
+def test_labels_stand_in_a_column_of_their_own() -> None:
+    stream = io.StringIO()
+    speak(Progress(stream))
+    lines = stream.getvalue().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("data"))
+    assert re.fullmatch(r"data {6}\S.*", lines[start])
+    assert re.fullmatch(r" {10}\S.*", lines[start + 1])  # what did not fit goes on below
+    assert re.fullmatch(r"tokens    byte-level BPE, 2,048 entries \.+ \d\.\d s   2\.9 bytes/token", lines[start + 2])
+    assert lines[-2:] == ["done      3 min 06 s", "          held out 2.00 bits/byte"]
+
+
+def test_the_curve_stays_at_the_end_among_its_yardsticks() -> None:
+    stream = io.StringIO()
+    speak(Progress(stream))
+    text = stream.getvalue()
+    assert re.search(r"[\u2801-\u28ff].*trigram 2\.82", text)
+    assert "2.00 now" in text
+
+
+def test_a_stream_that_is_not_utf8_gets_ascii() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    speak(Progress(stream))
+    stream.flush()
+    text = raw.getvalue().decode("ascii")
+    assert re.search(r"[.':].*trigram 2\.82", text)
+    assert "def f():\\" in text
+
+
+def test_a_long_stage_speaks_now_and_then_but_not_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "REDRAW_S", 0.01)
+    monkeypatch.setattr(screen, "SPEAK_S", 0.15)
+    stream = io.StringIO()
+    with Progress(stream).stage("compile", "whole step") as stage:
+        stage.report("graphs", 3, 5)
+        time.sleep(0.5)
+    lines = stream.getvalue().splitlines()
+    assert 1 <= len(lines) - 1 <= 4
+    assert re.fullmatch(r"compile   whole step   graphs 3 of 5   0\.0 s", lines[0])
+    assert lines[-1].startswith("compile   whole step ....")
+
+
+def test_a_stage_that_fails_says_so_and_passes_the_error_on() -> None:
+    stream = io.StringIO()
+    with pytest.raises(ZeroDivisionError), Progress(stream).stage("trial", "one eager step"):
+        _ = 1 / 0
+    assert "one eager step (not finished) ..." in stream.getvalue()
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    speak(Progress(Gone()))
+    closed = io.StringIO()
+    progress = Progress(closed)
+    closed.close()
+    speak(progress)
+
+
+def test_a_terminal_is_redrawn_in_place_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "REDRAW_S", 0.02)
+    with terminal(monkeypatch) as (stream, arrived):
+        speak(Progress(stream), pause_s=0.2)
+    text = arrived[0]
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor hides and comes back
+    assert "\x1b[1A" in text
+    assert COLOUR.search(text)
+    last = COLOUR.sub("", text).rpartition("\x1b[2K")[2]
+    assert "sample at 100 %" in last and last.rstrip().endswith("held out 2.00 bits/byte")
+    assert all(screen.cell_len(line) <= 100 for line in last.splitlines())
+
+
+def test_a_terminal_shows_that_a_stage_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread is busy all the while, as in a long compilation."""
+    monkeypatch.setattr(screen, "REDRAW_S", 0.05)
+    with terminal(monkeypatch) as (stream, arrived):
+        with Progress(stream).stage("compile", "whole step"):
+            end = time.monotonic() + 1.3
+            while time.monotonic() < end:
+                pass
+    drawn = COLOUR.sub("", arrived[0])
+    assert drawn.count("compile   whole step") >= 5
+    assert "whole step   0.0 s" in drawn and "whole step   1.0 s" in drawn
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    with terminal(monkeypatch, **environment) as (stream, arrived):
+        progress = Progress(stream)
+        assert progress.screen.is_live == ("TERM" not in environment)
+        speak(progress, pause_s=0.1)
+    assert not COLOUR.search(arrived[0])
+    assert ("\x1b" in arrived[0]) == ("TERM" not in environment)
+
+
+def test_what_is_redrawn_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line wider than the terminal would take two rows, and the cursor would go up too few."""
+    with terminal(monkeypatch, COLUMNS="60") as (stream, arrived):
+        progress = Progress(stream)
+        with progress.stage("compile", "whole step " * 20):
+            pass
+        with progress.training(10**9, 10**12, YARDSTICKS) as block:
+            block.update(10**8, loss=3.0, tokens_per_s=1e9, memory_bytes=2**40, skipped=10**6)
+            block.note("a note " * 20)
+            block.held_out(10**11, 2.0)
+            time.sleep(2.5 * screen.REDRAW_S)
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", arrived[0]).replace("\r", "\n")
+    assert max(screen.cell_len(line) for line in drawn.splitlines()) <= 60
+
+
+def test_other_text_on_standard_error_appears_above_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as (stream, arrived):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress().stage("compile", "whole step"):
+            print("a warning from elsewhere", file=sys.stderr)
+        assert sys.stderr is stream
+    lines = COLOUR.sub("", arrived[0]).splitlines()
+    warning = next(i for i, line in enumerate(lines) if line.endswith("a warning from elsewhere"))
+    assert any("compile   whole step ..." in line for line in lines[warning:])
+
+
+def test_samples_cannot_act_on_the_terminal() -> None:
+    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == "a·[2J·b⏎    c··"
+
+
+def test_a_long_text_is_wrapped_before_its_time() -> None:
+    stream = io.StringIO()
+    with Progress(stream).stage("data", "one/long/path " * 12) as stage:
+        stage.result = "many words " * 12
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 3
+    assert all(len(line) <= 100 for line in lines)
+    assert sum(line.count("path") for line in lines) == 12 and sum(line.count("words") for line in lines) == 12

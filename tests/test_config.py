@@ -1,0 +1,267 @@
+"""Run: pytest tests/test_config.py"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monograph.config import KEYS, Settings, classify, load
+from monograph.config.keys import NOT_BUILT, SECTIONS, DataSection, ModelSection
+from monograph.errors import InputRefused, MonographError, UsageError
+from monograph.model.config import LlamaConfig
+
+
+def settings_of(toml: str = "", environment: dict[str, str] | None = None, **overrides: Any) -> Settings:
+    """Settings from TOML text, an environment, and overrides such as `optim__lr="3e-4"`."""
+    path = None
+    if toml:
+        path = Path("run.toml")
+        path.write_text(toml)
+    return load(path, {key.replace("__", "."): value for key, value in overrides.items()}, environment or {})
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(toml: str = "", **more: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        settings_of(toml, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_flag_over_environment_over_toml_over_default() -> None:
+    toml, environment = "[train]\nseed = 1\n", {"MONOGRAPH_TRAIN_SEED": "2"}
+    assert (settings_of().train.seed, settings_of().origins) == (0, {})
+    for settings, seed, origin in (
+        (settings_of(toml), 1, "run.toml:2"),
+        (settings_of(toml, environment), 2, "MONOGRAPH_TRAIN_SEED"),
+        (settings_of(toml, environment, train__seed="3"), 3, "command line"),
+    ):
+        assert (settings.train.seed, settings.origins) == (seed, {"train.seed": origin})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optim.lr", "3e-4", 3e-4),
+        ("optim.lr", "auto", "auto"),
+        ("optim.betas", "0.9,0.99", (0.9, 0.99)),
+        ("optim.betas", "[0.9, 0.99]", (0.9, 0.99)),
+        ("optim.grad_clip", "none", "none"),
+        ("train.tokens", "512k", 512_000),
+        ("train.tokens", "1.1M", 1_100_000),
+        ("train.tokens", "512Ki", 2**19),
+        ("train.tokens", "1e6", 1_000_000),
+        ("train.tokens", "1.5b", 1_500_000_000),
+        ("model.tie_word_embeddings", "true", True),
+        ("model.preset", "124m", "124m"),
+        ("data.source", "texts/", "texts/"),
+        ("data.source", '["a", "b"]', ["a", "b"]),
+    ],
+)
+def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: object) -> None:
+    assert load(None, {key: text}, {}).values()[key] == value
+    assert load(None, {}, {f"MONOGRAPH_{key.replace('.', '_').upper()}": text}).values()[key] == value
+
+
+@pytest.mark.parametrize(
+    ("toml", "parts"),
+    [
+        ('[optim]\n\nlr = "3e-4"', ["run.toml:3", "optim.lr", '"3e-4"', "a number above 0", "without quotes"]),
+        ('[train]\nseed = "1"', ["run.toml:2", "train.seed", "without quotes"]),
+        ('[train]\nupdates = "100"', ["train.updates", "without quotes"]),
+        ("[train]\nseed = true", ["train.seed = true", "a whole number"]),
+        ("[train]\nseed = 1.5", ["train.seed = 1.5", "a whole number"]),
+        ("[train]\nupdates = 0", ["train.updates = 0", "above 0"]),
+        ("[train]\nkeep = 1", ["train.keep = 1", "2 or more"]),
+        ("[optim]\nlr = inf", ["optim.lr", "a number above 0"]),
+        ("[optim]\nbetas = [0.9]", ["optim.betas", "two numbers"]),
+        ("[data]\nheld_out = 5", ["data.held_out = 5", "between 0 and 1"]),
+        ("[data]\nsource = []", ["data.source", "a path"]),
+        ("[data]\nsource = ''", ["data.source", "a path"]),
+        ("[model]\npreset = 'nan'", ["model.preset", "nano"]),
+        ("[optim]\nlrr = 1", ["run.toml:2", "optim.lrr", "did you mean optim.lr?"]),
+        ("[optm]\nlr = 1", ["optm.lr", "did you mean optim.lr?"]),
+        ("[optm]", ["[optm]", "did you mean optim?"]),
+        ("seed = 1", ["run.toml:1", "seed", "did you mean train.seed?"]),
+        ("train.sed = 1", ["run.toml:1", "train.sed", "did you mean train.seed?"]),
+        ("[train]\nzzz = 1", ["train.zzz", "[train] has updates, tokens"]),
+        ("[zzz]\nzzz = 1", ["zzz.zzz", "the sections are model, data"]),
+        ("[train]\nseed 1", ["run.toml", "not TOML", "line 2"]),
+        ("[model]\nhidden_size = 64", ["model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"]),
+        ("[model]\ninit = 'x'\nhidden_size = 64", ["run.toml:3", "model.hidden_size", "model.init"]),
+        ("[model]\ninit = 'x'\npreset = 'nano'", ["model.preset and model.init exclude each other"]),
+        ("[train]\nupdates = 1\ntokens = 1", ["train.updates and train.tokens exclude each other"]),
+        ("[train]\ntokens_per_update = 128", ["train.tokens_per_update = 128", "data.sequence_length = 256"]),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(toml: str, parts: list[str]) -> None:
+    message = refusal(toml)
+    for part in parts:
+        assert part in message
+
+
+def test_a_misspelt_variable_is_refused() -> None:
+    assert "did you mean MONOGRAPH_TRAIN_SEED?" in refusal(environment={"MONOGRAPH_TRAIN_SED": "1"})
+    assert settings_of(environment={"MONOGRAPH_DEBUG": "1"}) == settings_of()
+
+
+def test_a_toml_that_is_not_text_is_refused() -> None:
+    Path("bad.toml").write_bytes(b"[train]\nseed = \xff")
+    with pytest.raises(UsageError, match="bad.toml: not UTF-8 text .byte 15"):
+        load(Path("bad.toml"), {}, {})
+
+
+@pytest.mark.parametrize("key", NOT_BUILT)
+def test_what_is_not_built_is_refused_with_a_sentence(key: str) -> None:
+    wrong = {"lora.rank": 8, "lora.alpha": 16.0, "lora.targets": ["q_proj"], "train.remat": "budget:0.5"}
+    values = {"optim.name": "muon", "optim.schedule": "wsd", "optim.transfer": "width", "train.precision": "fp8"}
+    values |= {"train.memory": "stream", "train.parallel": "ddp"} | wrong
+    assert "not built yet" in refusal(**{key.replace(".", "__"): values[key]})
+    for works in NOT_BUILT[key].works:
+        if works is not None:
+            assert load(None, {key: works}, {}).values()[key] == works
+
+
+def test_a_stronger_source_replaces_the_other_budget() -> None:
+    assert settings_of().train.minutes == 3.0
+    settings = settings_of("[train]\nupdates = 100", train__minutes=1.5)
+    assert (settings.train.updates, settings.train.minutes) == (None, 1.5)
+    assert settings_of("[train]\nupdates = 100").train.minutes is None
+    assert settings_of("[model]\npreset = 'nano'", model__init="folder").model.preset == "auto"
+
+
+def test_resolving_keeps_what_was_pinned_and_says_who_chose_the_rest() -> None:
+    settings = settings_of("[optim]\nlr = 1e-3", train__minutes="5")
+    resolved = settings.resolve({"train.updates": 700, "train.micro_batch": 8}, origin="plan")
+    assert resolved.train.updates == 700 and resolved.train.minutes is None
+    assert resolved.origins == {"optim.lr": "run.toml:2", "train.updates": "plan", "train.micro_batch": "plan"}
+    assert resolved.pinned() == {"optim.lr": 1e-3, "train.updates": 700, "train.micro_batch": 8}
+    with pytest.raises(UsageError, match="plan: train.micro_batch"):
+        settings.resolve({"train.micro_batch": "8"}, origin="plan")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        settings_of().train.seed = 1  # type: ignore[misc]
+
+
+# Any text that UTF-8 can hold; a surrogate alone is no character.
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: not text.startswith("["))
+positive = st.floats(min_value=1e-300, max_value=1e300)
+whole = st.integers(1, 2**62)
+some_values = st.fixed_dictionaries(
+    {},
+    optional={
+        "model.vocab_size": whole,
+        "model.rope_theta": positive,
+        "model.tie_word_embeddings": st.booleans(),
+        "data.source": words | st.lists(words, min_size=1, max_size=3),
+        "data.tokenizer": words,
+        "data.held_out": st.floats(0, 1, exclude_min=True, exclude_max=True),
+        "optim.lr": positive | st.just("auto"),
+        "optim.betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
+        "train.updates": whole,
+        "train.seed": st.integers(0, 2**63 - 1),
+        "train.compile": st.sampled_from(["auto", "whole", "blocks", "none"]),
+    },
+)
+
+
+@given(some_values)
+def test_the_written_file_loads_as_the_same_settings(values: dict[str, Any]) -> None:
+    settings = Settings().resolve(values, origin="here")
+    for text in (settings.to_toml(), settings.to_toml(origins=True)):
+        path = Path("again.toml")
+        path.write_text(text, encoding="utf-8", newline="")
+        again = load(path, {}, {})
+        assert again.values() == settings.values()
+        assert again.fingerprint == settings.fingerprint
+
+
+def test_the_fingerprint_sees_values_and_not_origins() -> None:
+    assert settings_of("[train]\nseed = 1").fingerprint == settings_of(train__seed="1").fingerprint
+    assert settings_of().fingerprint == settings_of(train__seed="0").fingerprint
+    assert settings_of().fingerprint != settings_of(train__seed="1").fingerprint
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    program = "from monograph.config import load; print(load(None, {'train.seed': 5}, {}).fingerprint)"
+    prints = {
+        subprocess.run([sys.executable, "-c", program], env=environment, text=True, capture_output=True).stdout.strip()
+        for environment in (os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": SOURCES} for seed in ("1", "2"))
+    }
+    assert prints == {settings_of(train__seed=5).fingerprint}
+
+
+SOURCES = str(Path(sys.modules["monograph"].__file__ or "").parents[1])
+
+
+def test_arguments_are_told_apart_in_any_order() -> None:
+    Path("run.toml").write_text("")
+    Path("texts").mkdir()
+    Path("a=b.txt").write_text("")
+    Path("one.txt").write_text("")
+    for order in (["run.toml", "optim.lr=3e-4", "texts", "*.txt"], ["texts", "*.txt", "optim.lr=3e-4", "run.toml"]):
+        assert classify(order) == (Path("run.toml"), {"optim.lr": "3e-4", "data.source": ["texts", "*.txt"]})
+    assert classify(["a=b.txt"]) == (None, {"data.source": "a=b.txt"})
+    assert classify(["-"]) == (None, {"data.source": "-"})
+    assert classify(["stdlib", "data.tokenizer=a=b"]) == (None, {"data.source": "stdlib", "data.tokenizer": "a=b"})
+    assert classify([]) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["lr=3e-4"], UsageError, "no key lr; did you mean optim.lr?"),
+        (["optim.lrr=3e-4"], UsageError, "did you mean optim.lr?"),
+        (["nano"], UsageError, "did you mean model.preset=nano?"),
+        (["run.tml"], InputRefused, "did you mean run.toml?"),
+        (["texts/on.txt"], InputRefused, "did you mean texts/one.txt?"),
+        (["text/"], InputRefused, "did you mean texts?"),
+        (["nowhere/at/all"], InputRefused, "nowhere/at/all: no such file or folder"),
+        (["*.md"], InputRefused, "no file matches"),
+        (["run.toml", "other.toml"], UsageError, "both configurations"),
+        (["texts", "data.source=stdlib"], UsageError, "both name the data"),
+    ],
+)
+def test_an_argument_that_is_nothing_known_is_refused(
+    arguments: list[str], kind: type[MonographError], message: str
+) -> None:
+    Path("texts").mkdir()
+    for name in ("run.toml", "other.toml", "texts/one.txt"):
+        Path(name).write_text("")
+    with pytest.raises(kind) as caught:
+        classify(arguments)
+    assert message in str(caught.value)
+
+
+def test_every_key_says_what_it_is() -> None:
+    for section in SECTIONS.values():
+        for field in section.model_fields.values():
+            assert field.description and isinstance(field.json_schema_extra, dict)
+    assert "data.source" in KEYS and DataSection().source == "stdlib"
+
+
+def test_presets_and_sizes_are_the_models_own() -> None:
+    presets = get_args(ModelSection.model_fields["preset"].annotation)
+    for preset in set(presets) - {"auto"}:
+        assert LlamaConfig.preset(preset).hidden_size
+    fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+    assert set(ModelSection.model_fields) - {"preset", "init"} <= fields
+
+
+def test_the_configuration_needs_no_torch() -> None:
+    program = "import sys, monograph.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": SOURCES}, check=True)

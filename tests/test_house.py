@@ -1,0 +1,144 @@
+"""Run: pytest tests/test_house.py
+
+What keeps the code small and in order: layers, budgets, lazy imports, the length of files and functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import monograph
+from monograph.cli import app
+from monograph.config import KEYS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "src" / "monograph").rglob("*.py"))
+TESTS = sorted(path for path in (ROOT / "tests").rglob("test_*.py"))
+
+# Files that one thing each cannot make shorter, with the reason. Empty is the goal.
+LONGER_FILES: dict[str, str] = {}
+LONGER_FUNCTIONS: dict[str, str] = {}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_at_most_10_commands() -> None:
+    assert len(app.registered_commands) + len(app.registered_groups) <= 10
+
+
+def test_at_most_45_toml_keys() -> None:
+    assert len(KEYS) <= 45
+
+
+def test_at_most_40_public_names() -> None:
+    assert len(set(monograph.__all__) - {"__version__"}) <= 40
+
+
+def test_at_most_12000_lines() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 12_000
+
+
+def test_files_have_at_most_300_lines() -> None:
+    longer = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    longer = {path: lines for path, lines in longer.items() if lines > 300}
+    assert longer.keys() == LONGER_FILES.keys(), longer
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{name(path)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_functions_have_at_most_60_lines() -> None:
+    longer = {function: lines for path in SOURCES for function, lines in functions(path) if lines > 60}
+    assert longer.keys() == LONGER_FUNCTIONS.keys(), longer
+
+
+def test_no_drawer_for_everything() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc"}
+    assert not [name(path) for path in SOURCES if drawers & {path.stem, *path.relative_to(ROOT).parts}]
+
+
+def test_each_test_file_says_how_to_run_it() -> None:
+    silent = [name(path) for path in TESTS if name(path) not in path.read_text().split("\n", 1)[0]]
+    assert not silent
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache"]
+    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "refusal"),
+    [
+        ("", "", None),
+        ("errors.py", "import monograph.step", "monograph.errors is not allowed to import monograph.step"),
+        ("loss.py", "import monograph.optim", "monograph.loss is not allowed to import monograph.optim"),
+        ("nowhere.py", "", "monograph.nowhere"),
+    ],
+    ids=["the house", "upward", "sideways", "unplaced"],
+)
+def test_imports_point_down(room: str, line: str, refusal: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("importlinter")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    if room:
+        with (tmp_path / "src" / "monograph" / room).open("a") as file:
+            file.write(f"\n{line}\n")
+    done = lint(tmp_path)
+    assert (done.returncode == 0) == (refusal is None), done.stdout
+    assert refusal is None or refusal in done.stdout
+
+
+def fresh(program: str) -> str:
+    """What `program` prints in a new process that has imported nothing."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_import_monograph_imports_nothing_heavy() -> None:
+    program = "import sys, monograph; dir(monograph); print({'torch', 'numpy', 'pydantic', 'typer'} & set(sys.modules))"
+    assert fresh(program) == "set()\n"
+
+
+def test_every_public_name_is_there() -> None:
+    missing = fresh(
+        "import monograph\n"
+        "for name in monograph.__all__:\n"
+        "    try: getattr(monograph, name)\n"
+        "    except Exception as error: print(name, repr(error))"
+    )
+    assert not missing
+
+
+def test_a_public_name_is_never_a_room() -> None:
+    """`monograph.train` must be the function whatever was imported first, so no room may have a public name's name."""
+    rooms = {path.stem for path in (ROOT / "src" / "monograph").iterdir()}
+    assert not rooms & set(monograph.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = monograph.trian
+
+
+def test_constraints_pin_every_dependency_and_name_no_build_or_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    assert {requirement.split(">=")[0] for requirement in wanted} <= pins.keys()
+    assert not [pin for pin in pins.values() if not all(part.isdigit() for part in pin.split("."))]
