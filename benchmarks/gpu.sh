@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART
+# Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART [ARGUMENTS...]
 #   PART: laws, train, memory, stream, generate or ensemble; each takes at most 9 minutes.
+#         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
+#         test tool; beside it, where installed, transformers' Trainer (which needs accelerate).
+#   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results).
 #   PYTHON: the interpreter (default .venv's, else python3).
 # It installs nothing. On a machine that has PyTorch and no network, carry the wheels of what is missing (pydantic,
@@ -11,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 part=${1:-}
+shift || true
 out=${OUT:-benchmarks/results}
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
@@ -61,7 +65,7 @@ case $part in
   laws) laws ;;
   train | memory | stream | generate | ensemble)
     if [ -f "benchmarks/$part.py" ]; then
-      timeout 540 "$PYTHON" "benchmarks/$part.py" --out "$out/$part.json"
+      timeout 540 "$PYTHON" "benchmarks/$part.py" --out "$out/$part.json" "$@"
     else
       echo "$part: not built yet, nothing measured"
     fi

@@ -26,14 +26,15 @@ class Evaluation(NamedTuple):
 
     Attributes:
         loss: nats per target.
-        bits_per_byte: nats over ln 2, per byte of text that the targets stand for; comparable across tokenizers.
+        bits_per_byte: nats over ln 2, per byte of text that the targets stand for; comparable across tokenizers. None
+            where the loss counts something other than the rows' targets, so that its sum says nothing about bytes.
         perplexity: exp(loss), per token.
-        tokens: targets scored.
+        tokens: what the loss counted: targets.
         bytes: bytes of text that they stand for; the end of a document is a target of no bytes.
     """
 
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     perplexity: float
     tokens: int
     bytes: int
@@ -59,8 +60,8 @@ def evaluate(engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int 
         raise UsageError("there is nothing to evaluate on: data.held_out is 0")
     sums = [engine.evaluate(batch) for batch in rows.in_order(batch_rows, limit)]
     total = float(torch.stack([s[0].double() for s in sums]).sum())
-    tokens, size = rows.coverage(limit)
-    if (counted := int(torch.stack([s[1] for s in sums]).sum())) != tokens:
-        raise AssertionError(f"{counted} targets were scored, {tokens} were expected")
-    loss = total / tokens
-    return Evaluation(loss, total / math.log(2) / size, math.exp(min(loss, 700.0)), tokens, size)
+    counted = int(torch.stack([s[1] for s in sums]).sum())
+    targets, size = rows.coverage(limit)
+    loss = total / max(1, counted)
+    bits = total / math.log(2) / size if counted == targets else None
+    return Evaluation(loss, bits, math.exp(min(loss, 700.0)), counted, size)

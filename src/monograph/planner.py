@@ -1,75 +1,50 @@
 """What a run will be, decided before it starts: every "auto" of the settings becomes a value, with its reason.
 
-For now it sizes the default run from measured speed; placement, memory and recomputation come with the rooms they
+For now it sizes the default run; placement, memory and recomputation come with the rooms they
 choose between.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from monograph.device import Device
 
 
 @dataclass(frozen=True)
-class Rung:
-    """What is known of a preset trained on the standard library with its default settings.
+class Default:
+    """The model that is trained where the settings name none, and what is known of it (benchmarks/first_run.py).
 
     Attributes:
         preset: its name.
-        params: parameters with its default vocabulary.
-        tokens_to_beat_gzip: training tokens after which its held-out bits per byte are below gzip's, measured by
-            benchmarks/first_run.py with a quarter added.
-        lr: peak learning rate.
-        vocabulary: size of the tokenizer trained for it.
-        tokens_per_update: one update's tokens.
+        vocabulary: size of its tokenizer.
+        tokens_per_update: one update's tokens; small updates learn the most per token at this size.
+        tokens_to_beat_gzip: tokens of training on the standard library after which its held-out bits per byte are below
+            gzip's.
+        tokens: tokens of training that it is given at least; its held-out bits per byte are then
+            0.1 below those of an order-6 byte model.
     """
 
     preset: str
-    params: int
-    tokens_to_beat_gzip: int
-    lr: float
     vocabulary: int
     tokens_per_update: int
+    tokens_to_beat_gzip: int
+    tokens: int
 
 
-# From small to large. nano is too small to beat gzip at all, so the default never takes it.
-LADDER = (
-    Rung("micro", 2_400_000, 700_000, 6e-3, 4096, 4096),
-    Rung("124m", 123_600_000, 40_000_000, 1.5e-3, 16384, 131_072),
-)
-LEARNING_RATES = {"nano": 1e-2, "micro": 6e-3, "124m": 1.5e-3, "llama-179m": 1e-3, "1b": 5e-4, "8b": 3e-4}
-# Of a device's matrix-product rate, what a captured step of a small model reaches (2 CPU cores: 0.3 to 0.4).
-EFFICIENCY = 0.3
+DEFAULT = Default("micro", 4096, 1024, 600_000, 1_700_000)
+# micro's is measured (docs/log.md) and nano takes it over; the rest are those of GPT-3 models of the nearest size
+# (Brown et al. 2020, arXiv 2005.14165, table 2.1).
+LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
 MOST_EPOCHS = 8
+# Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
+UPDATES_SHARE = 0.9
 
 
-@dataclass(frozen=True)
-class Size:
-    """The default run's size: a rung and how long to train it."""
-
-    rung: Rung
-    minutes: float
-    reason: str
-
-
-def size(matmul_flops: float, minutes: float) -> Size:
-    """The largest rung that beats gzip within `minutes` at this speed; the smallest, for longer, if none does.
-
-    Args:
-        matmul_flops: FLOP/s of a large matrix product in the run's precision.
-        minutes: what the user waits by default.
-    """
-
-    def needed(rung: Rung) -> float:
-        return rung.tokens_to_beat_gzip * 6 * rung.params / (EFFICIENCY * matmul_flops) / 60
-
-    fitting = [rung for rung in LADDER if needed(rung) <= minutes]
-    if fitting:
-        return Size(fitting[-1], minutes, f"the largest that beats gzip in {minutes:g} min here")
-    longer = math.ceil(needed(LADDER[0]))
-    return Size(LADDER[0], longer, f"the smallest that beats gzip; this machine needs {longer} min for that")
+def default_seconds(minutes: float, seconds_per_update: float) -> float:
+    """How long the default run takes: `minutes`, or on a slow machine as long as DEFAULT.tokens need."""
+    needed = DEFAULT.tokens / DEFAULT.tokens_per_update * seconds_per_update / UPDATES_SHARE
+    return max(60 * minutes, needed)
 
 
 def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:

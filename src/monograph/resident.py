@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from monograph.schedule import Schedule
 from monograph.step import Step, Update, accumulate, update
 
 IGNORE = -100  # torch's default ignore_index
+T = TypeVar("T")
 
 
 class Resident:
@@ -74,13 +75,17 @@ class Resident:
 
     def trial(self, window: Batch) -> Trial:
         """One eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
-        batch = next(self._micro_batches(window))
 
-        def loss() -> tuple[Tensor, Tensor]:
-            with self.step.precision.context(self.step.device.type):
-                return self.step.loss(self.model, batch)
+        def attempt() -> Trial:
+            batch = next(self._micro_batches(window))
 
-        return trial(self.model, loss)
+            def loss() -> tuple[Tensor, Tensor]:
+                with self.step.precision.context(self.step.device.type):
+                    return self.step.loss(self.model, batch)
+
+            return trial(self.model, loss)
+
+        return self._fitting(window, attempt)
 
     def capture(self, window: Batch, backend: Literal["inductor", "aot_eager", "eager"] = "inductor") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
@@ -94,7 +99,7 @@ class Resident:
         self.captured = True
         graph.capture(step, backend)
         try:
-            self._warm(next(self._micro_batches(window)))
+            self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
         except Exception as error:
             step.forward, step.apply, step.evaluate = eager
             step.discard()
@@ -121,11 +126,14 @@ class Resident:
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit.
         """
+        self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
+
+    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        """`work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
         while True:
             try:
-                accumulate(self.step, self._micro_batches(window))
-                return
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+                return work()
+            except (RuntimeError, InputRefused) as error:
                 if not _out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
@@ -153,9 +161,11 @@ class Resident:
         """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode."""
         training = self.model.training
         self.model.eval()
-        with torch.no_grad():
-            parts = [self.step.evaluate(part) for part in self._micro_batches(batch)]
-        self.model.train(training)
+        try:
+            with torch.no_grad():
+                parts = self._fitting(batch, lambda: [self.step.evaluate(part) for part in self._micro_batches(batch)])
+        finally:
+            self.model.train(training)
         return torch.stack([p[0].double() for p in parts]).sum(), torch.stack([p[1] for p in parts]).sum()
 
     def state(self) -> EngineState:
@@ -214,5 +224,7 @@ def _filled(batch: Batch, rows: int) -> Batch:
     return {name: torch.cat([t, t.new_full((missing, *t.shape[1:]), empty[name])]) for name, t in batch.items()}
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def _out_of_memory(error: BaseException | None) -> bool:
+    if isinstance(error, InputRefused):  # the trial step explains what a module raises
+        return _out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

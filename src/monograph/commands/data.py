@@ -39,7 +39,7 @@ def build(settings: Settings) -> int:
 
 def _open(settings: Settings) -> Corpus:
     data = settings.data
-    tokenizer = f"bpe:{planner.LADDER[0].vocabulary}" if data.tokenizer == "auto" else data.tokenizer
+    tokenizer = f"bpe:{planner.DEFAULT.vocabulary}" if data.tokenizer == "auto" else data.tokenizer
     progress = Progress()
     with progress.stage("data", "reading and tokenising") as stage:
         corpus = open_corpus(

@@ -4,60 +4,68 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monograph.config import load as load_settings
-from monograph.data.corpus import Corpus
 from monograph.data.corpus import corpus as open_corpus
-from monograph.data.rows import Rows
 from monograph.device import default_device
-from monograph.evaluation import evaluate
-from monograph.loss import Batch, token_loss
-from monograph.model.llama import Llama
+from monograph.evaluation import Evaluation, evaluate
+from monograph.loss import Batch, Loss, token_loss
 from monograph.run.folder import Run
-from monograph.run.models import load
+from monograph.run.models import load, load_trained, run_named
+from monograph.session.story import standard_json
+
+LONGEST_ROW = 4096
 
 
 class _Scores:
-    """A bare model as something that evaluates."""
+    """A bare model and its loss as something that evaluates."""
 
-    def __init__(self, model: Llama):
-        self.model = model.eval()
+    def __init__(self, model: nn.Module, loss: Loss):
+        self.model, self.loss = model.to(default_device()).eval(), loss
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        device = self.model.lm_head.weight.device
-        return token_loss(self.model, {name: tensor.to(device) for name, tensor in batch.items()})
+        return self.loss(self.model, {name: tensor.to(default_device()) for name, tensor in batch.items()})
 
 
 def run(run: str, *, data: list[str], json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text given; see the command line's help."""
-    model, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
-    folder = Path(run)
-    is_run = folder.parts[:1] == ("last",) or (folder / "run.lock").is_file()
-    length = model.config.max_position_embeddings
-    if is_run:
-        section = load_settings(Run.open(run).config, {}, {}).data
-        length = section.sequence_length
-    source, share = (data, 0.0) if data or not is_run else (section.source, section.held_out)
-    packing = section.packing if is_run else "packed"
-    text = open_corpus(
-        source or "stdlib", tokenizer=tokenizer, sequence_length=min(length, 4096), packing=packing, held_out=share
-    )
-    rows = _rows(text, bool(share))
-    result = evaluate(_Scores(model.to(default_device())), rows)
-    print(
-        f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}, "
-        f"{result.tokens:,} tokens, {result.bytes:,} bytes of {text.name}"
-    )
+    trained = run_named(run)
+    result, name = _of_run(trained, data) if trained else _of_folder(run, data)
+    standing = f"loss {result.loss:.4f}"
+    if result.bits_per_byte is not None:
+        standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
+    print(f"{standing}, {result.tokens:,} tokens, {result.bytes:,} bytes of {name}")
     if json:
-        scores = {"bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity, "tokens": result.tokens}
-        print(jsonlib.dumps({"schema": "monograph.evaluate/1", **scores}))
+        scores = {key: getattr(result, key) for key in ("bits_per_byte", "perplexity", "loss", "tokens")}
+        print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores)}))
     return 0
 
 
-def _rows(text: Corpus, held_out: bool) -> Rows:
-    return text.held_out if held_out else text.train
+def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str]:
+    model, loss, tokenizer, state = load_trained(run, _warn)
+    section = load_settings(run.config, {}, {}).data
+    text = open_corpus(
+        data or section.source,
+        tokenizer=tokenizer,
+        sequence_length=section.sequence_length,
+        packing=section.packing,
+        held_out=0.0 if data else section.held_out,
+    )
+    if not data and text.fingerprint != state["fingerprint"]:
+        _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
+    return evaluate(_Scores(model, loss), text.train if data else text.held_out), text.name
+
+
+def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
+    model, tokenizer = load(folder, _warn)
+    length = min(model.config.max_position_embeddings, LONGEST_ROW)
+    text = open_corpus(data or "stdlib", tokenizer=tokenizer, sequence_length=length, held_out=0.0)
+    return evaluate(_Scores(model, token_loss), text.train), text.name
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)

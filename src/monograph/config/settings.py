@@ -77,6 +77,8 @@ class Settings(BaseModel):
 
     def _lines(self, origins: bool) -> Iterator[str]:
         values = self.values()
+        if self.model.init is not None:
+            values["model.preset"] = None  # its default excludes what was given
         for name, section in SECTIONS.items():
             lines = [self._line(name, key, values[f"{name}.{key}"], origins) for key in section.model_fields]
             if any(lines):

@@ -14,6 +14,7 @@ from pathlib import Path
 from monograph.data.files import writing
 from monograph.data.progress import Meter, Progress
 from monograph.data.text import BLOCK_BYTES, refuse_unreadable, sha256_of, status_of
+from monograph.data.twins import groups_with_twins
 from monograph.errors import InputRefused, UsageError
 
 # Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
@@ -42,6 +43,7 @@ class SourceFile:
         modified_ns: time of its last change, taken before it was hashed.
         sha256: of its contents, hex.
         group: files of one group are never separated by the held-out split (a package; copies of one content).
+        twin: near copies of the group's text are in other groups, so it is not held out (see `monograph.data.twins`).
     """
 
     name: str
@@ -50,6 +52,7 @@ class SourceFile:
     modified_ns: int
     sha256: str
     group: str
+    twin: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class _Candidate:
     # Named one by one: a fault in it is an error, where a folder's or pattern's file is passed over and counted.
     chosen: bool
     group: str = ""
+    twin: bool = False
 
 
 def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Found:
@@ -131,15 +135,17 @@ def _locate(
 
 def _standard_library() -> list[_Candidate]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    packages: dict[str, list[tuple[str, Path]]] = {}
     for name, path in _walk(root, [], leave_out=_NOT_LIBRARY):
         if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE):
-            found.append(_Candidate(name, path, chosen=False, group=name.split("/")[0].removesuffix(".py")))
-    if not found:
+            packages.setdefault(name.split("/")[0].removesuffix(".py"), []).append((name, path))
+    if not packages:
         raise InputRefused(
             f"{root}: this Python has no standard library as .py files; give your own text as data.source"
         )
-    return found
+    twins = groups_with_twins({package: [path for _, path in files] for package, files in packages.items()})
+    named = sorted((name, path, package) for package, files in packages.items() for name, path in files)
+    return [_Candidate(name, path, False, package, package in twins) for name, path, package in named]
 
 
 def _spooled_stdin(spool: Path, progress: Progress | None) -> Path:
@@ -238,7 +244,9 @@ def _hashed(
             skipped.append((str(candidate.path), fault))
             continue
         name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
-        files.append(SourceFile(name, candidate.path, size, modified_ns, sha256, candidate.group or sha256))
+        files.append(
+            SourceFile(name, candidate.path, size, modified_ns, sha256, candidate.group or sha256, candidate.twin)
+        )
     meter.finish()
     return files
 

@@ -43,10 +43,10 @@ class Split:
 def split(files: Sequence[SourceFile], fraction: float) -> Split:
     """Hold out about `fraction` of the bytes.
 
-    Groups of files (a package; copies of one content) are taken in the order of sha256(key, group) while they fit the
-    budget of fraction · bytes. If less than half of it can be filled that way, one more group is taken whole where it
-    is no larger than the budget; where every group left is larger (a single file, for one) the end of the largest is
-    cut off at a line end.
+    Groups of files (a package; copies of one content) that have no near copy elsewhere are taken in the order of
+    sha256(key, group) while they fit the budget of fraction · bytes. If less than half of it can be filled that way,
+    one more group is taken whole where it is no larger than the budget; where every group left is larger (a single
+    file, for one) the end of the largest is cut off at a line end.
 
     Raises:
         UsageError: fraction outside [0, 0.5].
@@ -58,7 +58,8 @@ def split(files: Sequence[SourceFile], fraction: float) -> Split:
         groups[file.group].append(file)
     sizes = {group: sum(file.size for file in members) for group, members in groups.items()}
     budget = math.floor(fraction * sum(sizes.values()))
-    order = sorted(groups, key=lambda group: hashlib.sha256(_KEY + b"\0" + group.encode()).digest())
+    candidates = [group for group, members in groups.items() if not any(file.twin for file in members)] or list(groups)
+    order = sorted(candidates, key=lambda group: hashlib.sha256(_KEY + b"\0" + group.encode()).digest())
     held: set[str] = set()
     taken = 0
     for group in order:

@@ -102,7 +102,9 @@ def _continue(
     positions_BT = torch.arange(len(ids), device=weight.device).expand(n, -1)
     for _ in range(cache.keys_LBKSE.shape[3] - len(ids)):
         hidden_BTD = model(tokens_BT, positions=positions_BT, cache=cache)
-        drawn_B = sample(model.logits(hidden_BTD[:, -1]), sampling, generators)
+        # A model may have more entries than its tokenizer has tokens; the rest stand for no text.
+        logits_BV = model.logits(hidden_BTD[:, -1])[:, : tokenizer.vocab_size]
+        drawn_B = sample(logits_BV, sampling, generators)
         for index, (row, token) in enumerate(zip(rows, drawn_B.tolist(), strict=True)):
             _take(row, token, tokenizer, stop, on_text if index == 0 else None)
         if all(row.finish for row in rows):

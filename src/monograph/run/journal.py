@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ class Journal:
         """A journal of `run`; what a resumed run's metrics hold already is read back."""
         self.run, self.every = run, every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
-        rows = run.rows()
-        self.last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
-        self.skipped = sum(1 for row in rows if row.get("skipped"))
-        self.streak = 0
+        rows = [row for row in run.rows() if "skipped" in row]
+        self.last: dict[str, Any] = rows[-1] if rows else {}
+        self.skipped = sum(row["skipped"] for row in rows)
+        self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
         """Note an update; True if the rows were written now.

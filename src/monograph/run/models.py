@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from monograph import checkpointing
@@ -22,25 +25,84 @@ from monograph.run.folder import Run
 if TYPE_CHECKING:
     from torch import Tensor
 
+SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
 
-def build(name: str | None, preset: str, sizes: dict[str, Any], seed: int) -> tuple[nn.Module, Loss]:
-    """The module a run starts from, and its loss.
 
-    Args:
-        name: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder or a run to start
+class Recipe(NamedTuple):
+    """What a module is built from, as a checkpoint records it.
+
+    Attributes:
+        init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder or a run to start
             from.
-        preset: the shape of a fresh Llama.
-        sizes: its sizes by Hugging Face names, over the preset's.
-        seed: of a fresh Llama's weights; passed to `function` if it takes a `seed`.
+        preset: the shape of a fresh Llama by name; "auto": `sizes` give it whole.
+        sizes: sizes by their Hugging Face names, over the preset's; offered to `function`.
+        seed: of fresh weights; torch's generator is seeded with it, and `function` gets it if it takes a `seed`.
+        sha256: of the file that holds the function, None where there is none.
+    """
+
+    init: str | None
+    preset: str
+    sizes: dict[str, Any]
+    seed: int
+    sha256: str | None = None
+
+    @classmethod
+    def recorded(cls, saved: Mapping[str, Any]) -> Recipe:
+        """The recipe that a checkpoint recorded; raises KeyError where it lacks an entry."""
+        return cls(*(saved[name] for name in cls._fields))
+
+    @property
+    def file(self) -> Path | None:
+        """The Python file that builds the module, if one does."""
+        file = (self.init or "").partition(":")[0]
+        return Path(file) if file.endswith(".py") and file != self.init else None
+
+    def checked(self) -> Recipe:
+        """This recipe with the digest of its file; fails early on what can be seen before any text is read.
+
+        Raises:
+            InputRefused: sizes that do not fit together, or a folder or file that cannot be used.
+        """
+        if self.file:
+            return self._replace(sha256=hashlib.sha256(_source(self)).hexdigest())
+        if self.init is None:
+            self.shape(vocab_size=1)
+        elif run_named(self.init) is None:
+            hub.read_config(self.init)
+        return self
+
+    def shape(self, **defaults: Any) -> LlamaConfig:
+        """The shape of a fresh Llama; `defaults` are sizes where the recipe leaves them open."""
+        sizes = defaults | self.sizes
+        if self.preset != "auto":
+            return LlamaConfig.preset(self.preset, **sizes)
+        # As many key-value heads as heads, and a feed-forward layer of 8/3 of the width, as in the first Llama.
+        wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
+        return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
+
+
+class Trained(NamedTuple):
+    """A run's newest model: module, loss, tokenizer, and the state beside the weights."""
+
+    model: nn.Module
+    loss: Loss
+    tokenizer: Tokenizer
+    state: Mapping[str, Any]
+
+
+def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
+    """The module a run starts from, with fp32 weights where they come from a folder, and its loss.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    if name is None:
-        return Llama(LlamaConfig.preset(preset, **sizes), seed=seed), token_loss
-    if ":" in name and name.partition(":")[0].endswith(".py"):
-        return _from_file(name, {"seed": seed, **sizes})
-    return load(name)[0], token_loss
+    # A function that takes no seed draws its weights from torch's own generator.
+    torch.manual_seed(recipe.seed)
+    if recipe.init is None:
+        return Llama(recipe.shape(), seed=recipe.seed), token_loss
+    if recipe.file:
+        return _from_file(recipe, recipe.file)
+    return _load(recipe.init, lambda line: None, torch.float32)[0], token_loss
 
 
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
@@ -52,22 +114,73 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: neither a run nor a folder with a Llama and a tokenizer, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    path = Path(folder)
-    if path.parts[:1] == ("last",) or (path / "run.lock").is_file():
-        run = Run.open(folder)
+    return _load(folder, warn, None)
+
+
+def _load(folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None) -> tuple[Llama, Tokenizer]:
+    if run := run_named(folder):
         checkpoint = checkpointing.newest(run.checkpoints, warn)
-        config = checkpoint.state.get("model_config")
+        config = checkpoint.state["model_config"]
         if config is None:
+            init = checkpoint.state["recipe"]["init"]
             raise InputRefused(
-                f"{run.folder} holds a module of its own ({checkpoint.state.get('model_init')}), not a Llama"
+                f"{run.folder} holds a module of its own ({init}), not a Llama: "
+                "`monograph evaluate` scores it, and Python loads it"
             )
         model = Llama(LlamaConfig.from_hf(config))
         load_weights(model, checkpoint.model)
         return model, Tokenizer.from_file(run.tokenizer)
-    tokenizer = hub.tokenizer_file(path)
-    if tokenizer is None:
-        raise InputRefused(f"{path}: there is no tokenizer.json; put the model's beside its weights")
-    return hub.load_model(path), Tokenizer.from_file(tokenizer)
+    return hub.load_model(folder, dtype), Tokenizer.from_file(tokenizer_of(folder))
+
+
+def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
+    """A run's newest sound model of any kind; a module of its own is built anew by its file.
+
+    Raises:
+        InputRefused: the file changed since, or what it builds does not take the weights.
+        NoValidCheckpoint: a run without one.
+    """
+    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    if recipe.file:
+        require_same_file(recipe, run)
+        model, loss = build(recipe)
+    else:
+        model, loss = Llama(LlamaConfig.from_hf(checkpoint.state["model_config"])), token_loss
+    load_weights(model, checkpoint.model)
+    return Trained(model, loss, Tokenizer.from_file(run.tokenizer), checkpoint.state)
+
+
+def require_same_file(recipe: Recipe, run: Run) -> None:
+    """The file that built a run's module must still be what it was.
+
+    Raises:
+        InputRefused: it is not, or cannot be read.
+    """
+    if recipe.file and recipe.checked().sha256 != recipe.sha256:
+        raise InputRefused(
+            f"{recipe.file}: not the file that {run.folder} was trained with: put it back, "
+            "or start a new run from this one with --from"
+        )
+
+
+def run_named(folder: str | Path) -> Run | None:
+    """The run of that name, or None for a folder that is no run."""
+    path = Path(folder)
+    return Run.open(folder) if path.parts[:1] == ("last",) or (path / "run.lock").is_file() else None
+
+
+def tokenizer_of(folder: str | Path) -> Path:
+    """The tokenizer.json of a run or of a Hugging Face folder.
+
+    Raises:
+        InputRefused: there is none.
+    """
+    run = run_named(folder)
+    path = run.tokenizer if run else hub.tokenizer_file(folder)
+    if path is None or not path.is_file():
+        raise InputRefused(f"{folder}: there is no tokenizer.json; put the model's beside its weights")
+    return path
 
 
 def save(model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, format: str = "hf") -> None:
@@ -82,7 +195,7 @@ def save(model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, f
     hub.save_model(model, folder, tokenizer)
 
 
-def load_weights(model: nn.Module, tensors: dict[str, Tensor] | Any) -> None:
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into a module, by name; tied weights are stored once.
 
     Raises:
@@ -109,21 +222,39 @@ def unique_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _from_file(name: str, offered: dict[str, Any]) -> tuple[nn.Module, Loss]:
-    file, _, function_name = name.partition(":")
-    spec = importlib.util.spec_from_file_location("monograph_user_model", file)
-    if spec is None or spec.loader is None or not Path(file).is_file():
-        raise InputRefused(f"model.init = {name!r}: {file} is not a Python file that can be read")
-    module = importlib.util.module_from_spec(spec)
+def _source(recipe: Recipe) -> bytes:
+    try:
+        return Path(recipe.file or "").read_bytes()
+    except OSError as error:
+        raise InputRefused(
+            f"model.init = {recipe.init!r}: {recipe.file} cannot be read ({error.strerror}); "
+            f"it is looked for from {Path.cwd()}"
+        ) from None
+
+
+def _from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
+    where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
+    _source(recipe)
+    # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
+    folder, digest = str(file.resolve().parent), hashlib.sha256(str(file.resolve()).encode()).hexdigest()
+    name = f"monograph_init_{digest[:8]}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that it finds its neighbours, as it does when Python runs it
     try:
         spec.loader.exec_module(module)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise InputRefused(f"{where}: {file} has no function {function_name!r}")
+        takes = inspect.signature(function).parameters
+        offered = {"seed": recipe.seed, **recipe.sizes}
+        built = function(**{key: value for key, value in offered.items() if key in takes})
+    except InputRefused:
+        raise
     except Exception as error:
-        raise InputRefused(f"model.init = {name!r}: {file} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputRefused(f"model.init = {name!r}: {file} has no function {function_name!r}")
-    takes = inspect.signature(function).parameters
-    built = function(**{key: value for key, value in offered.items() if key in takes})
+        raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {error}") from error
     if not isinstance(built, nn.Module):
-        raise InputRefused(f"model.init = {name!r}: it returned {type(built).__name__}, expected an nn.Module")
+        raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
     return built, getattr(module, "loss", token_loss)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
-import sys
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
 from monograph.planner import updates_for
+from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
-from monograph.session.setup import Session
+from monograph.session.invocation import show
+from monograph.session.session import Session
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
-PROMPTS = {"stdlib": "def read(self, size"}
+STDLIB_PROMPT = "def read(self, size"
 
 
 class Story:
@@ -38,7 +41,7 @@ class Story:
         self.session, self.progress = session, progress
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
-        self.prompt = PROMPTS.get(session.corpus.name) or _opening(session)
+        self.prompt = _prompt(session)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.rates: list[float] = []
@@ -75,11 +78,13 @@ class Story:
         size = self.session.engine.micro_batch or 16
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
         tokens = int(self.session.engine.step.tokens)
-        result = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": self.held_out.bits_per_byte}
+        bits = self.held_out.bits_per_byte
+        result = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
         self.session.run.log(
             {"update": update, "tokens": tokens, **result, "eval_rows": min(limit or len(rows), len(rows))}
         )
-        block.held_out(tokens, self.held_out.bits_per_byte)
+        if bits is not None and math.isfinite(bits):
+            block.held_out(tokens, bits)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Let a Llama go on from the run's prompt, always with the same draws."""
@@ -121,6 +126,7 @@ class Story:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         with progress.stage("report", str(session.run.report)):
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
+        session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         progress.line("done", duration(summary["wall_s"]) + self._standing())
         memory = gibibytes(summary["peak_memory_bytes"])
@@ -164,9 +170,9 @@ class Story:
         }
 
     def _standing(self) -> str:
-        if self.held_out is None:
-            return ""
-        bits = self.held_out.bits_per_byte
+        bits = self.held_out.bits_per_byte if self.held_out else None
+        if bits is None:
+            return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
         below = [
             f"{name} {value:.2f}"
             for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
@@ -182,12 +188,15 @@ class Story:
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
     def _next(self) -> None:
-        command = "monograph" if shutil.which("monograph") else _relative(Path(sys.argv[0]))
         name = self.session.run.handle
+        more: list[tuple[str, ...]] = [("train", "my_texts/", "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
-            self.progress.line("next", f'{command} generate {name} "{"class Cache:" if self.python else self.prompt}"')
-            self.progress.line("", f"{command} export {name} --to out --format hf")
-        self.progress.line("", f"{command} train my_texts/ --minutes 30")
+            prompt = "class Cache:" if self.python else self.prompt
+            more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]
+        else:
+            more = [("evaluate", name), *more]
+        for index, arguments in enumerate(more):
+            show(self.progress, "next" if index == 0 else "", *arguments)
 
     def _write(self, n: int, tokens: int) -> list[str]:
         model = self.session.engine.model
@@ -215,23 +224,38 @@ class Story:
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-        kept.write_text(json.dumps(found))
+        # A cache only: where it cannot be kept, the next run computes them again.
+        with suppress(OSError):
+            kept.write_text(json.dumps(found))
         return found
 
     def _skipped(self, rows: list[dict[str, Any]]) -> int:
         return sum(1 for row in rows if row.get("skipped"))
 
 
-def _opening(session: Session) -> str:
-    """The first words of the held-out text, or of the training text."""
-    corpus = session.corpus
+def finished(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, None of one that did not."""
+    last: dict[str, Any] = next(reversed(run.rows()), {})
+    return last.get("summary")
+
+
+def standard_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null for NaN and infinities, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _prompt(session: Session) -> str:
+    """The first words of the held-out text, or of the training text: as many as leave a model room to go on."""
+    corpus, config = session.corpus, session.model_config
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    text = next(iter(rows.texts())).decode("utf-8", "replace").lstrip()
-    return " ".join(text.split("\n")[0].split(" ")[:4])[:40]
+    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
+    text = STDLIB_PROMPT if corpus.name == "stdlib" else " ".join(first_line.split(" ")[:4])[:40]
+    while config and len(corpus.tokenizer.encode(text)) > config.max_position_embeddings // 2:
+        text = text[: len(text) // 2]
+    return text
 
 
-def _relative(path: Path) -> str:
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+def _free() -> str:
+    """A folder name that nothing has here yet."""
+    names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists())

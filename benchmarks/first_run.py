@@ -1,0 +1,221 @@
+"""What a preset reaches on Python's own standard library: held-out bits per byte against tokens seen.
+
+Trains with the default settings for the given numbers of updates and seeds, each with its own full schedule, and prints
+the curve, the yardsticks, and after how many tokens it is below each of them. The planner's ladder quotes its numbers.
+Any key of the configuration can be changed: first_run.py optim.lr=3e-3 model.hidden_size=256
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import harness
+
+from monograph import planner
+from monograph.config import Settings, load
+from monograph.data.corpus import Corpus, corpus
+from monograph.device import clock, default_device, describe, synchronize
+from monograph.evaluation import evaluate
+from monograph.graph.precision import Precision
+from monograph.loop import train
+from monograph.measure.yardsticks import yardsticks
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.run.progress import Progress
+from monograph.schedule import constant, warmup_cosine
+from monograph.session.setup import FINAL
+
+MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
+SMOKE = {
+    "model.preset": "nano",
+    "data.tokenizer": "bytes",
+    "data.sequence_length": "32",
+    "train.tokens_per_update": "64",
+    "train.compile": "none",
+}
+
+
+def settings_for(overrides: dict[str, str], updates: int, seed: int) -> Settings:
+    """What `monograph train` would train with, the preset's defaults filled in as its plan does."""
+    settings = load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)})
+    default = planner.DEFAULT
+    chosen: dict[str, Any] = {}
+    if settings.data.tokenizer == "auto":
+        chosen["data.tokenizer"] = f"bpe:{default.vocabulary}"
+    if settings.train.tokens_per_update == "auto":
+        chosen["train.tokens_per_update"] = default.tokens_per_update
+    return settings.resolve(chosen, "plan")
+
+
+def open_corpus(settings: Settings, progress: Progress) -> Corpus:
+    """The settings' text."""
+    data = settings.data
+    with progress.stage("data", str(data.source)) as stage:
+        return corpus(
+            data.source,
+            tokenizer=data.tokenizer,
+            sequence_length=data.sequence_length,
+            packing=data.packing,
+            held_out=data.held_out,
+            progress=stage.report,
+        )
+
+
+def build(settings: Settings, text: Corpus) -> Resident:
+    """The engine of these settings, its schedule set."""
+    optim, updates, device = settings.optim, int(settings.train.updates or 0), default_device()
+    sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
+    config = LlamaConfig.preset(settings.model.preset, **(sizes | settings.model.sizes()))
+    lr = planner.known_learning_rate(settings.model.preset) if optim.lr == "auto" else optim.lr
+    precision, micro_batch = settings.train.precision, settings.train.micro_batch
+    warmup = planner.warmup(updates) if optim.warmup_updates == "auto" else optim.warmup_updates
+    return Resident(
+        Llama(config, seed=settings.train.seed).to(device),
+        optim=AdamW(lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
+        schedule=constant(warmup) if optim.schedule == "constant" else warmup_cosine(warmup, updates, FINAL),
+        clip=None if optim.grad_clip == "none" else optim.grad_clip,
+        precision=Precision(planner.precision(describe()) if precision == "auto" else precision),
+        micro_batch=None if micro_batch == "auto" else micro_batch,
+    )
+
+
+def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
+    """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
+    updates, train_settings = int(settings.train.updates or 0), settings.train
+    engine = build(settings, text)
+    tokens = int(train_settings.tokens_per_update)
+    batches = text.batches(tokens, seed=train_settings.seed, pin=engine.step.device.type == "cuda")
+    with progress.stage("compile", f"{updates} updates, seed {train_settings.seed}") as stage:
+        window = next(text.batches(tokens, seed=train_settings.seed))
+        if train_settings.compile == "none":
+            stage.result = "not asked for"
+        elif obstacle := engine.capture(window):
+            stage.result = f"eager: {obstacle}"
+    curve: list[dict[str, float]] = []
+    began, evaluating_s = clock(), 0.0
+    every = planner.interval(updates, points)
+    for update in train(engine, batches, updates):
+        done = update.index + 1
+        if done % every and done != updates:
+            continue
+        synchronize(engine.step.device)
+        paused = clock()
+        last = done == updates
+        held_out = evaluate(engine, text.held_out, batch_rows=engine.micro_batch or 16, limit=None if last else rows)
+        curve.append({"tokens": int(update.tokens), "bits_per_byte": held_out.bits_per_byte})
+        evaluating_s += clock() - paused
+        progress.line("held out", f"{done}/{updates} updates: {held_out.bits_per_byte:.3f} bits per byte")
+    batches.close()
+    return {
+        "updates": updates,
+        "seed": train_settings.seed,
+        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "lr": engine.step.optim.lr,
+        "tokens_per_update": tokens,
+        "precision": engine.step.precision.name,
+        "curve": curve,
+        "final": curve[-1],
+        "training_s": clock() - began - evaluating_s,
+    }
+
+
+def levels(found: dict[str, float]) -> dict[str, float]:
+    """The lines to get below: the yardsticks, and the order-6 model's less the margin."""
+    wanted = found | {f"order 6 - {MARGIN}": found["order 6"] - MARGIN}
+    return dict(sorted(wanted.items(), key=lambda item: -item[1]))
+
+
+def crossing(points: Sequence[dict[str, float]], level: float) -> int | None:
+    """Tokens at which a curve comes below a level for good, on the straight line between two points; None: never."""
+    above = [i for i, point in enumerate(points) if point["bits_per_byte"] > level]
+    if not above:
+        return int(points[0]["tokens"])
+    if above[-1] == len(points) - 1:
+        return None
+    first, second = points[above[-1]], points[above[-1] + 1]
+    share = (first["bits_per_byte"] - level) / (first["bits_per_byte"] - second["bits_per_byte"])
+    return round(first["tokens"] + share * (second["tokens"] - first["tokens"]))
+
+
+def shown(tokens: int | None) -> str:
+    """Thousands of tokens."""
+    return "-" if tokens is None else f"{tokens / 1e3:,.0f}k"
+
+
+def print_runs(runs: Sequence[dict[str, Any]], lines: dict[str, float]) -> None:
+    """Curves side by side, then one line a run with where it gets below each level."""
+    for each in runs:
+        print(f"\n{each['updates']} updates, seed {each['seed']}: tokens, held-out bits per byte")
+        harness.print_table(
+            ["tokens", "bits/byte", "below"],
+            [[shown(int(p["tokens"])), f"{p['bits_per_byte']:.3f}", beaten(p, lines)] for p in each["curve"]],
+        )
+    print("\ntokens after which a run is below (its schedule not ended, but for the last point)")
+    headers = ["updates, seed", "tokens", "final", *(f"{name} {value:.2f}" for name, value in lines.items()), "train s"]
+    rows = []
+    for each in runs:
+        crossings = [shown(each["tokens_to_beat"][name]) for name in lines]
+        final = each["final"]
+        row = [f"{each['updates']}, {each['seed']}", shown(int(final["tokens"])), f"{final['bits_per_byte']:.3f}"]
+        rows.append([*row, *crossings, f"{each['training_s']:.0f}"])
+    harness.print_table(headers, rows)
+
+
+def beaten(point: dict[str, float], lines: dict[str, float]) -> str:
+    """The lowest level that a point is below."""
+    below = [name for name, value in lines.items() if point["bits_per_byte"] < value]
+    return min(below, key=lambda name: lines[name], default="")
+
+
+def annealed(runs: Sequence[dict[str, Any]], level: float) -> int | None:
+    """Tokens of a whole run, schedule ended, that ends at the level: through the worst seed of each length."""
+    worst: dict[int, dict[str, float]] = {}
+    for each in runs:
+        known = worst.get(each["updates"])
+        if known is None or each["final"]["bits_per_byte"] > known["bits_per_byte"]:
+            worst[each["updates"]] = each["final"]
+    return crossing([worst[updates] for updates in sorted(worst)], level)
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
+    parser.add_argument("--preset", default="micro")
+    parser.add_argument("--updates", type=int, nargs="+", default=[250, 500, 1000, 2000], help="one run each")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--lr", help="the same as optim.lr=")
+    parser.add_argument("--tokens-per-update", help="the same as train.tokens_per_update=")
+    parser.add_argument("--points", type=int, default=16, help="of a curve")
+    parser.add_argument("--rows", type=int, default=128, help="held-out rows behind a point but the last")
+    args = parser.parse_intermixed_args()
+    overrides = {"model.preset": args.preset} | dict(each.split("=", 1) for each in args.overrides)
+    given = {"optim.lr": args.lr, "train.tokens_per_update": args.tokens_per_update}
+    overrides |= {key: value for key, value in given.items() if value}
+    if args.smoke:
+        overrides |= SMOKE
+        args.updates, args.seeds, args.points, args.rows = [2, 4], [0], 2, 2
+    progress = Progress()
+    text = open_corpus(settings_for(overrides, 1, 0), progress)
+    lines = levels(yardsticks(b"".join(text.train.texts()), b"".join(text.held_out.texts())))
+    found = harness.result("first-run", {"overrides": overrides, "rows": args.rows, "smoke": args.smoke})
+    found |= {"levels": lines, "fingerprint": text.fingerprint}
+    for updates in args.updates:
+        for seed in args.seeds:
+            case = run(settings_for(overrides, updates, seed), text, args.points, args.rows, progress)
+            case["tokens_to_beat"] = {name: crossing(case["curve"], value) for name, value in lines.items()}
+            found["cases"].append(case)
+            harness.write(args.out, found)
+    found["annealed_tokens_to_beat"] = {name: annealed(found["cases"], value) for name, value in lines.items()}
+    harness.write(args.out, found)
+    harness.print_machine(found)
+    print_runs(found["cases"], lines)
+    print("\ntokens of a whole run that ends below, through the worst seed of each length:")
+    harness.print_table(["", "tokens"], [[k, shown(v)] for k, v in found["annealed_tokens_to_beat"].items()])
+
+
+if __name__ == "__main__":
+    main()

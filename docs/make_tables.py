@@ -1,0 +1,81 @@
+"""Writes the README's table of what works and what is refused, from the list of keys and the list of refusals.
+
+Usage: python docs/make_tables.py          (rewrites README.md between the markers; tests/test_readme.py compares)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from monograph.config.keys import NOT_BUILT, SECTIONS
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
+ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
+PACKED = "tests/laws/test_packed_is_separate.py"
+
+# What stands behind a value that works: a law by its number, or the file that tests it.
+BEHIND: dict[str, dict[str, str]] = {
+    "train.memory": {"device": ACCUMULATED},
+    "train.precision": {"fp32": COMPILED, "bf16": COMPILED},
+    "train.remat": {"none": COMPILED},
+    "train.compile": {"whole": COMPILED, "none": ACCUMULATED},
+    "train.parallel": {"none": ACCUMULATED},
+    "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
+    "optim.name": {"adamw": "tests/test_optim.py"},
+    "optim.schedule": {"cosine": "tests/test_schedule.py", "constant": "tests/test_schedule.py"},
+    "optim.transfer": {"none": "tests/test_optim.py"},
+    "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
+    "lora.rank": {"not set": "tests/test_config.py"},
+}
+LAW = {COMPILED: "law 1", ACCUMULATED: "law 2", PACKED: "law 9"}
+# Where a key takes any text or number: what stands for all that is refused.
+OPEN = {"train.remat": "anything else", "lora.rank": "any number"}
+
+
+def table() -> str:
+    """One row per key that offers a choice: what works and what holds it, what is refused and in which words."""
+    lines = ["| key | works, and what holds it | refused, exit code 2 |", "|---|---|---|"]
+    for key, behind in BEHIND.items():
+        works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
+        refused = [f"`{value}`" for value in values(key) if value not in behind]
+        refused = [OPEN[key]] if key in OPEN else refused
+        words = f"{', '.join(refused)}: {refusal(key)}" if refused else ""
+        lines.append(f"| `{key}` | {works} | {words} |")
+    return "\n".join(lines)
+
+
+def refusal(key: str) -> str:
+    """What a person is told who asks for what is not built; a value that slips through is called what it is."""
+    return NOT_BUILT[key].sentence if key in NOT_BUILT else "taken without a word and without effect, which is a fault"
+
+
+def values(key: str) -> list[str]:
+    """The values that the key's type lists, without "auto", which is the planner's choice among them."""
+    section, _, name = key.partition(".")
+    annotation = SECTIONS[section].model_fields[name].annotation
+    return [value for value in get_args(annotation) if value != "auto"] if get_origin(annotation) is Literal else []
+
+
+def grouped(behind: dict[str, str]) -> list[tuple[str, str]]:
+    """Neighbouring values with the same thing behind them, as one."""
+    by_path: dict[str, list[str]] = {}
+    for value, path in behind.items():
+        by_path.setdefault(path, []).append(value)
+    return [("`, `".join(together), path) for path, together in by_path.items()]
+
+
+def _name(path: str) -> str:
+    return LAW.get(path, Path(path).stem)
+
+
+def main() -> None:
+    """Puts the table in its place."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What a run's settings leave open, decided once; and which settings a resumed or branched run has."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.config import load as load_settings
+from monograph.config.keys import DEFAULT_MINUTES
+from monograph.config.settings import EXCLUSIVE
+from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.measure.quantities import count, duration
+from monograph.run.folder import Run
+from monograph.run.models import Recipe, tokenizer_of
+from monograph.run.progress import Progress
+from monograph.session.session import Session
+from monograph.session.setup import calibrate
+
+EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
+PARENT = "from.json"  # in the folder of a branched run
+# A branched run has its parent's settings but for these: how long, and what follows from that.
+_OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates"}
+
+
+def sized(settings: Settings) -> Settings:
+    """Fix preset, tokenizer and tokens per update where the settings leave them open.
+
+    Raises:
+        InputRefused: a model that cannot be built, before any text is read.
+    """
+    model, chosen = settings.model, dict[str, object]()
+    if model.preset == "auto" and model.init is None and not model.hidden_size:
+        chosen["model.preset"] = planner.DEFAULT.preset
+    preset = str(chosen.get("model.preset", model.preset))
+    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed).checked()
+    if settings.data.tokenizer == "auto":
+        own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
+        chosen["data.tokenizer"] = own or f"bpe:{planner.DEFAULT.vocabulary}"
+    if settings.train.tokens_per_update == "auto":
+        chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
+    return settings.resolve(chosen, "plan")
+
+
+def fix_length(session: Session, progress: Progress) -> None:
+    """Turn minutes, tokens or epochs into updates, once; and what follows from their number."""
+    train, rows = session.settings.train, session.batches.rows_per_window
+    per_epoch = -(-len(session.corpus.train) // rows)
+    if train.updates:
+        updates = train.updates
+    elif train.tokens:
+        updates = _updates_of(train.tokens, session.settings)
+    elif train.epochs:
+        updates = -(-train.epochs * len(session.corpus.train) // rows)
+    else:
+        with progress.stage("calibrate", "a few updates, thrown away") as stage:
+            seconds = calibrate(session)
+            stage.result = f"{seconds * 1000:.0f} ms each"
+        minutes = train.minutes or DEFAULT_MINUTES
+        asked = "train.minutes" in session.settings.origins
+        session.budget_s = 60 * minutes if asked else planner.default_seconds(minutes, seconds)
+        if session.budget_s > 60 * minutes:
+            longer = duration(session.budget_s)
+            progress.line("time", f"{longer} instead of {minutes:g} min: what a good first model needs on this machine")
+        updates = planner.updates_for(
+            planner.UPDATES_SHARE * session.budget_s, seconds, planner.MOST_EPOCHS * per_epoch
+        )
+    warmup = session.settings.optim.warmup_updates
+    fixed: dict[str, object] = {
+        "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
+        "train.eval_every": planner.interval(updates, EVALUATIONS) if train.eval_every == "auto" else None,
+        "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
+        "train.updates": None if train.epochs else updates,
+    }
+    session.settings = session.settings.resolve({k: v for k, v in fixed.items() if v is not None}, "plan")
+    session.length = updates
+    session.engine.step.schedule = session.schedule()
+    per_update = int(session.settings.train.tokens_per_update)
+    progress.line(
+        "plan",
+        f"{count(session.params)} parameters, {updates:,} updates of {per_update:,} tokens = "
+        f"{count(updates * per_update)}, {rows} rows of {session.settings.data.sequence_length}, "
+        f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
+    )
+
+
+def settings_of(run: Run, given: Settings) -> Settings:
+    """The run's own settings; what the command line adds to `--resume` must not contradict them.
+
+    Raises:
+        UsageError: it does.
+        InputRefused: the run was stopped before its settings were written.
+    """
+    if not run.config.is_file():
+        raise InputRefused(f"{run.folder} was stopped before anything was written: remove it and train again")
+    own = load_settings(run.config, {}, {})
+    for key, value in given.pinned().items():
+        mine = own.values()[key]
+        if value in (mine, "auto"):
+            continue
+        if key == "train.tokens" and _updates_of(int(value), own) == own.train.updates:
+            continue
+        if key == "train.minutes" and given.origins[key] != "command line":
+            continue  # what the file of settings asked for became updates, once
+        if key in EXCLUSIVE[0]:
+            mine = f"{own.train.epochs} epochs" if own.train.epochs else f"{own.train.updates} updates"
+        raise UsageError(
+            f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
+            f"leave it out, or start a new run with --from {run.handle}"
+        )
+    return own
+
+
+def parent_named(name: str) -> tuple[Run, int | None]:
+    """The run, and the update if one is given, that RUN[@UPDATE] names."""
+    run, _, update = name.rpartition("@")
+    return (Run.open(run), int(update)) if run and update.isdecimal() else (Run.open(name), None)
+
+
+def branched(parent: Run, given: Settings) -> Settings:
+    """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
+    if not parent.config.is_file():
+        raise InputRefused(f"{parent.folder} was stopped before anything was written: nothing can start from it")
+    own = load_settings(parent.config, {}, {})
+    taken = given.pinned().keys()
+    closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
+    kept = {key: value for key, value in own.pinned().items() if key not in closed}
+    if "data.tokenizer" not in taken:
+        kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
+    return given.resolve(kept, str(parent.config))
+
+
+def write_config(run: Run, settings: Settings) -> None:
+    """Write config.toml so that it is the former one or this one, whole, whatever happens."""
+    _write_whole(run.config, settings.to_toml())
+
+
+def record_parent(run: Run, parent: Run, at: int | None) -> None:
+    """Write down where a run branches from, for a process that goes on before its first checkpoint."""
+    _write_whole(run.folder / PARENT, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+
+
+def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
+    """What `record_parent` wrote down, None for a run that branches from none."""
+    if not (run.folder / PARENT).exists():
+        return None
+    record = json.loads((run.folder / PARENT).read_text())
+    return Run.open(record["run"]), record["update"]
+
+
+def discard(run: Run) -> None:
+    """Remove a new run that never began, so that `last` still names the last one that did."""
+    written = [run.config, run.folder / PARENT, run.tokenizer, run.lock_file]
+    for path in [*written, *run.folder.glob("*.partial")]:
+        path.unlink(missing_ok=True)
+    if not any(run.folder.iterdir()):
+        run.folder.rmdir()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise DiskFull(f"{path}: cannot be written: {error.strerror}; what was there before is untouched") from error
+
+
+def _updates_of(tokens: int, settings: Settings) -> int:
+    return max(1, round(tokens / int(settings.train.tokens_per_update)))

@@ -1,0 +1,220 @@
+"""A training run in memory: its data, engine and schedule, and its state on disk, taken up again bit for bit."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from monograph import __version__, checkpointing, planner
+from monograph.checkpointing import Checkpoint
+from monograph.config import Settings
+from monograph.data.batches import Batches
+from monograph.data.corpus import Corpus
+from monograph.device import clock
+from monograph.errors import Diverged, InputRefused
+from monograph.loop import EngineState
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.resident import Resident
+from monograph.run.folder import Run
+from monograph.run.models import Recipe, load_weights, require_same_file, unique_state
+from monograph.run.progress import Progress
+from monograph.schedule import Schedule, constant, cool_down, warmup_cosine
+from monograph.session import randomness
+
+FINAL = 0.05  # of the peak learning rate, at the last update
+
+
+@dataclass
+class Session:
+    """One training run, ready for its loop.
+
+    Attributes:
+        run: its folder.
+        settings: every value fixed.
+        recipe: what the model is built from.
+        corpus: its text.
+        engine: model and optimizer on the device.
+        batches: the windows from where the run stands.
+        length: updates of the run as it was planned.
+        eager_reason: why nothing was compiled, None if it was.
+        started_s: when this process began with the run; training_since_s: when it began to train.
+        compile_s: seconds that tracing and compiling took.
+        elapsed_s: seconds spent in earlier processes of the same run.
+        budget_s: seconds that the training was given, None if it was given updates, tokens or epochs.
+        cooled: [first update, last update] of a cool-down that replaced the schedule because the machine was slower
+            than calibrated; None while the schedule stands.
+    """
+
+    run: Run
+    settings: Settings
+    recipe: Recipe
+    corpus: Corpus
+    engine: Resident
+    batches: Batches
+    length: int = 0
+    compile_s: float = 0.0
+    elapsed_s: float = 0.0
+    budget_s: float | None = None
+    cooled: list[int] | None = None
+    eager_reason: str | None = None
+    started_s: float = field(default_factory=clock)
+    training_since_s: float = field(default_factory=clock)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the whole run."""
+        return self.cooled[1] if self.cooled else self.length
+
+    @property
+    def params(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(p.numel() for p in self.engine.model.parameters())
+
+    @property
+    def model_config(self) -> LlamaConfig | None:
+        """The shape, of a Llama."""
+        return self.engine.model.config if isinstance(self.engine.model, Llama) else None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of training so far, over all processes of the run."""
+        return self.elapsed_s + clock() - self.training_since_s
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment; metrics are made durable first.
+
+        Raises:
+            Diverged: a parameter is not finite; nothing is written, so that the checkpoints that are there stay.
+            DiskFull: the checkpoints that are there stay.
+        """
+        state, model, update = self.engine.state(), self.engine.model, self.engine.index
+        if bad := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
+            raise Diverged(
+                f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
+                f"the checkpoints in {self.run.checkpoints} are sound"
+            )
+        record = {
+            "engine": state.scalars,
+            "data": self.batches.state(),
+            "random": randomness.state(self.engine.step.device),
+            "micro_batch": self.engine.micro_batch,
+            "length": self.length,
+            "cooled": self.cooled,
+            "budget_s": self.budget_s,
+            "elapsed_s": self.spent_s,
+            "metrics_offset": self.run.sync_metrics(),
+            "fingerprint": self.corpus.fingerprint,
+            "settings": self.settings.fingerprint,
+            "recipe": self.recipe._asdict(),
+            "model_config": self._model_config(),
+            "versions": _versions(),
+        }
+        checkpoint = Checkpoint(update, unique_state(model), state.optimizer, record, run=self.run.folder.name)
+        checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
+
+    def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
+
+        Raises:
+            InputRefused: the data, the settings or the model's file is not what the run was begun with.
+        """
+        try:
+            changed = self._restore(checkpoint)
+        except KeyError as error:
+            place = f"{self.run.checkpoints}: the state of update {checkpoint.update}"
+            raise InputRefused(f"{place} lacks {error}") from None
+        if changed:
+            progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
+
+    def _restore(self, checkpoint: Checkpoint) -> list[str]:
+        state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
+        if state["fingerprint"] != self.corpus.fingerprint:
+            raise InputRefused(
+                f"{self.corpus.name}: not what {self.run.folder} was trained on "
+                f"(text, tokenizer or form changed): {instead}"
+            )
+        if state["settings"] != self.settings.fingerprint:
+            raise InputRefused(f"{self.run.config}: not what the run was begun with: {instead}")
+        saved = Recipe.recorded(state["recipe"])
+        require_same_file(saved, self.run)
+        if saved != self.recipe or state["model_config"] != self._model_config():
+            raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
+        self.adopt(checkpoint)
+        self.engine.step.index = state["engine"]["index"]
+        self.batches.close()
+        self.batches = self.open_batches(state["data"]["rows"], state["data"]["seed"])
+        self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
+        self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
+        self.engine.step.schedule = self.schedule()
+        then, now = state["versions"], _versions()
+        changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
+        randomness.restore(state["random"], self.engine.step.device)
+        self.run.truncate_metrics(state["metrics_offset"])
+        return changed
+
+    def adopt(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint's weights and optimizer state; updates are counted from 0.
+
+        Raises:
+            InputRefused: they do not fit this model.
+        """
+        load_weights(self.engine.model, checkpoint.model)
+        scalars = dict(checkpoint.state["engine"])
+        self.engine.load_state(EngineState(self.engine.model.state_dict(), dict(checkpoint.optimizer), scalars))
+        self.engine.step.index = 0
+
+    def branch(self, checkpoint: Checkpoint) -> None:
+        """Begin from another run's weights and optimizer; its tokens and skipped updates are not this run's."""
+        self.adopt(checkpoint)
+        self.engine.step.tokens.zero_()
+        self.engine.step.skipped.zero_()
+
+    def _model_config(self) -> dict[str, Any] | None:
+        return self.model_config.to_hf() if self.model_config else None
+
+    def open_batches(self, start: int, seed: int | None = None) -> Batches:
+        """The run's windows from row `start` on."""
+        train = self.settings.train
+        seed = train.seed if seed is None else seed
+        pin = self.engine.step.device.type == "cuda"
+        size = int(train.tokens_per_update)
+        return self.corpus.batches(size, seed=seed, start=start, epochs=train.epochs, pin=pin)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Whatever runs in the block, the module's buffers (running means and the like) and random numbers stay."""
+        device = self.engine.step.device
+        kept = [(buffer, buffer.clone()) for buffer in self.engine.model.buffers()]
+        drawn = randomness.state(device)
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+            randomness.restore(drawn, device)
+
+    def schedule(self) -> Schedule:
+        """The learning rate's course, with the cool-down if one was begun."""
+        schedule = make_schedule(self.settings, self.length)
+        return cool_down(schedule, self.cooled[0], self.cooled[1], FINAL) if self.cooled else schedule
+
+    def shorten(self, updates: int) -> None:
+        """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""
+        self.cooled = [self.engine.index, updates]
+        self.engine.step.schedule = self.schedule()
+
+
+def make_schedule(settings: Settings, updates: int) -> Schedule:
+    """The schedule that the settings name."""
+    warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
+    return constant(warmup) if settings.optim.schedule == "constant" else warmup_cosine(warmup, updates, FINAL)
+
+
+def _versions() -> dict[str, str]:
+    return {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,161 @@
+"""The real command line in forks of one process that has imported everything once: a command costs no import.
+
+with CommandServer() as monograph:
+    done = monograph.run(folder, "train", "--out", "run")       # done.code, done.out, done.err
+    command = monograph.start(folder, "train"); command.signal(signal.SIGKILL); done = command.wait()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import monograph
+
+PROGRAM = str(Path(monograph.__file__).with_name("__main__.py"))
+LONGEST_S = 120
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended: exit code (None if a signal ended it), signal, and what it wrote."""
+
+    code: int | None
+    signal: int
+    out: str
+    err: str
+
+
+class Command:
+    """A command that runs; one at a time."""
+
+    def __init__(self, server: subprocess.Popen[str], pid: int, folder: Path) -> None:
+        self.pid, self._server, self._folder = pid, server, folder
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def until(self, condition: Callable[[], bool], seconds: float = LONGEST_S) -> None:
+        """Wait for something that the command does."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, (self._folder / "err").read_text()
+            time.sleep(0.002)
+
+    def wait(self) -> Done:
+        assert self._server.stdout
+        status = int(self._server.stdout.readline())
+        code = None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+        out, err = ((self._folder / name).read_text(errors="replace") for name in ("out", "err"))
+        return Done(code, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, out, err)
+
+
+class CommandServer:
+    """The process that forks; closes with the `with` block."""
+
+    def __enter__(self) -> CommandServer:
+        self._texts = tempfile.TemporaryDirectory()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",  # a fork does not take other threads along
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.communicate()
+        self._texts.cleanup()
+
+    def start(
+        self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
+    ) -> Command:
+        """Begin a command in `folder`; `file_bytes` limits the size of its files, `memory_bytes` its memory."""
+        assert self._server.stdin and self._server.stdout
+        texts = Path(self._texts.name)
+        case = {
+            "folder": str(folder),
+            "texts": str(texts),
+            "argv": [program, *arguments],
+            "env": {**(env or {})},
+            **limits,
+        }
+        print(json.dumps(case), file=self._server.stdin, flush=True)
+        return Command(self._server, int(self._server.stdout.readline()), texts)
+
+    def run(
+        self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
+    ) -> Done:
+        return self.start(folder, *arguments, program=program, env=env, **limits).wait()
+
+
+def carry_out(case: dict[str, object]) -> None:
+    """The fork: becomes the command, for good."""
+    import numpy
+    import torch
+
+    from monograph.cli import main
+
+    os.chdir(str(case["folder"]))
+    os.environ.update(case["env"])  # type: ignore[call-overload]
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(str(case["texts"]), name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    if "file_bytes" in case:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]
+    signal.alarm(LONGEST_S)
+    # Every new process has random numbers of its own; those of forks would be alike.
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(int.from_bytes(os.urandom(4), "little"))
+    sys.argv = case["argv"]  # type: ignore[assignment]
+    code: object = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(str(code or 0)))
+
+
+def serve() -> None:
+    import matplotlib.figure  # noqa: F401 - whatever a command imports late
+
+    import monograph.commands.check
+    import monograph.commands.data
+    import monograph.commands.evaluate
+    import monograph.commands.export
+    import monograph.commands.generate
+    import monograph.commands.train  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            carry_out(json.loads(line))
+        print(child, file=answers, flush=True)
+        print(os.waitpid(child, 0)[1], file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

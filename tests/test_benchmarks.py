@@ -1,0 +1,272 @@
+# Run: pytest tests/test_benchmarks.py    (with real compilation, about a minute: -m slow)
+"""Every benchmark script runs, and what decides its numbers (rounds, ratios, counted waits, crossings) is right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from monograph.model.config import LlamaConfig
+from monograph.resident import Resident
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPTS = ("accumulation", "first_run", "harness", "loss", "start", "steps", "train")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script by its name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Scripts run whole but eagerly: compiling is what takes their time, and the slow tests below do it."""
+    monkeypatch.setattr(Resident, "capture", lambda self, window: None)
+
+
+def smoke(module: ModuleType, monkeypatch, out: Path, *arguments: str) -> dict:
+    """What the script's main() writes."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", "--smoke", "--out", str(out), *arguments])
+    module.main()
+    return json.loads(out.read_text())
+
+
+def test_each_script_is_tested_here():
+    assert sorted(path.stem for path in BENCHMARKS.glob("*.py")) == sorted(SCRIPTS)
+
+
+# ── the scripts, eagerly ──────────────────────────────────────────────────────────────────────────
+
+
+def test_loss(script, monkeypatch, tmp_path):
+    found = smoke(script("loss"), monkeypatch, tmp_path / "loss.json", "--modes", "eager")
+    assert found["schema"] == "monograph-benchmark-loss-1"
+    assert found["machine"]["omp_wait_policy"] == os.environ["OMP_WAIT_POLICY"]
+    assert [case["dtype"] for case in found["cases"]] == ["fp32", "bf16"]
+    for case, bound in zip(found["cases"], (1e-6, 2e-2), strict=True):
+        assert case["gradient_difference"] < bound
+        assert min(case["peak_bytes"].values()) > 16 * 512 * 4  # the weight's gradient alone
+        assert len(case["time_ratio"]["wall"]["values"]) == 2
+
+
+def test_steps(script, uncompiled, monkeypatch, tmp_path):
+    found = smoke(script("steps"), monkeypatch, tmp_path / "steps.json")
+    assert found["schema"] == "monograph-benchmark-steps-1"
+    [case] = found["cases"]
+    assert case["first_losses"]["eager"] == case["first_losses"]["captured"]
+    assert case["recompiles"] == 0 and case["host_syncs"]["eager"] is None
+    assert case["tokens_per_s"]["eager"]["median"] > 0
+
+
+def test_steps_default_shapes_fit_their_windows(script):
+    steps = script("steps")
+    for shape in steps.SHAPES.values():
+        window = steps.packed_window(shape, torch.device("cpu"))
+        assert window["tokens"].shape == (shape.rows, shape.length)
+        assert int(window["tokens"].max()) < shape.config.vocab_size
+        assert window["segments"].unique().tolist() == [1, 2]
+        borders = window["segments"].diff() == 1
+        assert bool((window["positions"][:, 1:][borders] == 0).all()) and bool((borders.sum(1) == 1).all())
+
+
+def test_start_in_this_process(script, uncompiled):
+    start = script("start")
+    found = start.start("smoke", "fp32", spawned_s=start.BORN_S - 0.25)
+    assert found["interpreter_s"] == pytest.approx(0.25)
+    assert sum(found[part] for part in start.PARTS) == pytest.approx(found["total_s"])
+
+
+def test_train_in_this_process(script, uncompiled):
+    train = script("train")
+    args = Namespace(rounds=2, round_s=0.0)
+    case = train.monograph(train.SMOKE["nano"], args)
+    assert len(case["seconds_per_update"]["values"]) == 2 and case["host_syncs"] is None
+    assert case["mean_loss"] < 6.3  # ln 512 = 6.24: it trains
+
+
+def test_a_model_drawn_on_the_device_is_the_model(script):
+    config = LlamaConfig.preset("nano")
+    model = script("train").drawn_on(torch.device("cpu"), config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameter_count()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert float(model.lm_head.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.05)
+
+
+def test_train_shapes_are_the_promised_ones(script):
+    shapes = script("train").SHAPES
+    assert {name: (s.length, s.tokens_per_update) for name, s in shapes.items()} == {
+        "124m": (1024, 131_072),
+        "1.2b": (2048, 131_072),
+    }
+    assert shapes["1.2b"].config.parameter_count() == 1_235_814_400
+
+
+def test_a_case_that_fails_says_why_and_loses_nothing_else(script, monkeypatch):
+    train = script("train")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    shape = train.SMOKE["nano"]
+    late = train.run_case("nano", shape, "monograph", Namespace(), seconds=1.0)
+    assert late["error"] == "not measured: out of time"
+    failed = train.run_case("no such model", shape, "monograph", Namespace(), seconds=60.0)
+    assert failed["error"] == "KeyError: 'no such model'"
+    assert train.row(failed, [failed])[1] == failed["error"]
+
+
+def test_first_run(script, monkeypatch, tmp_path):
+    source = tmp_path / "text"
+    source.mkdir()
+    for index in range(4):
+        (source / f"{index}.txt").write_text(" ".join(str(n * n + index) for n in range(600)))
+    found = smoke(script("first_run"), monkeypatch, tmp_path / "run.json", f"data.source={source}", "--lr", "0.02")
+    assert found["schema"] == "monograph-benchmark-first-run-1"
+    assert [case["updates"] for case in found["cases"]] == [2, 4]
+    assert all(case["lr"] == 0.02 and case["final"] == case["curve"][-1] for case in found["cases"])
+    assert list(found["levels"].values()) == sorted(found["levels"].values(), reverse=True)
+    assert found["levels"]["order 6 - 0.1"] == pytest.approx(found["levels"]["order 6"] - 0.1)
+
+
+def test_first_run_takes_a_presets_defaults_from_the_plan(script):
+    first_run = script("first_run")
+    default = first_run.planner.DEFAULT
+    settings = first_run.settings_for({"model.preset": default.preset}, 3, 7)
+    assert settings.data.tokenizer == f"bpe:{default.vocabulary}"
+    assert settings.train.tokens_per_update == default.tokens_per_update
+    assert (settings.train.updates, settings.train.seed) == (3, 7)
+
+
+# ── what decides the numbers ──────────────────────────────────────────────────────────────────────
+
+
+def test_rounds_are_interleaved_and_turn_round(script):
+    harness = script("harness")
+    order = []
+    cases = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = harness.interleaved(cases, 3, torch.device("cpu"))
+    assert "".join(order) == "abccbaabc"
+    assert {name: len(each) for name, each in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios(script):
+    harness = script("harness")
+    above, below = [[harness.Timing(t, 2 * t) for t in times] for times in ([2.0, 8.0, 3.0], [1.0, 2.0, 3.0])]
+    found = harness.ratios(above, below)
+    assert found["wall"] == {"median": 2.0, "low": 1.0, "high": 4.0, "values": [2.0, 4.0, 1.0]} == found["cpu"]
+    assert harness.shown(found["wall"]) == "2.00 (1.00-4.00)"
+
+
+def test_waits_are_counted_inside_the_region_and_copies_everywhere(script):
+    harness = script("harness")
+
+    def event(category, name, ts, **more):
+        return {"cat": category, "name": name, "ts": ts, **more}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("cuda_runtime", "cudaStreamSynchronize", 5),  # before the region
+        event("gpu_user_annotation", harness._MARK, 30, dur=50),
+        event("user_annotation", harness._MARK, 10, dur=10),
+        event("cuda_runtime", "cudaLaunchKernel", 11),
+        event("cuda_runtime", "cudaStreamSynchronize", 12),
+        event("cuda_runtime", "cudaMemcpyAsync", 13),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 14),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 25),
+        event("cuda_runtime", "cudaDeviceSynchronize", 21),  # after it
+    ]
+    assert harness.count_waits(events) == {"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1}
+
+
+@pytest.mark.gpu
+def test_a_read_value_is_a_wait_and_a_kernel_is_none(script):
+    harness, device = script("harness"), torch.device("cuda", 0)
+    vector = torch.ones(1000, device=device)
+    with harness.HostSyncs(device) as quiet:
+        vector * 2
+    with harness.HostSyncs(device) as reading:
+        (vector * 2).sum().item()
+    assert quiet.counts == {} and sum(reading.counts.values()) >= 1
+
+
+def test_pace_times_its_rounds_and_nothing_before_them(script, monkeypatch):
+    train = script("train")
+    now = 0.0
+    monkeypatch.setattr(train, "clock", lambda: now)
+    pace = train.Pace(torch.device("cpu"), rounds=3, round_s=4.0)
+    pace.begin()
+    seconds = [100.0, 7.0, 7.0, 2.0] + 6 * [1.5] + [9.0]  # compile, two to warm up, one to size rounds of two, a last
+    ended = []
+    for each in seconds:
+        now += each
+        ended.append(pace.updated())
+    assert pace.first_s == 100.0 and pace.seconds == [1.5, 1.5, 1.5]
+    assert ended == [False] * 10 + [True]
+
+
+def test_a_crossing_is_where_the_curve_stays_below(script):
+    crossing = script("first_run").crossing
+    curve = [{"tokens": t, "bits_per_byte": b} for t, b in ((100, 4.0), (200, 3.0), (300, 3.5), (400, 2.5))]
+    assert crossing(curve, 3.25) == 325
+    assert crossing(curve, 4.5) == 100
+    assert crossing(curve, 2.0) is None
+
+
+# ── as they are called ────────────────────────────────────────────────────────────────────────────
+
+
+def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | environment)
+
+
+def test_gpu_sh_says_what_it_has(tmp_path):
+    gpu = str(BENCHMARKS / "gpu.sh")
+    for part in ("memory", "stream", "generate", "ensemble"):
+        assert call(gpu, part, OUT=str(tmp_path)).stdout == f"{part}: not built yet, nothing measured\n"
+    assert call(gpu, "laundry", OUT=str(tmp_path)).returncode == call(gpu, OUT=str(tmp_path)).returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loss", "steps"])
+def test_compiled(name, tmp_path):
+    out = tmp_path / "found.json"
+    done = call(sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    case = json.loads(out.read_text())["cases"][-1]
+    if name == "steps":
+        eager, captured = case["first_losses"]["eager"], case["first_losses"]["captured"]
+        assert captured == pytest.approx(eager, rel=1e-5) and case["recompiles"] == 0
+
+
+@pytest.mark.slow
+def test_start_as_it_is_called(tmp_path):
+    out = tmp_path / "found.json"
+    done = call(sys.executable, str(BENCHMARKS / "start.py"), "--smoke", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    [case] = json.loads(out.read_text())["cases"]
+    cold, warm = (case["starts"][name][0] for name in ("cold", "warm"))
+    assert cold["caches"]["hit"] == 0 and warm["caches"]["miss"] == 0 and warm["caches"]["hit"] > 0
+    assert warm["compile_s"] < cold["compile_s"]
+
+
+@pytest.mark.slow
+def test_train_as_gpu_sh_calls_it(tmp_path):
+    has_peer = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
+    systems = ["monograph", "trainer"] if has_peer else ["monograph"]
+    command = [str(BENCHMARKS / "gpu.sh"), "train", "--smoke", "--systems", *systems]
+    done = call(*command, OUT=str(tmp_path), PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads((tmp_path / "train.json").read_text())["cases"]
+    assert [case["system"] for case in cases] == systems
+    assert all(case["tokens_per_s"]["median"] > 0 and case["mean_loss"] < 6.3 for case in cases)

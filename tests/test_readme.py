@@ -1,0 +1,292 @@
+"""Run: pytest tests/test_readme.py (what README.md and docs/ say: commands, examples, links, tables and numbers)"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import sys
+import types
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monograph as mono
+from monograph import cli
+from monograph.config.keys import DEFAULT_MINUTES, KEYS, NOT_BUILT
+from monograph.measure.report import write_report
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# The log holds findings, not instructions, and says its machine and date itself.
+TAUGHT = [page for page in PAGES if page.name != "log.md"]
+
+
+def script(path: str) -> Any:
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def texts(directory: Path) -> None:
+    """What the examples read: two folders of text and a configuration."""
+    for name in ("my_texts", "other_texts"):
+        (directory / name).mkdir()
+        for part in range(8):
+            (directory / name / f"{part}.txt").write_text(f"{name} {part}: the quick brown fox jumps.\n" * 40)
+    (directory / "run.toml").write_text("[train]\nupdates = 2\n")
+    (directory / "RUN").mkdir()
+    (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in TAUGHT:
+        text = page.read_text()
+        for found in re.findall(r"^ {4}(monograph .+)$", text, re.MULTILINE) + re.findall(r"`(monograph [^`]+)`", text):
+            if "..." not in found:
+                yield page.name, re.split(r" {2,}", found)[0]
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+def test_commands_are_ones_that_the_program_takes(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+
+    def record(*arguments: Any, **options: Any) -> int:
+        calls.append((arguments, options))
+        return 0
+
+    for name in ("train", "generate", "evaluate", "export", "data", "check"):
+        module = types.ModuleType(f"monograph.commands.{name}")
+        module.run = module.show = module.build = record  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(shlex.split(command)[1:])
+    assert not exit_.value.code and (calls or "--print-config" in command), command
+
+
+def test_make_targets_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for page in TAUGHT for name in re.findall(r"(?:^ {4}|`)make ([\w-]+)", page.read_text(), re.MULTILINE)
+    }
+    assert named and named <= targets
+
+
+# ---- examples -------------------------------------------------------------------------------------------------------
+
+
+def examples() -> Iterator[Any]:
+    for page in TAUGHT:
+        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
+            yield pytest.param(code, id=f"{page.stem}-{number}")
+
+
+@pytest.mark.parametrize("code", [*examples()])
+def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if 'load("out/")' in code:
+        data = mono.corpus("my_texts", tokenizer="bytes", sequence_length=64, held_out=0.1)
+        model = mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size))
+        mono.save(model, "out", data.tokenizer)
+    # The README's example in graphs, but without the C++ compiler's seconds.
+    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="eager"))
+    exec(compile(code, "example", "exec"), namespace := own_loop())
+    if "my_loader" in code:
+        assert namespace["result"].index == 2 and float(namespace["result"].skipped) == 0
+
+
+def own_loop() -> dict[str, Any]:
+    """What the README's example takes from its reader: a module, a loss, windows of micro-batches."""
+    torch.manual_seed(0)
+
+    def my_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return ((model(batch["x"]) - batch["y"]) ** 2).sum(), torch.tensor(batch["y"].numel())
+
+    part = {"x": torch.randn(4, 8), "y": torch.randn(4, 2)}
+    return {"__name__": "example", "model": nn.Linear(8, 2), "my_loss": my_loss, "my_loader": [[part, part]] * 3}
+
+
+def test_the_default_takes_as_long_as_the_readme_says() -> None:
+    assert DEFAULT_MINUTES == 3.0 and "for about three minutes" in " ".join(README.read_text().split())
+
+
+# ---- links and the tree ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def test_every_page_is_on_the_tour() -> None:
+    tour = (ROOT / "docs" / "README.md").read_text()
+    assert not [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in tour]
+
+
+def test_the_tree_is_the_house() -> None:
+    tree = README.read_text().split("src/monograph/ ")[1].split("tests/ ")[0]
+    named = set(re.findall(r"[├└─│ ](\w+)(?:/|\.py)(?=\s)", tree))
+    there = {path.stem for path in (ROOT / "src" / "monograph").iterdir() if not path.name.startswith("__")}
+    assert named == there - {"py"}  # py.typed
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def laws() -> list[list[str]]:
+    section = README.read_text().split("## The laws")[1].split("##")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\| \d.*$", section, re.M)]
+
+
+def test_every_law_names_its_test_or_is_not_built() -> None:
+    assert [row[0] for row in laws()] == [str(number) for number in range(1, 15)]
+    for number, _, bound, held_by in laws():
+        files = [ROOT / path for path in re.findall(r"\((tests/[^)]+)\)", held_by)]
+        assert files or "not built yet" in held_by, number
+        assert all("def test_" in path.read_text() for path in files), number
+        # A bound stands in the test that is said to hold it.
+        stated = re.findall(r"\d+e-\d+", bound)
+        assert not stated or all(any(each in path.read_text() for path in files) for each in stated), number
+
+
+def test_laws_that_have_a_file_are_in_the_table() -> None:
+    linked = {path for row in laws() for path in re.findall(r"\((tests/[^)]+)\)", row[3])}
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "laws").glob("test_*.py")}
+    assert there <= linked
+
+
+def test_the_table_of_what_works_is_made_from_the_code() -> None:
+    tables = script("docs/make_tables.py")
+    shown = README.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
+    assert shown == tables.table(), "run: python docs/make_tables.py"
+
+
+def test_no_cell_is_silence() -> None:
+    tables = script("docs/make_tables.py")
+    choices = {key for key in KEYS if tables.values(key)} | {*NOT_BUILT} - {"lora.alpha", "lora.targets"}
+    assert choices == tables.BEHIND.keys()
+    for key, behind in tables.BEHIND.items():
+        assert all("def test_" in (ROOT / path).read_text() for path in behind.values())
+        works = NOT_BUILT[key].works if key in NOT_BUILT else tables.values(key)
+        assert {value for value in behind if value != "not set"} <= {*works}, key
+        assert not NOT_BUILT.get(key) or {*works} - {"auto", None} <= behind.keys(), key
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+UNITS = r"%|ms|s|min|×|[kMG]i?B|tok/s|k tok/s|tokens/s|bits per byte"
+CLAIM = re.compile(rf"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?= (?:{UNITS})(?!\w))|(?<![\w.-])(\d(?:\.\d+)?e-?\d+)")
+SCALES = (1, 100, 1e-3, 1e-6, 1e3, 1 / 60, 2**-20, 2**-30)
+
+
+def paragraphs(page: Path) -> Iterator[str]:
+    """Prose of a page, without code, the laws and the tables that a script makes."""
+    text = re.sub(
+        r"^```.*?^```|^ {4}.*?$|<!-- (?:made|printed) by.*?<!-- end -->", "", page.read_text(), flags=re.S | re.M
+    )
+    text = re.sub(r"## The laws\n\n(?:\|.*\n)+", "", text)
+    for paragraph in re.split(r"\n\n|\n(?=\||- )", text):
+        yield " ".join(paragraph.split())
+
+
+def leaves(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def is_among(number: str, values: list[float]) -> bool:
+    """Whether a value, in some unit, rounds to the number as it is written."""
+    plain = number.replace(",", "")
+    if "e" in plain:
+        digits = len(plain.partition("e")[0].partition(".")[2])
+        return any(float(f"{value:.{digits}e}") == float(plain) for value in values)
+    digits = len(plain.partition(".")[2])
+    return any(f"{value * scale:.{digits}f}" == plain for value in values for scale in SCALES)
+
+
+def test_every_measured_number_was_printed_by_a_script() -> None:
+    found = 0
+    for paragraph in paragraphs(README):
+        claims = [plain or power for plain, power in CLAIM.findall(paragraph)]
+        results = [
+            ROOT / "benchmarks/results" / f"{name}.json" for name in re.findall(r"benchmarks/(\w+)\.py", paragraph)
+        ]
+        values = [value for path in results if path.exists() for value in leaves(json.loads(path.read_text()))]
+        assert not [claim for claim in claims if not is_among(claim, values)], paragraph
+        found += len(claims)
+    assert found
+
+
+def test_a_number_that_nobody_measured_is_noticed() -> None:
+    assert CLAIM.findall("it is 74 % away, 5e-07 at best") == [("74", ""), ("", "5e-07")]
+    assert is_among("74", [0.7412]) and is_among("5e-07", [4.9e-07]) and is_among("1.73", [1.7312])
+    assert not is_among("75", [0.7412]) and not is_among("1.74", [1.7312])
+
+
+def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # scripts share harness.py
+    accumulation = script("benchmarks/accumulation.py")
+    kept = json.loads((ROOT / "benchmarks/results/accumulation.json").read_text())
+    page = (ROOT / "docs" / "training.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/accumulation.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == accumulation.table(kept["cases"])
+    again = accumulation.measured(4)
+    assert again["fp32"] < 1e-6 and again["fp64"] < 1e-12
+    assert again["mean_of_means"] == pytest.approx(kept["cases"][2]["mean_of_means"], rel=1e-6)
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_drawn_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = []
+    for update in range(1, 201):
+        at = {"update": update, "tokens": 1000 * update}
+        speed = None if update == 1 else 900.0
+        rows.append(
+            at | {"train_loss": 8 - update / 50, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": speed, "wall_s": update}
+        )
+        if update % 20 == 0:
+            rows.append(at | {"eval_loss": 3.0, "eval_bits_per_byte": 1.6 + 20 / update, "eval_rows": 64})
+        if update in (30, 100, 200):
+            rows.append(at | {"share": update / 200, "sample": f"def f():\n\treturn '<&{update}>'"})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.toml").write_text("[train]\nupdates = 200\n")
+    write_report(tmp_path, {"eval_bits_per_byte": 1.7}, rows, {"gzip -9": 2.1, "xz -9": 1.65}, [])
+    log = tmp_path / "log"
+    log.write_text("monograph 0\n\ndata      reading   1 s\ndata      read ... 2 s\n  update 1/200\n\ndone      3 s\n")
+    to = tmp_path / "figures"
+    arguments = ["make_figures.py", str(tmp_path), "--transcript", str(log), "--to", str(to)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    script("docs/make_figures.py").main()
+    for path in (to / "first-run.svg", to / "held-out.svg"):
+        assert path.stat().st_size < 60_000 and "prefers-color-scheme: dark" in path.read_text()
+        words = [element.text for element in xml.parse(path).iter() if element.tag.endswith("}text")]
+        assert any("gzip -9" in (word or "") and "2.10" in (word or "") for word in words)
+    moving = (to / "first-run.svg").read_text()
+    assert "&lt;&amp;200&gt;" in moving and "read ... 2 s" in moving and "reading   1 s" not in moving
+    assert moving.count("<path") >= 10 and "200/200" in moving
