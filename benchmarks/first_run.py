@@ -26,7 +26,7 @@ from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.schedule import constant, warmup_cosine
-from monograph.session.setup import FINAL
+from monograph.session.session import FINAL
 
 MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
 SMOKE = {

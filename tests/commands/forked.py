@@ -87,7 +87,7 @@ class CommandServer:
     def start(
         self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
     ) -> Command:
-        """Begin a command in `folder`; `file_bytes` limits the size of its files, `memory_bytes` its memory."""
+        """Begin a command in `folder`; `file_bytes` limits the size of its files, `figures=0` leaves them out."""
         assert self._server.stdin and self._server.stdout
         texts = Path(self._texts.name)
         case = {
@@ -111,6 +111,7 @@ def carry_out(case: dict[str, object]) -> None:
     import numpy
     import torch
 
+    import monograph.session.story
     from monograph.cli import main
 
     os.chdir(str(case["folder"]))
@@ -120,6 +121,8 @@ def carry_out(case: dict[str, object]) -> None:
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]
+    if not case.get("figures", 1):
+        monograph.session.story.write_report = lambda *_: None
     signal.alarm(LONGEST_S)
     # Every new process has random numbers of its own; those of forks would be alike.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):

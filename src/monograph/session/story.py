@@ -14,7 +14,7 @@ from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
 from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.memory import peak_memory_bytes
+from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
 from monograph.measure.python_lines import accepted_share
 from monograph.measure.quantities import duration, gibibytes
 from monograph.measure.report import write_report
@@ -41,6 +41,7 @@ class Story:
         self.session, self.progress = session, progress
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
+        reset_peak_memory(session.engine.step.device)  # what the yardsticks took is not the run's
         self.prompt = _prompt(session)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
