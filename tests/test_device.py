@@ -164,3 +164,10 @@ def test_a_gpu_is_described_and_measured() -> None:
     assert found.driver is not None
     rate = device.measured_matmul_flops(card, torch.bfloat16)
     assert rate <= 1.05 * found.peak_flops.get("bf16", float("inf"))
+
+
+def test_a_path_with_a_space_is_an_obstacle_that_says_so(monkeypatch, tmp_path):
+    folder = tmp_path / "my models" / "torch"
+    monkeypatch.setattr(device.torch, "__file__", str(folder / "__init__.py"))
+    obstacle = device.compiler_obstacle()
+    assert obstacle is not None and "space" in obstacle and str(folder) in obstacle

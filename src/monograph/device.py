@@ -171,6 +171,10 @@ def compiler_obstacle() -> str | None:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         return f"no Python headers: {headers}/Python.h is missing (install python{sys.version_info.major}-dev)"
+    torch_folder = Path(torch.__file__).parent
+    if " " in str(torch_folder):
+        # Seen with torch 2.13: the linker gets -L without quotes.
+        return f"torch cannot call the compiler from a path with a space: move {torch_folder} to one without"
     return None
 
 

@@ -141,6 +141,8 @@ def carry_out(case: dict[str, object]) -> None:
 
 def serve() -> None:
     import matplotlib.figure  # noqa: F401 - whatever a command imports late
+    import torch._dynamo
+    import torch._inductor.config  # noqa: F401
 
     import monograph.commands.check
     import monograph.commands.data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 
-from monograph.decode import Completion, Sampling
+from monograph.decode import Completion, Sampling, prompt_ids
 from monograph.decode import generate as decode
 from monograph.device import clock
 from monograph.errors import UsageError
@@ -31,13 +31,14 @@ def run(
     sampling = Sampling(temperature, top_k, seed)
     began, completions = clock(), list[Completion]()
     for prompt in prompts or [""]:
-        live = not json and n == 1
-        if live:
-            print(prompt, end="", flush=True)
-        write = (lambda text: print(text, end="", flush=True)) if live else None
-        done = list(decode(model, tokenizer, [prompt], sampling, max_tokens=max_tokens, stop=stop, n=n, on_text=write))
+        shown = not json and n == 1
+        if shown:
+            prompt_ids(model, tokenizer, prompt)  # refuses before anything is printed
+            _write(prompt)
+        live = _write if shown else None
+        done = list(decode(model, tokenizer, [prompt], sampling, max_tokens=max_tokens, stop=stop, n=n, on_text=live))
         completions += done
-        if live:
+        if shown:
             print()
         elif not json:
             print("\n\n".join(f"{prompt}{completion.text}" for completion in done))
@@ -48,3 +49,7 @@ def run(
         rows = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in completions]
         print(jsonlib.dumps({"schema": "monograph.generate/1", "completions": rows, "tokens_per_s": tokens / seconds}))
     return 0
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

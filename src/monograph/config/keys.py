@@ -163,7 +163,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "optim.schedule": NotBuilt(("cosine", "constant"), "warmup-stable-decay is not built yet; cosine and constant are"),
     "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
     "train.precision": NotBuilt(("auto", "fp32", "bf16"), "this precision is not built yet; fp32 and bf16 are"),
-    "train.compile": NotBuilt(("auto", "whole", "none"), "one graph for all blocks is not built yet; whole and none are"),
+    "train.compile": NotBuilt(("auto", "whole", "none"), "a graph for one block is not built yet; whole and none are"),
     "train.remat": NotBuilt(
         ("auto", "none"), "recomputation is not built yet; use none and a smaller train.micro_batch"
     ),

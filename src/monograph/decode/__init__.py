@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from monograph.decode.generator import Completion as Completion
 from monograph.decode.generator import generate as generate
+from monograph.decode.generator import prompt_ids as prompt_ids
 from monograph.decode.sample import Sampling as Sampling

@@ -88,12 +88,7 @@ def _continue(
     n: int,
     on_text: Callable[[str], None] | None,
 ) -> Iterator[Completion]:
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    context = model.config.max_position_embeddings
-    if len(ids) >= context:
-        raise InputRefused(
-            f"the prompt has {len(ids)} tokens, but the model's context is {context}: shorten it to below {context}"
-        )
+    ids, context = prompt_ids(model, tokenizer, prompt), model.config.max_position_embeddings
     model.eval()
     weight = model.lm_head.weight
     cache = KVCache(model.config, n, min(context, len(ids) + max_tokens), weight.dtype, weight.device)
@@ -112,6 +107,20 @@ def _continue(
         tokens_BT, positions_BT = drawn_B[:, None], positions_BT[:, -1:] + 1
     for row in rows:
         yield Completion(row.text, row.ids, row.finish or "length")
+
+
+def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's ids after the one that begins a document.
+
+    Raises:
+        InputRefused: they leave no room in the model's context.
+    """
+    ids, context = [tokenizer.bos_id, *tokenizer.encode(prompt)], model.config.max_position_embeddings
+    if len(ids) >= context:
+        raise InputRefused(
+            f"the prompt has {len(ids)} tokens, but the model's context is {context}: shorten it to below {context}"
+        )
+    return ids
 
 
 def _take(

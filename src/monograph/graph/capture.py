@@ -46,7 +46,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
 def reason(error: BaseException) -> str:
     """One line saying why a capture failed and how to mend it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
+    complaint = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
+    what = complaint or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
     where = next((line for line in reversed(lines) if line.startswith("File ") and "/torch/" not in line), "")
     hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")
     return "; ".join(part for part in (what, where, hint) if part)

@@ -1,0 +1,141 @@
+"""Run: pytest tests/commands/test_bad_input.py (each wrong input: its exit code, one line, nothing left behind)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import OWN, TINY, with_texts
+
+MODULES = {
+    "fails.py": "x = 1\ndef build():\n    raise ValueError('no')\n",
+    "three.py": "def build():\n    return 3\n",
+    "broken.py": "def build(:\n",
+    "nohead.py": "from torch import nn\ndef build(vocab_size):\n    return nn.Embedding(vocab_size, 8)\n",
+    "hungry.py": "import torch\nfrom torch import nn\ndef build(vocab_size):\n    return nn.Embedding(vocab_size, 8)\n"
+    "def loss(model, batch):\n    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')\n",
+}
+
+WIDER = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+# What was typed, the exit code, and a part of the line.
+CASES: list[tuple[list[str], int, str]] = [
+    # text
+    (["train", "nothere.txt"], 3, "nothere.txt: no such file or folder"),
+    (["train", "empty.txt"], 3, "empty.txt: empty file"),
+    (["train", "hollow"], 3, "hollow: no text to train on"),
+    (["train", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8: 0xff"),
+    (["train", "short.txt"], 3, "fewer than one row of 256"),
+    (["train", *TINY, "data.held_out=0.001"], 3, "held-out tokens, fewer than one row of 32"),
+    (["train", *TINY, "data.held_out=0.9"], 2, "data.held_out = 0.9"),
+    (["train", *TINY, "data.tokenizer=short.txt"], 3, "short.txt"),
+    (["train", *TINY, "data.tokenizer=bpe:10"], 2, "bpe:N needs a whole number from 259"),
+    (["data", "show", "texts", "data.sequence_length=16", "data.tokenizer=bytes", "--row", "99999"], 2, "--row 99999"),
+    # settings
+    (["train", "optim.lrr=3"], 2, "did you mean optim.lr?"),
+    (["train", "optim.lr=abc"], 2, 'optim.lr = "abc": expected a number above 0'),
+    (["train", "bad.toml"], 2, "bad.toml: not TOML"),
+    (["train", *TINY, "train.tokens_per_update=8"], 2, "less than one row of data.sequence_length = 32"),
+    # model
+    (["train", *TINY, "model.num_attention_heads=3"], 3, "is not a multiple of num_attention_heads = 3"),
+    (["train", *TINY, "model.vocab_size=100"], 3, "smaller than the tokenizer's 259"),
+    (["train", *TINY, "model.max_position_embeddings=16"], 3, "longer than the model's max_position_embeddings = 16"),
+    (["train", *TINY, "data.sequence_length=9999", "train.tokens_per_update=9999"], 3, "fewer than one row of 9999"),
+    (["train", *OWN, "model.init=fails.py:build"], 3, "fails.py failed: ValueError: no"),
+    (["train", *OWN, "model.init=fails.py:x"], 3, "fails.py has no function 'x'"),
+    (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),
+    (["train", *OWN, "model.init=broken.py:build"], 3, "broken.py failed: SyntaxError"),
+    (["train", *OWN, "model.init=nothere.py:build"], 3, "nothere.py cannot be read"),
+    (["train", *OWN, "model.init=nohead.py:build"], 3, "the trial step failed in Embedding"),
+    (["train", *OWN, "model.init=full"], 3, "full: 'config.json' is not a file in this folder"),
+    (["train", *OWN, "model.init=hungry.py:build"], 6, "one row does not fit"),
+    # folders
+    (["train", *TINY, "--out", "full"], 3, "--out full is not empty"),
+    (["train", *TINY, "--out", "short.txt"], 3, "--out short.txt is a file"),
+    (["train", *TINY, "--out", "short.txt/run"], 3, "cannot write short.txt/run: Not a directory"),
+    (["train", *TINY, "--out", "/proc/run"], 3, "cannot write /proc/run"),
+    (["train", "--resume", "nothere"], 3, "nothere is not a run"),
+    (["train", "--resume"], 3, "no run in runs/ yet"),
+    (["train", "--resume", "full", "--out", "other"], 2, "--resume goes on in the run's own folder"),
+    (["train", "--from", "nothere@3"], 3, "nothere is not a run"),
+    # the other commands
+    (["generate", "nothere", "a"], 3, "nothere: no such folder"),
+    (["generate", "full", "a"], 3, "'config.json' is not a file"),
+    (["evaluate", "full"], 3, "'config.json' is not a file"),
+    (["export", "nothere", "--to", "out"], 3, "nothere: no such folder"),
+    (["export", "full", "--to", "out", "--format", "gguf"], 2, "gguf: not built yet"),
+    (["check", "nothere"], 3, "nothere is not a run"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_texts(tmp_path_factory.mktemp("wrong"))
+    for name in ("hollow", "full"):
+        (folder / name).mkdir()
+    files = {"full/x": "1", "empty.txt": "", "short.txt": "hi there", "bad.toml": "[train\n", **MODULES}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "latin.txt").write_bytes(b"abc\xff\xfe def\n" * 50)
+    return folder
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*") if path.name != "__pycache__" and path.suffix != ".pyc"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"), CASES, ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else ""
+)
+def test_it_is_one_line_and_nothing_is_left(
+    arguments: list[str], code: int, part: str, place: Path, server: CommandServer
+) -> None:
+    before = everything(place)
+    done = server.run(place, *arguments)
+    last = done.err.rstrip().splitlines()[-1]
+    assert done.code == code, done.err
+    assert last.startswith("error: ") and part in last and "Traceback" not in done.err
+    assert everything(place) - before <= {str(place / "runs")}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(server: CommandServer, here: Path) -> None:
+    (here / "locked").mkdir(mode=0o500)
+    done = server.run(here, "train", *TINY, "--out", "locked/run")
+    assert done.code == 3 and "Permission denied; name another folder with --out" in done.err
+
+
+def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
+    """One run, and everything that can be wrong about it."""
+    assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
+    files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
+    for arguments, code, part in (
+        (["train", *TINY, "--out", "run"], 3, "already holds a run; continue it with --resume run"),
+        (["train", "--resume", "run", "optim.lr=5"], 2, "(command line), but run was started with 0.001"),
+        (["train", "--resume", "run", "train.updates=9"], 2, "was started with 8 updates"),
+        (["train", "--resume", "run", "--minutes", "9"], 2, "was started with 8 updates"),
+        (["train", "--from", "run@5"], 4, "no checkpoint of update 5; there are those of 6, 8"),
+        (["train", "--from", "run", *WIDER, "--out", "b"], 3, "model.embed_tokens.weight is [259, 16], not [259, 32]"),
+        (["generate", "run", "a" * 200], 3, "the prompt has 201 tokens, but the model's context is 32"),
+        (["evaluate", "run", "--data", "nothere"], 3, "nothere: no such file or folder"),
+        (["export", "run", "--to", "texts"], 3, "exists and is not an empty folder"),
+        (["export", "run", "--to", "/proc/x"], 3, "/proc/x: cannot be written"),
+    ):  # fmt: skip
+        done = server.run(here, *arguments)
+        assert done.code == code and part in done.err.splitlines()[-1], done.err
+        assert not done.out and "Traceback" not in done.err
+    assert not (here / "b").exists()
+    again = server.run(here, "train", "--resume", "run", "--json", *TINY)
+    assert again.code == 0 and "has all its 8 updates" in again.err
+    assert json.loads(again.out)["update"] == 8
+    del files[here / "run" / "run.lock"]  # who held it last
+    assert all(path.read_bytes() == content for path, content in files.items())
+    for path in (here / "run" / "checkpoints").rglob("model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for arguments in (["generate", "run"], ["evaluate", "run"], ["export", "run", "--to", "e"], ["check", "run"]):
+        done = server.run(here, *arguments)
+        assert done.code == 4 and "sha256" in done.err, done.err
+    assert not (here / "e").exists()
