@@ -33,8 +33,8 @@ _HOME = {
     "generate": "decode",
     "Sampling": "decode",
     "flops": "measure.flops:flops_per_token",
-    "save_checkpoint": "checkpointing:save",
-    "load_checkpoint": "checkpointing:load",
+    "save_checkpoint": "loop",
+    "load_checkpoint": "loop",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
 from monograph.step import Update
 
 
@@ -16,7 +19,7 @@ class EngineState:
     """Everything of an engine that a run needs to go on, bit for bit.
 
     Attributes:
-        model: the module's state dict, by its own names.
+        model: the module's state dict, by its own names; tied tensors once, under their first name.
         optimizer: the optimizer's buffers, `<buffer>.<parameter>`, in the parameters' shapes.
         scalars: counters, JSON-serialisable.
     """
@@ -75,3 +78,52 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
             return
         engine.accumulate(window)
         yield engine.update()
+
+
+class Windows(Protocol):
+    """An iterator of windows that knows where it stands, such as `corpus.batches(...)`."""
+
+    def state(self) -> dict[str, int]:
+        """Its position, JSON-serialisable."""
+        ...
+
+
+def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:
+    """Save an engine's whole state and the data's position, so that a kill at any moment loses nothing.
+
+    See `monograph.checkpointing.save` for the protocol.
+
+    Args:
+        engine: what trains.
+        batches: where its windows come from.
+        folder: holds the checkpoints, `folder/step-00001000/` and so on.
+        keep: how many of the newest to keep, at least 2.
+
+    Raises:
+        DiskFull: it could not be written; the earlier ones are untouched.
+    """
+    state = engine.state()
+    record = {"engine": state.scalars, "data": batches.state()}
+    return checkpointing.save(Path(folder), Checkpoint(engine.index, state.model, state.optimizer, record), keep)
+
+
+def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], None] = print) -> dict[str, int]:
+    """Continue from the newest checkpoint in `folder` that passes verification.
+
+    Args:
+        engine: built as the one that saved it was.
+        folder: where `save_checkpoint` wrote.
+        warn: gets one line if damaged checkpoints had to be passed over.
+
+    Returns:
+        The data's position: `corpus.batches(..., seed=position["seed"], start=position["rows"])`.
+
+    Raises:
+        NoValidCheckpoint: there is none.
+        InputRefused: it does not fit the engine.
+    """
+    checkpoint = checkpointing.newest(Path(folder), warn)
+    state = checkpoint.state
+    engine.load_state(EngineState(dict(checkpoint.model), dict(checkpoint.optimizer), state["engine"]))
+    position: dict[str, int] = state["data"]
+    return position

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.graph import capture as graph
+from monograph.graph.inspect import unique_state
 from monograph.graph.precision import Precision
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
@@ -178,7 +179,7 @@ class Resident:
             for name, view in plane.views(flat)
         }
         counters = {name: int(getattr(step, name)) for name in ("applied", "tokens", "skipped")}
-        return EngineState(self.model.state_dict(), optimizer, {"index": step.index, **counters})
+        return EngineState(unique_state(self.model), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors.
