@@ -64,7 +64,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
         choices.write_config(folder, settings)
     session = open_session(folder, settings, open_corpus(settings, progress), default_device(), describe())
     if not folder.tokenizer.exists():
-        session.corpus.tokenizer.save(folder.tokenizer)
+        choices.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = lambda line: progress.line("memory", line)
     if resumed := folder.metrics_offset or any(folder.checkpoints.glob("step-*")):
         session.restore(checkpointing.newest(folder.checkpoints, warn), progress)

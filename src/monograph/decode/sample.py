@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +30,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
-        if self.temperature < 0:
-            raise UsageError(f"temperature = {self.temperature}: expected 0 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature = {self.temperature}: expected a number, 0 or more")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"top_k = {self.top_k}: expected 1 or more, or none")
 
 
 def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities up to a constant after temperature and top-k, fp32: -inf where a token cannot be drawn."""
-    scores_BV = logits_BV.float() / sampling.temperature
+    logits_BV = logits_BV.float()
+    # From the largest down: a temperature near 0 then makes -inf of the others, never +inf of several.
+    scores_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores_BV.shape[-1]:
         least_B1 = scores_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores_BV = scores_BV.masked_fill(scores_BV < least_B1, -torch.inf)

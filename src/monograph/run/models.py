@@ -16,6 +16,7 @@ from torch import nn
 from monograph import checkpointing
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.inspect import unique_state
 from monograph.loss import Loss, token_loss
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
@@ -210,16 +211,6 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
             )
         tensor.detach().copy_(tensors[name])
-
-
-def unique_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied tensors once, under their first name (as Hugging Face stores them)."""
-    seen: dict[tuple[int, int, Any], str] = {}
-    return {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
-    }
 
 
 def _source(recipe: Recipe) -> bytes:

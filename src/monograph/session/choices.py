@@ -11,6 +11,7 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
+from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, duration
 from monograph.run.folder import Run
@@ -126,6 +127,8 @@ def branched(parent: Run, given: Settings) -> Settings:
     own = load_settings(parent.config, {}, {})
     taken = given.pinned().keys()
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
+    if given.model.init:  # brings its own shape
+        closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
@@ -135,6 +138,11 @@ def branched(parent: Run, given: Settings) -> Settings:
 def write_config(run: Run, settings: Settings) -> None:
     """Write config.toml so that it is the former one or this one, whole, whatever happens."""
     _write_whole(run.config, settings.to_toml())
+
+
+def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json, whole or not at all."""
+    _write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:

@@ -22,7 +22,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, load_weights, require_same_file, unique_state
+from monograph.run.models import Recipe, load_weights, require_same_file
 from monograph.run.progress import Progress
 from monograph.schedule import Schedule, constant, cool_down, warmup_cosine
 from monograph.session import randomness
@@ -115,7 +115,7 @@ class Session:
             "model_config": self._model_config(),
             "versions": _versions(),
         }
-        checkpoint = Checkpoint(update, unique_state(model), state.optimizer, record, run=self.run.folder.name)
+        checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
         checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -166,7 +166,7 @@ class Session:
         """
         load_weights(self.engine.model, checkpoint.model)
         scalars = dict(checkpoint.state["engine"])
-        self.engine.load_state(EngineState(self.engine.model.state_dict(), dict(checkpoint.optimizer), scalars))
+        self.engine.load_state(EngineState(self.engine.state().model, dict(checkpoint.optimizer), scalars))
         self.engine.step.index = 0
 
     def branch(self, checkpoint: Checkpoint) -> None:

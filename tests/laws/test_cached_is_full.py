@@ -1,0 +1,74 @@
+"""Run: pytest tests/laws/test_cached_is_full.py (law 8: with a cache, each step's logits are the full pass's)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from batches import tiny_llama
+from monograph.data.tokenizer import Tokenizer
+from monograph.decode import Sampling, generate
+from monograph.decode.cache import KVCache
+from monograph.model.config import Llama3Scaling
+from monograph.model.llama import Llama
+from numerics import error_within
+
+LENGTH, ROWS = 14, 3
+SHAPES = {
+    "grouped": {},
+    "many": {"num_key_value_heads": 4},
+    "one": {"num_key_value_heads": 1},
+    "scaled": {"rope_scaling": Llama3Scaling(original_max_position_embeddings=8)},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(61, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def stepwise(model: Llama, tokens_BT: Tensor, first: int, slots: int) -> Tensor:
+    """Logits of every position from `first` - 1 on: a prompt of `first` tokens, then one at a time."""
+    cache = KVCache(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
+    found = []
+    for begin, end in [(0, first), *((t, t + 1) for t in range(first, LENGTH))]:
+        positions_BT = torch.arange(begin, end).expand(ROWS, -1)
+        hidden_BTD = model(tokens_BT[:, begin:end], positions=positions_BT, cache=cache)
+        found.append(model.logits(hidden_BTD[:, -1]))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("first", "slots"), [(1, LENGTH), (5, LENGTH), (5, 2 * LENGTH), (LENGTH - 1, 64)])
+def test_every_step(shape: str, first: int, slots: int) -> None:
+    model, exact = (tiny_llama(dtype, **SHAPES[shape]).eval() for dtype in (torch.float32, torch.float64))
+    tokens_BT = some_tokens()
+    with torch.no_grad():
+        full, truth = (m.logits(m(tokens_BT))[:, first - 1 :] for m in (model, exact))
+    assert error_within(stepwise(model, tokens_BT, first, slots), full, truth)
+    torch.testing.assert_close(stepwise(exact, tokens_BT, first, slots), truth, rtol=1e-12, atol=1e-12)
+
+
+def test_what_lies_in_later_slots_is_not_seen() -> None:
+    model, tokens_BT = tiny_llama(torch.float64).eval(), some_tokens()
+    cache = KVCache(model.config, ROWS, LENGTH, torch.float64, torch.device("cpu"))
+    for tensor in (cache.keys_LBKSE, cache.values_LBKSE):
+        tensor.fill_(1e3)
+    with torch.no_grad():
+        positions_BT = torch.arange(6).expand(ROWS, -1)
+        hidden_BTD = model(tokens_BT[:, :6], positions=positions_BT, cache=cache)
+        torch.testing.assert_close(hidden_BTD, model(tokens_BT[:, :6]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("prompt", ["", "ab", "x" * 40])
+def test_greedy_text_is_that_of_full_passes(prompt: str) -> None:
+    model, tokenizer = tiny_llama(torch.float64, vocab_size=259).eval(), Tokenizer.bytes()
+    [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=100)
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    begun = len(ids)
+    with torch.no_grad():
+        while len(ids) < min(begun + 100, 64) and ids[-1] != tokenizer.eos_id:
+            ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
+    assert written.token_ids == ids[begun:] and written.finish_reason in ("length", "stop")

@@ -1,0 +1,181 @@
+"""Run: pytest tests/run/test_models.py"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from batches import tiny_llama
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
+from monograph.loss import token_loss
+from monograph.model.llama import Llama
+from monograph.run.folder import Run
+from monograph.run.models import Recipe, build, load, load_trained, load_weights, save, tokenizer_of, unique_state
+
+MODULE = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Sizes:
+    width: int = 4
+
+def build(vocab_size, seed):
+    torch.manual_seed(seed)
+    return nn.Embedding(vocab_size, Sizes().width)
+
+def unseeded():
+    return nn.Linear(3, 3)
+
+def loss(model, batch):
+    return model(batch).sum(), torch.tensor(1)
+"""
+SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(MODULE)
+    return path
+
+
+def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
+    run = Run.create(folder)
+    config = model.config.to_hf() if isinstance(model, Llama) else None
+    state = {"recipe": recipe._asdict(), "model_config": config}
+    checkpointing.save(run.checkpoints, Checkpoint(3, unique_state(model), {}, state))
+    Tokenizer.bytes().save(run.tokenizer)
+    return run
+
+
+def test_a_preset_with_sizes_over_it() -> None:
+    model, loss = build(Recipe(None, "nano", {"vocab_size": 300, "num_hidden_layers": 3}, 0))
+    assert isinstance(model, Llama) and loss is token_loss
+    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.hidden_size) == (300, 3, 64)
+
+
+def test_a_shape_by_its_sizes_alone() -> None:
+    shape = Recipe(None, "auto", SIZES | {"vocab_size": 300}, 0).shape()
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads) == (24, 64, 3)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_seed_one_model(number: int, file: Path) -> None:
+    for recipe in (
+        Recipe(None, "nano", {"vocab_size": 300}, number),
+        Recipe(f"{file}:build", "auto", {"vocab_size": 9}, number),
+        Recipe(f"{file}:unseeded", "auto", {}, number),
+    ):
+        models = []
+        for _ in range(2):
+            torch.rand(3)
+            models.append(build(recipe)[0].state_dict())
+        other = build(recipe._replace(seed=number + 7))[0].state_dict()
+        assert all(torch.equal(models[0][name], models[1][name]) for name in other)
+        assert not all(torch.equal(models[0][name], other[name]) for name in other)
+
+
+def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
+    model, loss = build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    assert model.weight.shape == (9, 4) and loss.__name__ == "loss"
+    assert "own" not in sys.modules, "its name stays free for others"
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    kinds = []
+    for folder, made in (("a", "Linear(1, 1)"), ("b", "Identity()")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(f"from torch import nn\ndef build():\n    return nn.{made}\n")
+        kinds.append(type(build(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__)
+    assert kinds == ["Linear", "Identity"]
+
+
+def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "monograph_test_neighbour.py").write_text("WIDTH = 5\n")
+    (tmp_path / "own.py").write_text(
+        "from monograph_test_neighbour import WIDTH\nfrom torch import nn\n\ndef build():\n"
+        "    return nn.Linear(WIDTH, 1)\n"
+    )
+    assert build(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
+
+
+def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
+    recipe = Recipe(f"{file}:build", "auto", {}, 0)
+    first = recipe.checked()
+    assert first == recipe.checked() and Recipe.recorded(first._asdict()) == first
+    file.write_text(MODULE + "\n")
+    assert recipe.checked() != first
+    with pytest.raises(KeyError):
+        Recipe.recorded({"init": None})
+
+
+@pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])
+def test_what_is_no_file(text: str) -> None:
+    assert Recipe(text, "auto", {}, 0).file is None
+
+
+def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
+    recipe = Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0).checked()
+    model, _ = build(recipe)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    run = saved_run(tmp_path / "run", recipe, model)
+    found = load_trained(run, print)
+    assert torch.equal(found.model.weight, model.weight) and found.loss.__name__ == "loss"
+    with pytest.raises(InputRefused, match=r"holds a module of its own \(.*own\.py:build\), not a Llama"):
+        load(run.folder)
+    file.write_text(MODULE + "\n")
+    with pytest.raises(InputRefused, match="not the file that"):
+        load_trained(run, print)
+
+
+def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=259, tie_word_embeddings=True)
+    run = saved_run(tmp_path / "run", Recipe(None, "auto", {}, 0), model)
+    mine, tokenizer = load(run.folder)
+    save(mine, tmp_path / "hf", tokenizer)
+    theirs, _ = load(tmp_path / "hf")
+    for other in (mine, theirs, load_trained(run, print).model):
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
+    with pytest.raises(UsageError, match="gguf"):
+        save(mine, tmp_path / "b", tokenizer, format="gguf")
+    model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
+    assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run")
+    with pytest.raises(NoValidCheckpoint):
+        load(run.folder)
+    with pytest.raises(InputRefused, match="no tokenizer.json"):
+        tokenizer_of(run.folder)
+
+
+def test_tied_weights_are_stored_once_and_loaded_into_both(tmp_path: Path) -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    state = unique_state(model)
+    assert "lm_head.weight" not in state and len(state) == len(model.state_dict()) - 1
+    load_weights(model, {name: torch.ones_like(tensor) for name, tensor in state.items()})
+    assert bool((model.lm_head.weight == 1).all())
+
+
+@pytest.mark.parametrize(("change", "said"), [("drop", "missing"), ("add", "unknown"), ("reshape", r"is \[3\], not")])
+def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> None:
+    model = tiny_llama()
+    tensors = dict(unique_state(model))
+    if change == "drop":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.norm.weight" if change == "reshape" else "model.norm.bias"] = torch.zeros(3)
+    with pytest.raises(InputRefused, match=rf"model\.norm\.\w+ {'is ' if change != 'reshape' else ''}{said}"):
+        load_weights(model, tensors)

@@ -1,0 +1,74 @@
+"""Run: pytest tests/test_story.py (data, train, kill, resume, evaluate, generate, export: one run folder)."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, with_texts
+from monograph import Sampling, generate, load
+
+SETTINGS = [*TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2"]
+
+
+def test_the_story(tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    with CommandServer() as monograph:
+        # data
+        built = monograph.run(tmp_path, "data", "build", *SETTINGS)
+        assert built.code == 0 and "fingerprint" in built.out
+        assert "rows of 32" in monograph.run(tmp_path, "data", "show", *SETTINGS).out
+
+        # train, killed
+        command = monograph.start(tmp_path, "train", *SETTINGS)
+        command.until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-0000001*")))
+        command.signal(signal.SIGKILL)
+        assert command.wait().signal == signal.SIGKILL
+        [run] = (tmp_path / "runs").iterdir()
+
+        # resume
+        done = monograph.run(tmp_path, "train", "--resume", "--json")
+        assert done.code == 0 and "resume" in done.err, done.err
+        trained = json.loads(done.out.splitlines()[-1])
+        assert trained["update"] == 60 and trained["run"] == str(run.relative_to(tmp_path))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [row["update"] for row in rows if "train_loss" in row] == list(range(1, 61))
+        assert trained["eval_bits_per_byte"] < 4, "it learned something"
+        assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
+
+        # evaluate
+        scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])
+        assert scores["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"], rel=1e-6)
+
+        # generate
+        typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
+        first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
+        assert first == second and len(first[0]["token_ids"]) <= 8
+        assert monograph.run(tmp_path, "check", "last").code == 0
+
+        # export
+        assert monograph.run(tmp_path, "export", "last", "--to", "out").code == 0
+
+    model, tokenizer = load(run)
+    exported, _ = load(tmp_path / "out")
+    assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
+    assert text.token_ids == first[0]["token_ids"]
+    same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def same_in_transformers(folder: Path, model: torch.nn.Module, ids: list[int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokens_BT = torch.tensor([ids])
+    with torch.no_grad():
+        ours_BTV, theirs_BTV = model.eval().logits(model(tokens_BT)), theirs(tokens_BT).logits
+    torch.testing.assert_close(theirs_BTV, ours_BTV, rtol=1e-5, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode("alpha beta gamma delta", add_special_tokens=False) == ids
