@@ -8,7 +8,9 @@ rows that have its key with a value.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -240,14 +242,24 @@ def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) 
         )  # fmt: skip
 
 
+@contextmanager
+def _tight() -> Iterator[None]:
+    """A run of a few updates has labels that leave no room for a panel: the figure is cramped, and says so itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
+        yield
+
+
 def _png(figure: Figure, dpi: int) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    with _tight():
+        figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with _tight():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
