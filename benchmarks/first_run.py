@@ -105,6 +105,7 @@ def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Prog
         paused = clock()
         last = done == updates
         held_out = evaluate(engine, text.held_out, batch_rows=engine.micro_batch or 16, limit=None if last else rows)
+        assert held_out.bits_per_byte is not None  # the loss counts tokens
         curve.append({"tokens": int(update.tokens), "bits_per_byte": held_out.bits_per_byte})
         evaluating_s += clock() - paused
         progress.line("held out", f"{done}/{updates} updates: {held_out.bits_per_byte:.3f} bits per byte")

@@ -52,6 +52,11 @@ def test_each_script_is_tested_here():
 # ── the scripts, eagerly ──────────────────────────────────────────────────────────────────────────
 
 
+def test_accumulation(script, monkeypatch, tmp_path):
+    [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
+
+
 def test_loss(script, monkeypatch, tmp_path):
     found = smoke(script("loss"), monkeypatch, tmp_path / "loss.json", "--modes", "eager")
     assert found["schema"] == "monograph-benchmark-loss-1"

@@ -105,9 +105,9 @@ class Resident:
             step.forward, step.apply, step.evaluate = eager
             step.discard()
             self.captured = False
-            if not graph.is_capture_error(error):
+            if not isinstance(error, graph.CaptureFailed):
                 raise
-            return graph.reason(error)
+            return str(error)
         return None
 
     def _warm(self, batch: Batch) -> None:

@@ -7,13 +7,14 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss, token_loss
 from monograph.optim import AdamW, planes
@@ -114,12 +115,12 @@ class Step:
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with self.precision.context(self.device.type):
-            loss_sum, count = self.loss(self.model, batch)
+            loss_sum, count = _pair(self.loss(self.model, batch))
         return loss_sum * seed.to(loss_sum.dtype), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
         with self.precision.context(self.device.type):
-            return self.loss(self.model, batch)
+            return _pair(self.loss(self.model, batch))
 
     def _apply(self) -> Tensor:
         counted = isinstance(self.loss, CountedLoss)
@@ -139,6 +140,14 @@ class Step:
         return grad_norm
 
 
+def _pair(result: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(
+            "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
+        )
+    return result
+
+
 def _reciprocal(count: Tensor) -> Tensor:
     return 1.0 / count.clamp_min(1).to(torch.float64)
 
@@ -153,6 +162,8 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         step: the step whose gradients are added to.
         window: the update's micro-batches, in any form that the step's loss takes.
     """
+    if isinstance(window, (Mapping, Tensor)):
+        raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
     batches = list(window)
     counts = [step.count_targets(batch) for batch in batches]
     seed = torch.ones_like(step.lr)

@@ -10,7 +10,7 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
-from monograph.errors import NoValidCheckpoint
+from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.run.folder import Run
 
 
@@ -19,9 +19,10 @@ def run(run: str | None, *, json: bool) -> int:
     facts = _machine() if run is None else _run(Run.open(run))
     for name, value in facts.items():
         print(f"{name:<14}{value}")
+    damaged = [value for value in facts.values() if str(value).startswith("damaged")]
     if json:
         print(jsonlib.dumps({"schema": "monograph.check/1", **facts}))
-    return 0
+    return InputRefused.exit_code if damaged else 0
 
 
 def _machine() -> dict[str, Any]:

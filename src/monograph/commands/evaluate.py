@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from monograph.config import load as load_settings
 from monograph.data.corpus import corpus as open_corpus
 from monograph.device import default_device
+from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.loss import Batch, Loss, token_loss
 from monograph.run.folder import Run
@@ -61,9 +62,11 @@ def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str]:
 
 
 def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
+    if not data:
+        raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
     model, tokenizer = load(folder, _warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
-    text = open_corpus(data or "stdlib", tokenizer=tokenizer, sequence_length=length, held_out=0.0)
+    text = open_corpus(data, tokenizer=tokenizer, sequence_length=length, held_out=0.0)
     return evaluate(_Scores(model, token_loss), text.train), text.name
 
 

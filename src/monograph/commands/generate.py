@@ -25,6 +25,8 @@ def run(
     json: bool,
 ) -> int:
     """Print each prompt with its continuation as it is written; see the command line's help."""
+    if "" in stop:
+        raise UsageError("--stop '': an empty string would stop every text at once; give the text to stop at")
     if max_tokens < 1:
         raise UsageError(f"--max-tokens {max_tokens}: expected 1 or more")
     model, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))

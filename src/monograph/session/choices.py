@@ -117,6 +117,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
 def parent_named(name: str) -> tuple[Run, int | None]:
     """The run, and the update if one is given, that RUN[@UPDATE] names."""
     run, _, update = name.rpartition("@")
+    if run and not update.isdecimal() and not Path(name).exists():
+        raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
     return (Run.open(run), int(update)) if run and update.isdecimal() else (Run.open(name), None)
 
 

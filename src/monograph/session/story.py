@@ -235,9 +235,12 @@ class Story:
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that came to its end, None of one that did not."""
+    """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
     last: dict[str, Any] = next(reversed(run.rows()), {})
-    return last.get("summary")
+    summary: dict[str, Any] | None = last.get("summary")
+    if summary and not (run.checkpoints / f"step-{summary['update']:08d}").is_dir():
+        return None
+    return summary
 
 
 def standard_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,47 @@
+# Run: pytest tests/graph/test_capture.py
+"""Capturing one's own step: what goes wrong is said in one line, whether captured or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from monograph.errors import UsageError
+from monograph.graph.capture import CaptureFailed, capture
+from monograph.step import Step
+
+ROWS = torch.ones(2, 3)
+
+
+def step_of(loss):
+    return Step(nn.Linear(3, 1), loss=loss)
+
+
+@pytest.mark.parametrize("prepare", [lambda step: step, lambda step: capture(step, "eager")], ids=["eager", "captured"])
+def test_a_loss_without_a_count_is_told_what_to_return(prepare):
+    step = prepare(step_of(lambda model, batch: model(batch).mean()))
+    with pytest.raises(UsageError, match=r"must return \(sum of the losses, number of targets\)"):
+        step([ROWS])
+
+
+@pytest.mark.parametrize("window", [{"x": ROWS}, ROWS], ids=["dict", "tensor"])
+def test_a_bare_batch_is_no_window(window):
+    step = step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2)))
+    with pytest.raises(UsageError, match=r"pass \[batch\], not batch"):
+        step(window)
+
+
+def test_what_cannot_be_traced_fails_in_one_line_that_names_the_place():
+    def loss(model, batch):
+        total = model(batch).sum()
+        return (total if total.item() > 0 else -total), torch.tensor(2)
+
+    with pytest.raises(CaptureFailed, match="test_capture.py") as caught:
+        capture(step_of(loss), "eager")([ROWS])
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_an_error_of_the_module_itself_is_in_the_line():
+    with pytest.raises((RuntimeError, CaptureFailed), match="reduction dim"):
+        capture(step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2))), "eager")([torch.ones(2, 5)])
