@@ -316,12 +316,11 @@ def kill_until_done(
 
 
 def killed(server: CommandServer, folder: Path, wanted: int) -> None:
-    start("whole", OWN)
-    expected = fingerprint(Path("whole"))
     draws, kills, runs = random.Random(wanted), Counter[str](), 0
     began = time.monotonic()
-    server.run(folder, "train", *[f"{key}={value}" for key, value in OWN.items()], "--out", "timed", figures=0)
+    server.run(folder, "train", *[f"{key}={value}" for key, value in OWN.items()], "--out", "whole", figures=0)
     span_s = 0.6 * (time.monotonic() - began)
+    expected = fingerprint(folder / "whole")
     while kills.total() < wanted:
         kill_until_done(server, folder, draws, span_s, kills)
         assert fingerprint(folder / "run") == expected, kills
