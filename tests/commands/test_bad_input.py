@@ -116,6 +116,8 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["train", *TINY, "--out", "run"], 3, "already holds a run; continue it with --resume run"),
         (["train", "--resume", "run", "optim.lr=5"], 2, "(command line), but run was started with 0.001"),
         (["train", "--resume", "run", "train.updates=9"], 2, "was started with 8 updates"),
+        (["train", "--from", "run@x"], 2, "a whole number after the @, not 'x'"),
+        (["generate", "run", "a", "--stop", ""], 2, "an empty string would stop every text"),
         (["train", "--resume", "run", "--minutes", "9"], 2, "was started with 8 updates"),
         (["train", "--from", "run@5"], 4, "no checkpoint of update 5; there are those of 6, 8"),
         (["train", "--from", "run", *WIDER, "--out", "b"], 3, "model.embed_tokens.weight is [259, 16], not [259, 32]"),

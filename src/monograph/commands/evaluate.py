@@ -62,9 +62,9 @@ def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str]:
 
 
 def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
+    model, tokenizer = load(folder, _warn)
     if not data:
         raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
-    model, tokenizer = load(folder, _warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     text = open_corpus(data, tokenizer=tokenizer, sequence_length=length, held_out=0.0)
     return evaluate(_Scores(model, token_loss), text.train), text.name

@@ -131,10 +131,8 @@ def _load(folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | 
         model = Llama(LlamaConfig.from_hf(config))
         load_weights(model, checkpoint.model)
         return model, Tokenizer.from_file(run.tokenizer)
-    if not Path(folder).is_dir():
-        raise InputRefused(
-            f"{folder}: neither a run (there is no such folder) nor a Hugging Face folder; `last` is the newest run"
-        )
+    if not Path(folder).exists():
+        raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
     return hub.load_model(folder, dtype), Tokenizer.from_file(tokenizer_of(folder))
 
 
