@@ -122,7 +122,9 @@ def test_the_name_of_a_parent(run: Run, tmp_path: Path) -> None:
     assert parent_named(f"{run.folder}@12")[1] == 12 and parent_named(str(run.folder))[1] is None
     other = Run.create(tmp_path / "a@b")
     assert parent_named(str(other.folder))[0].folder == other.folder
-    with pytest.raises(InputRefused, match="nothing@x is not a run"):
+    with pytest.raises(InputRefused, match="nothing is not a run"):
+        parent_named("nothing@3")
+    with pytest.raises(UsageError, match="a whole number after the @, not 'x'"):
         parent_named("nothing@x")
 
 
