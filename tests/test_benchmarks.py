@@ -20,7 +20,7 @@ from monograph.model.config import LlamaConfig
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "first_run", "harness", "loss", "start", "steps", "train")
+SCRIPTS = ("accumulation", "first_run", "harness", "loss", "start", "steps", "systems", "train")
 
 
 @pytest.fixture
@@ -98,14 +98,14 @@ def test_start_in_this_process(script, uncompiled):
 def test_train_in_this_process(script, uncompiled):
     train = script("train")
     args = Namespace(rounds=2, round_s=0.0)
-    case = train.monograph(train.SMOKE["nano"], args)
+    case = script("systems").monograph(train.SMOKE["nano"], args)
     assert len(case["seconds_per_update"]["values"]) == 2 and case["host_syncs"] is None
     assert case["mean_loss"] < 6.3  # ln 512 = 6.24: it trains
 
 
 def test_a_model_drawn_on_the_device_is_the_model(script):
     config = LlamaConfig.preset("nano")
-    model = script("train").drawn_on(torch.device("cpu"), config)
+    model = script("systems").drawn_on(torch.device("cpu"), config)
     assert sum(p.numel() for p in model.parameters()) == config.parameter_count()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.05)
@@ -206,10 +206,10 @@ def test_a_read_value_is_a_wait_and_a_kernel_is_none(script):
 
 
 def test_pace_times_its_rounds_and_nothing_before_them(script, monkeypatch):
-    train = script("train")
+    systems = script("systems")
     now = 0.0
-    monkeypatch.setattr(train, "clock", lambda: now)
-    pace = train.Pace(torch.device("cpu"), rounds=3, round_s=4.0)
+    monkeypatch.setattr(systems, "clock", lambda: now)
+    pace = systems.Pace(torch.device("cpu"), rounds=3, round_s=4.0)
     pace.begin()
     seconds = [100.0, 7.0, 7.0, 2.0] + 6 * [1.5] + [9.0]  # compile, two to warm up, one to size rounds of two, a last
     ended = []
