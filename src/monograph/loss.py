@@ -1,8 +1,7 @@
 """Losses: what a training step minimises, as (sum over targets, number of targets).
 
 A loss is any callable `loss(model, batch) -> (sum, count)`. One that also has `count(batch)` tells how many targets a
-batch has
-without a forward pass, so that an update's total is known before its first backward.
+batch has without a forward pass, so that an update's total is known before its first backward.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """

@@ -1,10 +1,8 @@
 """Optimizers: the update as a free, in-place function of tensors, and the flat planes that it runs over.
 
 A plane is one contiguous buffer that holds every parameter of a decay group; the module's parameters and their
-gradients are views of
-it. One update is then a handful of large operations whatever the number of parameters (measured on a CPU: compiling
-AdamW over 110
-separate tensors took 48 s, over two flat buffers 3.6 s).
+gradients are views of it. One update is then a handful of large operations whatever the number of parameters (measured
+on a CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 3.6 s).
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ def planes(module: nn.Module) -> list[Plane]:
     """Move a module's trainable parameters into planes: matrices, which decay, and the rest (norm gains, biases).
 
     Values, names, dtypes and devices stay; tied parameters stay tied. Afterwards the parameters are views, so load
-    weights and move the
-    module to its device before.
+    weights and move the module to its device before.
 
     Raises:
         UsageError: nothing is trainable, or the trainable parameters have different dtypes or devices.

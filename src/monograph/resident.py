@@ -31,10 +31,9 @@ class Resident:
     """Trains a module whose weights, gradients and optimizer state all live on one device.
 
     A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows;
-    where the batch
-    has `targets` the last one is filled up with empty rows, so that shapes never change. Running out of device memory
-    halves the micro-batch and repeats the window, which by law
-    2 changes no gradient; the change is announced through `announce`.
+    where the batch has `targets` the last one is filled up with empty rows, so that shapes never change. Running out of
+    device memory halves the micro-batch and repeats the window, which by law 2 changes no gradient; the change is
+    announced through `announce`.
     """
 
     def __init__(

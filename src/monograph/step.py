@@ -67,10 +67,9 @@ class Step:
 
         Args:
             model: any module.
-            loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets are counted
-                before the first backward,
-                otherwise the summed gradient is divided by the summed count before clipping, which is the same
-                equation.
+            loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets are counted before
+                the first backward, otherwise the summed gradient is divided by the summed count before clipping, which
+                is the same equation.
             optim: the optimizer; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest Euclidean norm of an update's gradient, None for no clipping.
@@ -181,9 +180,8 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
 def update(step: Step) -> Update:
     """Clip, update and clear: once per window, however many micro-batches it had.
 
-    An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor
-    optimizer state; the
-    device decides, and `Update.skipped` counts.
+    An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
+    state; the device decides, and `Update.skipped` counts.
     """
     lr = step.optim.lr * step.schedule(step.index)
     step.lr.fill_(lr)

@@ -21,8 +21,7 @@ def capture(step: T, backend: Backend = "inductor") -> T:
     """Compile a step's `forward`, `apply` and `evaluate` in place: each one full graph with static shapes.
 
     The module itself is not wrapped, so its state dict keeps its names. Compilation happens at the first call of each
-    function; load
-    weights and run `trial` before.
+    function; load weights and run `trial` before.
 
     Args:
         step: an object with the functions named above (a `monograph.Step`).

@@ -17,10 +17,8 @@ class Precision:
     """The compute dtype of a step, "fp32" or "bf16".
 
     "bf16" runs matrix products, attention and (in this package's models) the residual stream in bfloat16 through
-    `torch.autocast`;
-    sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp32" changes nothing, so a
-    float64 module computes
-    in float64.
+    `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp32" changes
+    nothing, so a float64 module computes in float64.
     """
 
     name: str = "fp32"

@@ -44,9 +44,8 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         The mean loss and which parameters received gradients.
 
     Raises:
-        InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is
-        not finite (the message
-            names the first module whose output is not finite, or the parameter).
+        InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is not
+            finite (the message names the first module whose output is not finite, or the parameter).
     """
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     _zero(parameters)

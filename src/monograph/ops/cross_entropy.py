@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 # A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
-# cache,
-# large enough that the matrix products keep a GPU busy.
+# cache, large enough that the matrix products keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # The chunk loop is unrolled in a compiled graph, so its length is compile time.
 MAX_CHUNKS = 16
@@ -33,14 +32,12 @@ def linear_cross_entropy(
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
 
     "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one chunk's logits are
-    alive
-    (the idea of chunked and fused linear cross-entropy: pytorch/pytorch#124480, Liger-Kernel, Wijmans et al. 2024);
-    under
-    `torch.no_grad()` it computes the loss alone. "reference" is `F.cross_entropy` on the whole logits.
+    alive (the idea of chunked and fused linear cross-entropy: pytorch/pytorch#124480, Liger-Kernel, Wijmans et al.
+    2024); under `torch.no_grad()` it computes the loss alone. "reference" is `F.cross_entropy` on the whole logits.
 
     Args:
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax and sums in fp32
-        (fp64 for fp64).
+            (fp64 for fp64).
         weight_VD: [V, D]; cast to the hidden dtype, its gradient has its own dtype.
         targets_N: [N] int64 class ids in [0, V), or `ignore_index`.
         ignore_index: the target value that is not predicted (torch's default).
@@ -103,8 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and both gradients in one pass; every step is out of place.
 
     In-place writes to a returned tensor give wrong gradients when Dynamo traces an autograd.Function
-    (pytorch/pytorch#180642), and
-    vmap cannot write a batched value into an unbatched buffer.
+    (pytorch/pytorch#180642), and vmap cannot write a batched value into an unbatched buffer.
     """
 
     generate_vmap_rule = True
