@@ -23,3 +23,13 @@ def is_capture_error(error: BaseException) -> bool:
     import torch._inductor.exc as inductor
 
     return isinstance(error, (dynamo.TorchDynamoException, inductor.InductorError, inductor.CppCompileError))
+
+
+def cache_custom_functions() -> None:
+    """Let compiled graphs with an `autograd.Function` in them be cached between runs; torch leaves them out by default.
+
+    The key of the cache holds the traced forward and backward code, so another function is another entry.
+    """
+    import torch._functorch.config as config
+
+    config.autograd_cache_allow_custom_autograd_functions = True

@@ -163,10 +163,14 @@ class Resident:
         self.model.eval()
         try:
             with torch.no_grad():
-                parts = self._fitting(batch, lambda: [self.step.evaluate(part) for part in self._micro_batches(batch)])
+                parts = self._fitting(batch, lambda: self._evaluated(batch))
         finally:
             self.model.train(training)
         return torch.stack([p[0].double() for p in parts]).sum(), torch.stack([p[1] for p in parts]).sum()
+
+    def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        with self.step.precision.context(self.step.device.type):
+            return [self.step.evaluate(part) for part in self._micro_batches(batch)]
 
     def state(self) -> EngineState:
         """Model, optimizer buffers by parameter name, counters. The tensors are views of the live ones."""

@@ -110,16 +110,15 @@ class Step:
         self.loss_sum.zero_()
         self.count.zero_()
 
-    # The three functions below are what `graph.capture` replaces by compiled ones.
+    # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
+    # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with self.precision.context(self.device.type):
-            loss_sum, count = _pair(self.loss(self.model, batch))
-        return loss_sum * seed.to(loss_sum.dtype), loss_sum.detach(), count
+        loss_sum, count = _pair(self.loss(self.model, batch))
+        return loss_sum * seed[0].to(loss_sum.dtype), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        with self.precision.context(self.device.type):
-            return _pair(self.loss(self.model, batch))
+        return _pair(self.loss(self.model, batch))
 
     def _apply(self) -> Tensor:
         counted = isinstance(self.loss, CountedLoss)
@@ -165,13 +164,15 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
     batches = list(window)
     counts = [step.count_targets(batch) for batch in batches]
-    seed = torch.ones_like(step.lr)
+    total = torch.ones((), device=step.device)
     if batches and counts[0] is not None:
-        seed = _reciprocal(step.sum_over_ranks(torch.stack(counts).sum()))  # type: ignore[arg-type]
+        total = step.sum_over_ranks(torch.stack(counts).sum())  # type: ignore[arg-type]
+    seed = _reciprocal(total).reshape(1)  # a 0-d float64 argument would be traced twice
     for plane in step.planes:
         plane.link()
     for batch in batches:
-        loss, loss_sum, count = step.forward(batch, seed)
+        with step.precision.context(step.device.type):
+            loss, loss_sum, count = step.forward(batch, seed)
         loss.backward()
         step.loss_sum += loss_sum
         step.count += count

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from monograph.errors import UsageError
-from monograph.graph.capture import CaptureFailed, capture
+from monograph.graph.capture import CaptureFailed, capture, compiled
 from monograph.step import Step
 
 ROWS = torch.ones(2, 3)
@@ -45,3 +46,32 @@ def test_what_cannot_be_traced_fails_in_one_line_that_names_the_place():
 def test_an_error_of_the_module_itself_is_in_the_line():
     with pytest.raises((RuntimeError, CaptureFailed), match="reduction dim"):
         capture(step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2))), "eager")([torch.ones(2, 5)])
+
+
+def scaled_gradient(factor):
+    """A function whose forward is the same for every factor, and whose backward is not."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * factor
+
+    return lambda x: Scaled.apply(x).sum()
+
+
+def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits, gradients = [], []
+    for factor in (2.0, 3.0, 2.0):
+        torch.compiler.reset()  # what a new process starts with: only the files are left
+        before = counters["aot_autograd"]["autograd_cache_hit"]
+        x = torch.zeros(3, requires_grad=True)
+        compiled(scaled_gradient(factor))(x).backward()
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"] - before)
+        gradients.append(x.grad.tolist())
+    assert gradients == [[2.0] * 3, [3.0] * 3, [2.0] * 3]
+    assert hits == [0, 0, 1]

@@ -48,6 +48,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     Raises:
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
+    compat.cache_custom_functions()
     graph = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     @functools.wraps(function)

@@ -63,10 +63,9 @@ def linear_cross_entropy(
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        if torch.is_grad_enabled():
-            return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
-        return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks), count
+    if torch.is_grad_enabled():
+        return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
+    return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks), count
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
@@ -96,8 +95,55 @@ def _loss_only(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_
     return torch.stack(terms).sum()
 
 
+def _chunk_gradients(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk's loss and gradients, the weight's added to those of the chunks before.
+
+    A function of its own, so that nothing of a chunk is alive in the next one.
+    """
+    # Zero where nothing is predicted: such a row then adds nothing to the weight's gradient. Under vmap this also makes
+    # the logits batched if the targets are, which the in-place writes below need.
+    kept_C1 = weights_C.unsqueeze(-1).to(hidden_CD.dtype)
+    hidden_CD = hidden_CD * kept_C1
+    difference = _traced_difference if torch.compiler.is_compiling() else _eager_difference
+    losses_C, grad_CV = difference(hidden_CD, weight_VD, targets_C, weights_C.dtype)
+    grad_CD = (grad_CV @ weight_VD) * kept_C1
+    if grad_weight_VD is None:
+        grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
+    elif torch.compiler.is_compiling():
+        grad_weight_VD = grad_weight_VD + grad_CV.T @ hidden_CD
+    else:
+        grad_weight_VD.add_(grad_CV.T @ hidden_CD)
+    return (losses_C * weights_C).sum(), grad_CD, grad_weight_VD
+
+
+def _traced_difference(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Losses [C], and softmax - onehot [C, V] in the dtype of `hidden_CD`: out of place, a compiler fuses it."""
+    logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
+    lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    chosen_C1 = targets_C.unsqueeze(-1)
+    softmax_CV = (logits_CV - lse_C1).exp()
+    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    grad_CV = torch.where(classes_V == chosen_C1, softmax_CV - 1, softmax_CV)
+    return (lse_C1 - logits_CV.gather(-1, chosen_C1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
+
+
+def _eager_difference(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same in place: a fresh [C, V] tensor costs a CPU more in page faults than the arithmetic on it."""
+    log_CV = (hidden_CD @ weight_VD.T).to(dtype).log_softmax(-1)
+    chosen_C1 = targets_C.unsqueeze(-1)
+    losses_C = -log_CV.gather(-1, chosen_C1).squeeze(-1)
+    minus_one_C1 = torch.full_like(losses_C, -1.0).unsqueeze(-1)
+    return losses_C, log_CV.exp_().scatter_add_(-1, chosen_C1, minus_one_C1).to(hidden_CD.dtype)
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and both gradients in one pass; every step is out of place.
+    """Loss and both gradients in one pass; out of place when traced.
 
     In-place writes to a returned tensor give wrong gradients when Dynamo traces an autograd.Function
     (pytorch/pytorch#180642), and vmap cannot write a batched value into an unbatched buffer.
@@ -107,32 +153,32 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(hidden_ND, weight_VD, targets_N, weights_N, chunks):  # type: ignore[no-untyped-def]
-        classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
-        loss = weights_N.new_zeros(())
-        grad_hidden: list[Tensor] = []
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=weights_N.dtype)
+        terms: list[Tensor] = []
+        grads: list[Tensor] = []
+        grad_weight_VD = None
         pieces = zip(
             hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
         )
         for hidden_CD, targets_C, weights_C in pieces:
-            term, logits_CV, lse_C = _chunk_terms(hidden_CD, weight_VD, targets_C, weights_C)
-            loss = loss + term
-            softmax_CV = (logits_CV - lse_C.unsqueeze(-1)).exp()
-            grad_CV = torch.where(classes_V == targets_C.unsqueeze(-1), softmax_CV - 1, softmax_CV)
-            grad_CV = (grad_CV * weights_C.unsqueeze(-1)).to(hidden_CD.dtype)
-            grad_hidden.append(grad_CV @ weight_VD)
-            grad_weight_VD = grad_weight_VD + grad_CV.T @ hidden_CD
-        return loss, torch.cat(grad_hidden), grad_weight_VD
+            term, grad_CD, grad_weight_VD = _chunk_gradients(
+                hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD
+            )
+            terms.append(term)
+            grads.append(grad_CD)
+        return torch.stack(terms).sum(), torch.cat(grads), grad_weight_VD
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         _, grad_hidden_ND, grad_weight_VD = output
         ctx.mark_non_differentiable(grad_hidden_ND, grad_weight_VD)
+        ctx.set_materialize_grads(False)  # or both get a gradient of zeros, of their own size
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype = inputs[1].dtype
 
     @staticmethod
     def backward(ctx, grad_loss, _grad_hidden, _grad_weight):  # type: ignore[no-untyped-def]
+        if grad_loss is None:  # nothing depends on the loss
+            return None, None, None, None, None
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
         weight = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
