@@ -160,9 +160,7 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
         )
         for hidden_CD, targets_C, weights_C in pieces:
-            term, grad_CD, grad_weight_VD = _chunk_gradients(
-                hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD
-            )
+            term, grad_CD, grad_weight_VD = _chunk_gradients(hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD)
             terms.append(term)
             grads.append(grad_CD)
         return torch.stack(terms).sum(), torch.cat(grads), grad_weight_VD
