@@ -182,6 +182,13 @@ def test_the_table_of_what_works_is_made_from_the_code() -> None:
     assert shown == tables.table(), "run: python docs/make_tables.py"
 
 
+def test_the_table_of_what_was_measured_is_made_from_the_results() -> None:
+    numbers = script("docs/make_numbers.py")
+    shown = README.read_text().split(numbers.BEGIN)[1].split(numbers.END)[0].strip()
+    assert shown == numbers.table(), "run: python docs/make_numbers.py"
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in numbers.ROWS)
+
+
 def test_no_cell_is_silence() -> None:
     tables = script("docs/make_tables.py")
     choices = {key for key in KEYS if tables.values(key)} | {*NOT_BUILT} - {"lora.alpha", "lora.targets"}

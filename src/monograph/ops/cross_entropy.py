@@ -111,11 +111,29 @@ def _chunk_gradients(
     grad_CD = (grad_CV @ weight_VD) * kept_C1
     if grad_weight_VD is None:
         grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
-    elif torch.compiler.is_compiling():
-        grad_weight_VD = grad_weight_VD + grad_CV.T @ hidden_CD
     else:
-        grad_weight_VD.add_(grad_CV.T @ hidden_CD)
+        _add_product_(grad_weight_VD, grad_CV, hidden_CD)
     return (losses_C * weights_C).sum(), grad_CD, grad_weight_VD
+
+
+# One operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks, [V, D] each,
+# so that all of them are alive at once.
+@torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T @ right, over any leading dimensions."""
+    total.add_(left.mT @ right)
+
+
+@_add_product_.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    pass
+
+
+@_add_product_.register_vmap
+def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
+    front = [t if dim is None else t.movedim(dim, 0) for t, dim in zip((total, left, right), in_dims, strict=True)]
+    _add_product_(*front)
+    return None, None
 
 
 def _traced_difference(
