@@ -116,11 +116,11 @@ def _chunk_gradients(
     return (losses_C * weights_C).sum(), grad_CD, grad_weight_VD
 
 
-# One operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks, [V, D] each,
-# so that all of them are alive at once.
+# An operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks and so keeps
+# all of them, [V, D] each.
 @torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left^T @ right, over any leading dimensions."""
+    """Add left^T @ right to `total`, over any leading dimensions."""
     total.add_(left.mT @ right)
 
 
