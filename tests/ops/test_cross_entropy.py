@@ -137,3 +137,30 @@ def test_holds_an_eighth_of_the_dense_logits():
         peaks.append(live.peak_bytes)
     assert peaks[0] > 2 * tokens * vocabulary * 4
     assert peaks[1] <= peaks[0] / 8
+
+
+def test_captured_in_bf16_holds_about_what_eager_holds():
+    hidden, weight = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True), torch.randn(8192, 128)
+    args = (hidden, weight.requires_grad_(), torch.randint(8192, (256,)))
+    loss = lambda h, w, t: linear_cross_entropy(h, w, t, chunks=MAX_CHUNKS)  # noqa: E731
+    peaks = []
+    for function in (loss, torch.compile(loss, fullgraph=True)):
+        run(function, *args)  # the first call compiles
+        with LiveBytes() as live:
+            run(function, *args)
+        peaks.append(live.peak_bytes)
+    assert (
+        peaks[1] < 1.5 * peaks[0]
+    )  # all chunks' products with the hidden states at once would be over 3 times as much
+
+
+def test_captured_under_vmap():
+    hidden, weight, targets = inputs(torch.float64)
+    hidden, weight, targets = (torch.stack([t.detach(), t.detach().flip(0)]) for t in (hidden, weight, targets))
+    members = torch.vmap(lambda h, w, t: linear_cross_entropy(h, w, t, chunks=4))
+    args = (hidden.requires_grad_(), weight.requires_grad_(), targets)
+    captured = torch.compile(lambda h, w, t: members(h, w, t)[0].sum(), fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(captured(*args), args[:2])
+    theirs = torch.autograd.grad(members(*args)[0].sum(), args[:2])
+    for mine, theirs_ in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, theirs_, rtol=1e-12, atol=1e-13)
