@@ -149,9 +149,7 @@ def test_captured_in_bf16_holds_about_what_eager_holds():
         with LiveBytes() as live:
             run(function, *args)
         peaks.append(live.peak_bytes)
-    assert (
-        peaks[1] < 1.5 * peaks[0]
-    )  # all chunks' products with the hidden states at once would be over 3 times as much
+    assert peaks[1] < 1.5 * peaks[0]  # with all chunks' products alive it is over 3 times as much
 
 
 def test_captured_under_vmap():
