@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.show import render_row
 from monograph.errors import UsageError
 from monograph.run.progress import Progress
+from monograph.session.choices import sized
 
 
 def show(settings: Settings, *, row: int | None) -> int:
@@ -38,13 +38,11 @@ def build(settings: Settings) -> int:
 
 
 def _open(settings: Settings) -> Corpus:
-    data = settings.data
-    tokenizer = f"bpe:{planner.DEFAULT.vocabulary}" if data.tokenizer == "auto" else data.tokenizer
-    progress = Progress()
+    data, progress = sized(settings).data, Progress()
     with progress.stage("data", "reading and tokenising") as stage:
         corpus = open_corpus(
             data.source,
-            tokenizer=tokenizer,
+            tokenizer=data.tokenizer,
             sequence_length=data.sequence_length,
             packing=data.packing,
             held_out=data.held_out,

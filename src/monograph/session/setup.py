@@ -58,6 +58,18 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
 
 
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
+    """The session of a run at its beginning."""
+    settings, recipe, engine = make_engine(settings, text, device, machine)
+    train = settings.train
+    size = int(train.tokens_per_update)
+    batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
+    randomness.seed(train.seed)
+    return Session(run, settings, recipe, text, engine, batches)
+
+
+def make_engine(
+    settings: Settings, text: Corpus, device: torch.device, machine: Device
+) -> tuple[Settings, Recipe, Resident]:
     """Build model and engine on the device and fix every remaining automatic value but the number of updates."""
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
@@ -85,9 +97,7 @@ def open_session(run: Run, settings: Settings, text: Corpus, device: torch.devic
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),
     )
-    batches = text.batches(tokens, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
-    randomness.seed(train.seed)
-    return Session(run, settings, recipe, text, engine, batches)
+    return settings, recipe, engine
 
 
 def repeatable(device: torch.device) -> None:
