@@ -81,6 +81,16 @@ def test_a_run_that_fails_is_not_the_last_one(server: CommandServer, here: Path)
     assert server.run(here, "generate", "last", "alpha", "--max-tokens", "2").code == 0
 
 
+def test_a_run_that_was_killed_before_it_began_is_started_in_its_folder(server: CommandServer, here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run/run.lock").write_text('{"serial": 1}')
+    (here / "run/from.json").write_text(json.dumps({"run": str(here / "gone"), "update": None}))
+    done = server.run(here, "train", "--resume", "run")
+    assert done.code == 3 and "start it with `monograph train --out run`" in done.err
+    done = server.run(here, "train", *TINY, "--out", "run", figures=0)
+    assert done.code == 0 and not (here / "run/from.json").exists(), done.err
+
+
 def test_discard_leaves_what_is_not_its_own(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run")
     (run.folder / "mine.txt").write_text("1")

@@ -95,8 +95,6 @@ def kill_until_done(
     settings = [f"{key}={value}" for key, value in OWN.items()]
     while True:
         begun = (run / "config.toml").is_file()
-        if not begun:
-            shutil.rmtree(run, ignore_errors=True)  # killed before it had written what to do
         arguments = ["--resume", "run"] if begun else [*settings, "--out", "run"]
         command = server.start(folder, "train", *arguments, env=cache, figures=draws.random() < 0.1)
         time.sleep(draws.uniform(0, span_s))

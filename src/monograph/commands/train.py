@@ -33,9 +33,9 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
     repeatable(default_device())
-    parent = choices.parent_named(from_) if from_ else None  # before a new folder becomes "last"
+    parent = choices.parent_named(from_) if from_ else None
     folder = Run.open(resume) if resume else Run.create(out)
-    with folder.lock(), _beginning(folder, new=not resume):
+    with folder.lock(new=not resume), _beginning(folder, new=not resume):
         if parent:
             settings = choices.branched(parent[0], settings)
             choices.record_parent(folder, *parent)
@@ -60,7 +60,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
         progress.line("warning", line)
 
     settings = choices.sized(settings)
-    if not folder.config.exists():
+    if not folder.begun:
         choices.write_config(folder, settings)
     session = open_session(folder, settings, open_corpus(settings, progress), default_device(), describe())
     if not folder.tokenizer.exists():
