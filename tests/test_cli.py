@@ -235,14 +235,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(
     assert not calls
 
 
-def test_red_only_on_a_terminal(
-    calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_red_only_on_a_terminal_that_takes_it(
+    variable: str, value: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls.outcome = errors.InputRefused("no")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monograph_("check")
     assert capsys.readouterr().err == "\033[31merror:\033[0m no\n"
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv(variable, value)
     monograph_("check")
     assert capsys.readouterr().err == "error: no\n"

@@ -245,8 +245,9 @@ def _wrong_arguments(error: Any) -> str:
 
 def _fail(message: str, code: int) -> int:
     """One line on stderr, its first word red on a terminal."""
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    label = "\033[31merror:\033[0m" if colour else "error:"
+    from monograph.run.screen import takes_escapes
+
+    label = "\033[31merror:\033[0m" if takes_escapes(sys.stderr) else "error:"
     print(label, " ".join(message.split()), file=sys.stderr)
     return code
 

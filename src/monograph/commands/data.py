@@ -10,6 +10,7 @@ from monograph.data.corpus import corpus as open_corpus
 from monograph.data.show import render_row
 from monograph.errors import UsageError
 from monograph.run.progress import Progress
+from monograph.run.screen import takes_escapes
 from monograph.session.choices import sized
 
 
@@ -26,7 +27,7 @@ def show(settings: Settings, *, row: int | None) -> int:
         print(f"held out: {stats.held_out_files} files, {stats.held_out_bytes:,} bytes, {len(corpus.held_out):,} rows")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: there are {len(corpus.train):,} rows, 0 to {len(corpus.train) - 1:,}")
-    print(render_row(corpus, row or 0, colour=sys.stdout.isatty()))
+    print(render_row(corpus, row or 0, colour=takes_escapes(sys.stdout)))
     return 0
 
 

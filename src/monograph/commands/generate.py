@@ -43,7 +43,7 @@ def run(
         if shown:
             print()
         elif not json:
-            print("\n\n".join(f"{prompt}{completion.text}" for completion in done))
+            print("\n\n".join(f"{prompt}{completion.text}" for completion in done), flush=True)
     seconds = clock() - began
     tokens = sum(len(completion.token_ids) for completion in completions)
     print(f"{tokens} tokens, {tokens / seconds:.0f} tok/s; same seed, same text (--seed {seed})", file=sys.stderr)
