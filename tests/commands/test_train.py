@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,24 @@ def test_a_run_that_was_killed_before_it_began_is_started_in_its_folder(server: 
     assert done.code == 3 and "start it with `monograph train --out run`" in done.err
     done = server.run(here, "train", *TINY, "--out", "run", figures=0)
     assert done.code == 0 and not (here / "run/from.json").exists(), done.err
+
+
+def test_one_of_anything_is_singular(server: CommandServer, here: Path) -> None:
+    one = [*TINY[1:], "texts/0.txt", "train.updates=1", "train.tokens_per_update=32", "train.micro_batch=1"]
+    said = ""
+    for arguments in (
+        ["train", *one, "--out", "run"],
+        ["train", "--resume", "run"],
+        ["data", "show", *one],
+        ["evaluate", "run"],
+        ["generate", "run", "a", "--max-tokens", "1"],
+    ):
+        done = server.run(here, *arguments, figures=0)
+        assert done.code == 0, done.err
+        said += done.out + done.err
+    found = set(re.findall(r"(?<![\d.,:])1 ((?:\w+ )?\w+)", said))
+    assert {"file", "update", "row", "token"} <= {each.split()[0] for each in found}
+    assert not [each for each in found if re.match(r"\w\w+s\b", each) or each.endswith("updates")], found
 
 
 def test_discard_leaves_what_is_not_its_own(tmp_path: Path) -> None:

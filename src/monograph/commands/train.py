@@ -13,6 +13,7 @@ from monograph.device import clock, default_device, describe
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.measure.memory import peak_memory_bytes
+from monograph.measure.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.journal import Journal
 from monograph.run.progress import Progress
@@ -43,7 +44,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             settings = choices.settings_of(folder, settings)
         summary = finished(folder) if resume else None
         if summary:
-            progress.line("done", f"{folder.folder} has all its {summary['update']} updates")
+            progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
             show(progress, "next", "train", "--from", folder.handle)
         else:
             session = _open(folder, settings, progress)

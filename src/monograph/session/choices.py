@@ -13,7 +13,7 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.measure.quantities import count, duration
+from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, tokenizer_of
 from monograph.run.progress import Progress
@@ -80,8 +80,8 @@ def fix_length(session: Session, progress: Progress) -> None:
     per_update = int(session.settings.train.tokens_per_update)
     progress.line(
         "plan",
-        f"{count(session.params)} parameters, {updates:,} updates of {per_update:,} tokens = "
-        f"{count(updates * per_update)}, {rows} rows of {session.settings.data.sequence_length}, "
+        f"{count(session.params)} parameters, {counted(updates, 'update')} of {per_update:,} tokens = "
+        f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
 
@@ -107,7 +107,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
         if key == "train.minutes" and given.origins[key] != "command line":
             continue  # what the file of settings asked for became updates, once
         if key in EXCLUSIVE[0]:
-            mine = f"{own.train.epochs} epochs" if own.train.epochs else f"{own.train.updates} updates"
+            epochs, updates = own.train.epochs, own.train.updates
+            mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
             f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
             f"leave it out, or start a new run with --from {run.handle}"
