@@ -191,7 +191,8 @@ class Story:
 
     def _next(self) -> None:
         name = self.session.run.handle
-        more: list[tuple[str, ...]] = [("train", "my_texts/", "--minutes", "30")]
+        longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
+        more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
             prompt = "class Cache:" if self.python else self.prompt
             more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]
