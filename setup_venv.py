@@ -144,7 +144,8 @@ class Step:
         elif match := re.match(r"(Collecting|Processing) (\S+)", line):
             self.collecting(Path(match[2]))
         elif line.startswith("Installing collected packages: "):
-            self.doing = f"installing {line.count(',') + 1} packages"
+            number = line.count(",") + 1
+            self.doing = f"installing {number} package{'' if number == 1 else 's'}"
         elif line.startswith("Successfully installed "):
             self.installed += line.split()[2:]
 

@@ -14,19 +14,15 @@ import harness
 
 from monograph import planner
 from monograph.config import Settings, load
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus
 from monograph.device import clock, default_device, describe, synchronize
 from monograph.evaluation import evaluate
-from monograph.graph.precision import Precision
 from monograph.loop import train
 from monograph.measure.yardsticks import yardsticks
-from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
-from monograph.optim import AdamW
-from monograph.resident import Resident
 from monograph.run.progress import Progress
-from monograph.schedule import constant, warmup_cosine
-from monograph.session.session import FINAL
+from monograph.session.choices import sized
+from monograph.session.session import make_schedule
+from monograph.session.setup import make_engine, open_corpus
 
 MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
 SMOKE = {
@@ -39,53 +35,15 @@ SMOKE = {
 
 
 def settings_for(overrides: dict[str, str], updates: int, seed: int) -> Settings:
-    """What `monograph train` would train with, the preset's defaults filled in as its plan does."""
-    settings = load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)})
-    default = planner.DEFAULT
-    chosen: dict[str, Any] = {}
-    if settings.data.tokenizer == "auto":
-        chosen["data.tokenizer"] = f"bpe:{default.vocabulary}"
-    if settings.train.tokens_per_update == "auto":
-        chosen["train.tokens_per_update"] = default.tokens_per_update
-    return settings.resolve(chosen, "plan")
-
-
-def open_corpus(settings: Settings, progress: Progress) -> Corpus:
-    """The settings' text."""
-    data = settings.data
-    with progress.stage("data", str(data.source)) as stage:
-        return corpus(
-            data.source,
-            tokenizer=data.tokenizer,
-            sequence_length=data.sequence_length,
-            packing=data.packing,
-            held_out=data.held_out,
-            progress=stage.report,
-        )
-
-
-def build(settings: Settings, text: Corpus) -> Resident:
-    """The engine of these settings, its schedule set."""
-    optim, updates, device = settings.optim, int(settings.train.updates or 0), default_device()
-    sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
-    config = LlamaConfig.preset(settings.model.preset, **(sizes | settings.model.sizes()))
-    lr = planner.known_learning_rate(settings.model.preset) if optim.lr == "auto" else optim.lr
-    precision, micro_batch = settings.train.precision, settings.train.micro_batch
-    warmup = planner.warmup(updates) if optim.warmup_updates == "auto" else optim.warmup_updates
-    return Resident(
-        Llama(config, seed=settings.train.seed).to(device),
-        optim=AdamW(lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
-        schedule=constant(warmup) if optim.schedule == "constant" else warmup_cosine(warmup, updates, FINAL),
-        clip=None if optim.grad_clip == "none" else optim.grad_clip,
-        precision=Precision(planner.precision(describe()) if precision == "auto" else precision),
-        micro_batch=None if micro_batch == "auto" else micro_batch,
-    )
+    """What `monograph train` would train with."""
+    return sized(load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}))
 
 
 def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
     updates, train_settings = int(settings.train.updates or 0), settings.train
-    engine = build(settings, text)
+    _, _, engine = make_engine(settings, text, default_device(), describe())
+    engine.step.schedule = make_schedule(settings, updates)
     tokens = int(train_settings.tokens_per_update)
     batches = text.batches(tokens, seed=train_settings.seed, pin=engine.step.device.type == "cuda")
     with progress.stage("compile", f"{updates} updates, seed {train_settings.seed}") as stage:

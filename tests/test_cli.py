@@ -200,6 +200,25 @@ def test_a_bug_is_one_line_and_a_file_with_the_traceback(
     assert "Traceback" in written and "'--json'" in written and monograph.__version__ in written
 
 
+@pytest.mark.parametrize("folder", ["absent", "full"])
+def test_a_bug_is_one_line_even_where_no_file_can_be_written(
+    folder: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if folder == "full":  # a file can be made, and nothing written into it
+        (tmp_path / folder).mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    calls.outcome = ZeroDivisionError("a\nb")
+    try:
+        assert monograph_("check") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "please report it with what MONOGRAPH_DEBUG=1 prints (no file could be written)"
+    assert capsys.readouterr() == ("", f"bug: ZeroDivisionError: a b; {said}\n")
+    assert not list(tmp_path.rglob("*.txt"))
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     arguments = [sys.executable, "-m", "monograph", "train", "--print-config"]
     with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -235,14 +254,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_2(
     assert not calls
 
 
-def test_red_only_on_a_terminal(
-    calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_red_only_on_a_terminal_that_takes_it(
+    variable: str, value: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls.outcome = errors.InputRefused("no")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monograph_("check")
     assert capsys.readouterr().err == "\033[31merror:\033[0m no\n"
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv(variable, value)
     monograph_("check")
     assert capsys.readouterr().err == "error: no\n"

@@ -140,7 +140,6 @@ def test_measured_rate_of_this_machine_is_plausible() -> None:
 
 def test_a_missing_compiler_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not device.has_cxx_compiler()
     assert "no-such-compiler is not on the PATH" in str(device.compiler_obstacle())
 
 

@@ -245,8 +245,9 @@ def _wrong_arguments(error: Any) -> str:
 
 def _fail(message: str, code: int) -> int:
     """One line on stderr, its first word red on a terminal."""
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    label = "\033[31merror:\033[0m" if colour else "error:"
+    from monograph.run.screen import takes_escapes
+
+    label = "\033[31merror:\033[0m" if takes_escapes(sys.stderr) else "error:"
     print(label, " ".join(message.split()), file=sys.stderr)
     return code
 
@@ -259,11 +260,22 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
         return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="monograph-bug-", suffix=".txt", delete=False, encoding="utf-8"
-    ) as file:
-        print(f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n", file=file)
-        traceback.print_exc(file=file)
     summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    print(f"bug: {summary}; please report it with {file.name}", file=sys.stderr)
+    print(f"bug: {summary}; please report it with {_written_down(arguments)}", file=sys.stderr)
     return 1
+
+
+def _written_down(arguments: list[str]) -> str:
+    """The file that has the traceback of the exception being handled now; how to see it, where none can be written."""
+    head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
+    text = (head + traceback.format_exc()).encode("utf-8", "backslashreplace")
+    path = None
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="monograph-bug-", suffix=".txt")
+        with open(descriptor, "wb") as file:
+            file.write(text)
+    except OSError:
+        if path:
+            os.unlink(path)
+        return "what MONOGRAPH_DEBUG=1 prints (no file could be written)"
+    return path

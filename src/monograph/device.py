@@ -178,11 +178,6 @@ def compiler_obstacle() -> str | None:
     return None
 
 
-def has_cxx_compiler() -> bool:
-    """Whether torch.compile can build CPU kernels here; `compiler_obstacle()` says what is missing."""
-    return compiler_obstacle() is None
-
-
 def _cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota_us, _, period_us = _read("/sys/fs/cgroup/cpu.max").partition(" ")

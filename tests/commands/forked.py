@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -87,7 +88,11 @@ class CommandServer:
     def start(
         self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
     ) -> Command:
-        """Begin a command in `folder`; `file_bytes` limits the size of its files, `figures=0` leaves them out."""
+        """Begin a command in `folder`.
+
+        `file_bytes` limits the size of its files, `figures=0` leaves them out, `reader=0` gives it a standard output
+        that nobody reads any more, and `terminal=1` a terminal for both streams, whose text comes back as `out`.
+        """
         assert self._server.stdin and self._server.stdout
         texts = Path(self._texts.name)
         case = {
@@ -118,6 +123,11 @@ def carry_out(case: dict[str, object]) -> None:
     os.environ.update(case["env"])  # type: ignore[call-overload]
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(str(case["texts"]), name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    if not case.get("reader", 1):
+        reading, writing = os.pipe()
+        os.dup2(writing, 1)
+        os.close(reading)
+    shown = on_a_terminal() if case.get("terminal") else None
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]
@@ -136,7 +146,27 @@ def carry_out(case: dict[str, object]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        if shown:
+            os.closerange(1, 3)
+            shown.join()
         os._exit(int(str(code or 0)))
+
+
+def on_a_terminal() -> threading.Thread:
+    """Both output streams become a terminal, whose text a thread writes to where standard output went."""
+    (reading, writing), text = os.openpty(), os.dup(1)
+
+    def copy() -> None:
+        with suppress(OSError):  # EIO: the writing end is closed
+            while chunk := os.read(reading, 65536):
+                os.write(text, chunk)
+
+    for descriptor in (1, 2):
+        os.dup2(writing, descriptor)
+    os.close(writing)
+    thread = threading.Thread(target=copy)
+    thread.start()
+    return thread
 
 
 def serve() -> None:

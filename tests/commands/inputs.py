@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
+
+from monograph import checkpointing
+from monograph.run.folder import Run
 
 # A run of a second: two epochs and a half of a few words.
 TINY = [
@@ -14,6 +18,26 @@ TINY = [
 ]  # fmt: skip
 OWN = [argument for argument in TINY if not argument.startswith("model.")]
 
+# So slow that there is time to stop it, and long enough.
+SLOW = """
+import time
+import torch
+from torch import nn
+
+def build(vocab_size):
+    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))
+
+def loss(model, batch):
+    time.sleep(0.05)
+    targets = batch["targets"].flatten()
+    logits = model(batch["tokens"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+"""
+LONG = [*OWN, "train.updates=400", "train.save_every=200", "model.init=slow.py:build", "--out", "run"]
+# The same, but fast, and from its 14th call on its loss is no number.
+POISON = SLOW.replace("time.sleep(0.05)", "calls.append(1)").replace("def build", "calls = []\n\ndef build")
+POISON = POISON.replace('reduction="sum"), (', 'reduction="sum") * (1 if len(calls) < 14 else float("nan")), (')
+
 
 def with_texts(folder: Path) -> Path:
     draws = random.Random(0)
@@ -22,3 +46,18 @@ def with_texts(folder: Path) -> Path:
         text = " ".join(draws.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(30))
         (folder / "texts" / f"{number}.txt").write_text(text)
     return folder
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def rows(run: Path, key: str = "train_loss") -> list[dict[str, Any]]:
+    return [row for row in Run(run).rows() if key in row]
+
+
+def sound(run: Path) -> int:
+    """The update of the newest checkpoint; each that is there is whole."""
+    for path in (run / "checkpoints").glob("step-*"):
+        checkpointing.verify(path)
+    return int(newest(run).name[5:])

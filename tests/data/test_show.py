@@ -29,7 +29,7 @@ def test_every_piece_is_named_and_every_token_shown(shown):
     )  # a piece from the middle begins with the last one's last token
     for index, row in enumerate(text):
         trained = int((shown.train.row(index)["targets"] != -100).sum())
-        padding = f"── padding, {32 - trained} positions ──"
+        padding = f"── padding, {32 - trained} position{'s' if trained < 31 else ''} ──"
         assert f"row {index} of {len(text)}: 32 positions, {trained} trained" in row
         assert (padding in row) == (trained < 32)
 

@@ -1,10 +1,15 @@
-"""One compiled step that the laws share: compiling costs more than everything else here."""
+"""What the laws share: one compiled step, as compiling costs more than everything else here, and a folder for runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
 
 from batches import ragged, tiny_llama
+from laws.resumed import write_inputs
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
@@ -16,3 +21,14 @@ def compiled_step() -> Resident:
     engine = Resident(tiny_llama(), optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4)
     assert engine.capture(ragged(16)) is None
     return engine
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own, no figures (they take most of the time), and torch's mode put back."""
+    monkeypatch.setattr("monograph.session.story.write_report", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    yield tmp_path
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True

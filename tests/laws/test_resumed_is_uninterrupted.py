@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -12,123 +11,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from commands.forked import PROGRAM, CommandServer
-from monograph import checkpointing
-from monograph.commands.train import run as train
-from monograph.config import load
-from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, UsageError
+from laws.resumed import OWN, SETTINGS, cut_back, fingerprint, resume, start
 from monograph.resident import Resident
-from monograph.run.folder import Run
 from monograph.session.story import Story
 
-# Seven updates and a bit make an epoch: the runs below pass two borders.
-SETTINGS = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2,
-    "data.source": "texts", "data.tokenizer": "bytes", "data.sequence_length": 32, "data.held_out": 0.2,
-    "train.updates": 20, "train.tokens_per_update": 256, "train.micro_batch": 4, "train.compile": "none",
-    "train.precision": "fp32", "train.save_every": 1, "train.eval_every": 4, "train.keep": 99,
-}  # fmt: skip
-OWN = SETTINGS | {"model.init": "own.py:build"}
-for size in [key for key in SETTINGS if key.startswith("model.")]:
-    del OWN[size]
-
-# A module to whose bits everything that a run's state holds matters: every kind of random number, a running mean, and
-# memory that is too small for a window that has a certain token, from which on the micro-batch is halved.
-OWN_MODULE = """
-import random
-import numpy as np
-import torch
-from torch import nn
-
-class Own(nn.Module):
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(16, vocab_size)
-
-    def forward(self, tokens):
-        hidden = self.norm(self.embed(tokens).flatten(0, 1))
-        if self.training:
-            hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
-        return self.head(self.drop(hidden))
-
-def build(vocab_size):
-    return Own(vocab_size)
-
-def loss(model, batch):
-    if len(batch["tokens"]) > 2 and batch["tokens"].sum() % 33 == 0:
-        raise torch.OutOfMemoryError("out of memory")
-    targets = batch["targets"].flatten()
-    logits = model(batch["tokens"])
-    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
-"""
-TIMES = {"tokens_per_s", "wall_s"}
-MANY = 2**20
-
-
-def write_inputs(folder: Path) -> None:
-    words, draws = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"], random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(14):
-        text = " ".join(draws.choice(words) for _ in range(24))
-        (folder / "texts" / f"{number}.txt").write_text(text)
-    (folder / "own.py").write_text(OWN_MODULE)
-
-
-def fingerprint(folder: Path) -> dict[str, Any]:
-    """All that a finished run holds, times aside."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    names = ("model.safetensors", "optimizer.safetensors")
-    files = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in names}
-    state = json.loads((newest / "state.json").read_text())
-    for key in ("elapsed_s", "metrics_offset"):  # the times' digits are in the offset
-        del state[key]
-    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in Run(folder).rows()]
-    assert "summary" in rows.pop(), "the run did not come to its end"
-    return {"newest": newest.name, **files, "state": state, "rows": rows}
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of its own, no figures (they take most of the time), and torch's mode put back."""
-    monkeypatch.setattr("monograph.session.story.write_report", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path)
-    yield tmp_path
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-def start(out: str, settings: dict[str, Any], **options: Any) -> None:
-    assert train(load(None, settings, {}), out=Path(out), resume=None, from_=None, json=False, **options) == 0
-
-
-def resume(run: str) -> None:
-    for draw in (torch.rand, random.random):  # a new process has other random numbers
-        draw(1) if draw is torch.rand else draw()
-    assert train(load(None, {}, {}), out=None, resume=run, from_=None, json=False) == 0
-
-
-def cut_back(whole: str, to: str, update: int) -> None:
-    """What is left of a run that is killed right after it saved `update`; its metrics may be further."""
-    shutil.copytree(whole, to)
-    metrics = Path(to) / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(line for line in lines if '"summary"' not in line))
-    for path in (Path(to) / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > update:
-            shutil.rmtree(path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def slower_machine(story: Story, update: int) -> None:
@@ -175,107 +69,6 @@ def test_a_resume_of_a_resume(here: Path) -> None:
         assert fingerprint(Path("whole")) == expected
 
 
-# ---- every item of the state matters -------------------------------------------------------------------------------
-
-Change = Callable[[dict[str, Any]], None]
-
-
-def items(state: dict[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key, value in state.items():
-        yield (*prefix, key)
-        if isinstance(value, dict) and key in ("engine", "data", "random", "recipe", "versions"):
-            yield from items(value, (*prefix, key))
-
-
-def outcome(run: str, expected: dict[str, Any]) -> str:
-    try:
-        resume(run)
-    except (InputRefused, NoValidCheckpoint, UsageError):
-        return "refused"
-    except MonographError as error:
-        return type(error).__name__
-    return "same" if fingerprint(Path(run)) == expected else "different"
-
-
-def with_changed(name: str, change: Callable[[checkpointing.Checkpoint], checkpointing.Checkpoint]) -> str:
-    cut_back("whole", name, 13)
-    folder = Path(name) / "checkpoints"
-    checkpointing.save(folder, change(checkpointing.load(folder / "step-00000013")), keep=99)
-    for path in folder.glob("*.replaced"):
-        shutil.rmtree(path)
-    return name
-
-
-def test_no_item_of_the_state_can_be_dropped() -> None:
-    start("whole", OWN)
-    expected = fingerprint(Path("whole"))
-    state = checkpointing.load(Path("whole/checkpoints/step-00000013")).state
-    names = list(items(dict(state)))
-    assert len(names) > 28
-    for number, path in enumerate(names):
-
-        def drop(checkpoint: checkpointing.Checkpoint, path: tuple[str, ...] = path) -> checkpointing.Checkpoint:
-            state = json.loads(json.dumps(checkpoint.state))
-            place = state
-            for key in path[:-1]:
-                place = place[key]
-            del place[path[-1]]
-            return replace(checkpoint, state=state)
-
-        assert outcome(with_changed(f"dropped-{number}", drop), expected) == "refused", path
-
-
-CHANGES: dict[str, tuple[Change, set[str]]] = {
-    "index": (lambda s: s["engine"].update(index=12), {"different"}),
-    "applied": (lambda s: s["engine"].update(applied=2), {"different"}),
-    "tokens": (lambda s: s["engine"].update(tokens=0), {"different"}),
-    "skipped": (lambda s: s["engine"].update(skipped=1), {"different"}),
-    "rows": (lambda s: s["data"].update(rows=0), {"different"}),
-    "seed": (lambda s: s["data"].update(seed=1), {"different"}),
-    "python": (lambda s: s["random"]["python"][1].__setitem__(-1, 5), {"different"}),
-    "numpy": (lambda s: s["random"]["numpy"].__setitem__(2, 7), {"different"}),
-    "torch": (lambda s: s["random"].update(torch=torch.Generator().manual_seed(1).get_state().numpy().tobytes().hex()),
-              {"different"}),
-    "micro_batch": (lambda s: s.update(micro_batch=3), {"different"}),
-    "length": (lambda s: s.update(length=19), {"different"}),
-    "cooled": (lambda s: s.update(cooled=[13, 20]), {"different"}),
-    "metrics_offset": (lambda s: s.update(metrics_offset=s["metrics_offset"] + MANY), {"refused"}),
-    "fingerprint": (lambda s: s.update(fingerprint="0"), {"refused"}),
-    "settings": (lambda s: s.update(settings="0"), {"refused"}),
-    "recipe": (lambda s: s["recipe"].update(sha256="0"), {"refused"}),
-    "model_config": (lambda s: s.update(model_config={}), {"refused"}),
-    # Times only, and a warning:
-    "elapsed_s": (lambda s: s.update(elapsed_s=0.0), {"same"}),
-    "budget_s": (lambda s: s.update(budget_s=1e9), {"different"}),
-    "versions": (lambda s: s["versions"].update(torch="1.0"), {"same"}),
-}  # fmt: skip
-
-
-def test_every_item_of_the_state_matters(capsys: pytest.CaptureFixture[str]) -> None:
-    start("whole", OWN)
-    expected = fingerprint(Path("whole"))
-    assert outcome(with_changed("unchanged", lambda checkpoint: checkpoint), expected) == "same"
-    for name, (change, allowed) in CHANGES.items():
-
-        def changed(checkpoint: checkpointing.Checkpoint, change: Change = change) -> checkpointing.Checkpoint:
-            state = json.loads(json.dumps(checkpoint.state))
-            change(state)
-            return replace(checkpoint, state=state)
-
-        assert outcome(with_changed(name, changed), expected) in allowed, name
-    assert "not bit for bit: the checkpoint was written by torch 1.0" in capsys.readouterr().err
-    for kind in ("model", "optimizer"):
-        tensors = dict(getattr(checkpointing.load(Path("whole/checkpoints/step-00000013")), kind))
-        for name, tensor in list(tensors.items())[::3]:
-            without = {key: value for key, value in tensors.items() if key != name}
-            zeroed = without | {name: torch.zeros_like(tensor)}
-            dropped = with_changed(f"{name}-dropped", lambda c, k=kind, w=without: replace(c, **{k: w}))
-            assert outcome(dropped, expected) == "refused", name
-            if bool(tensor.any()):
-                changed_ = with_changed(f"{name}-zeroed", lambda c, k=kind, z=zeroed: replace(c, **{k: z}))
-                assert outcome(changed_, expected) == "different", name
-
-
 # ---- killed at random moments --------------------------------------------------------------------------------------
 
 
@@ -302,8 +95,6 @@ def kill_until_done(
     settings = [f"{key}={value}" for key, value in OWN.items()]
     while True:
         begun = (run / "config.toml").is_file()
-        if not begun:
-            shutil.rmtree(run, ignore_errors=True)  # killed before it had written what to do
         arguments = ["--resume", "run"] if begun else [*settings, "--out", "run"]
         command = server.start(folder, "train", *arguments, env=cache, figures=draws.random() < 0.1)
         time.sleep(draws.uniform(0, span_s))

@@ -26,6 +26,10 @@ def test_counts(value: float, text: str) -> None:
     assert quantities.count(value) == text
 
 
+def test_one_thing_is_singular() -> None:
+    assert [quantities.counted(n, "file") for n in (0, 1, 2, 1024)] == ["0 files", "1 file", "2 files", "1,024 files"]
+
+
 def test_a_unit_follows_the_prefix() -> None:
     assert quantities.count(15_800, "tok/s") == "15.8 k tok/s"
     assert quantities.count(12, "tok/s") == "12 tok/s"

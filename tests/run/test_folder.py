@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import monograph
-from monograph.errors import DiskFull, InputRefused, RunInUse
+from monograph.errors import InputRefused, RunInUse
 from monograph.run import Run
 
 SOURCE = Path(monograph.__file__).parents[1]
@@ -52,6 +49,13 @@ with Run.open(sys.argv[1]).lock():
 """
 
 
+def begun(out: str | Path | None = None, root: str | Path = "runs") -> Run:
+    """A run whose settings are written."""
+    run = Run.create(out, root=root)
+    run.config.touch()
+    return run
+
+
 def test_a_run_is_named_after_the_minute_and_made_once(tmp_path: Path) -> None:
     runs = [Run.create(root=tmp_path / "runs") for _ in range(3)]
     names = [run.folder.name for run in runs]
@@ -72,7 +76,7 @@ def test_runs_created_at_once_get_a_folder_each(tmp_path: Path) -> None:
 
 def test_last_is_the_newest_even_if_the_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = Run.create("runs/2099-01-01-0000"), Run.create("runs/2001-01-01-0000")
+    first, second = begun("runs/2099-01-01-0000"), begun("runs/2001-01-01-0000")
     os.utime(first.folder)
     assert Run.open("last").folder == second.folder
     assert second.handle == "last"
@@ -87,7 +91,7 @@ def test_last_is_the_newest_even_if_the_clock_went_back(tmp_path: Path, monkeypa
 
 def test_more_than_nine_runs_keep_their_order(tmp_path: Path) -> None:
     for _ in range(11):
-        newest = Run.create(root=tmp_path)
+        newest = begun(root=tmp_path)
         assert Run.open("last", root=tmp_path).folder == newest.folder
 
 
@@ -95,6 +99,7 @@ def test_runs_created_at_the_same_moment_are_ordered_by_name(tmp_path: Path) -> 
     for name in ("a-9", "a-10", "a-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.lock").write_text('{"serial": 1}')
+        (tmp_path / name / "config.toml").touch()
     assert Run.open("last", root=tmp_path).folder.name == "a-10"
 
 
@@ -104,7 +109,7 @@ def test_last_without_any_run_says_how_to_start_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused_and_runs_are_suggested(tmp_path: Path) -> None:
-    newest = Run.create(root=tmp_path / "runs")
+    newest = begun(root=tmp_path / "runs")
     with pytest.raises(InputRefused, match="no such folder.*" + newest.folder.name):
         Run.open(tmp_path / "absent", root=tmp_path / "runs")
     with pytest.raises(InputRefused, match="has no run.lock"):
@@ -118,7 +123,7 @@ def test_an_empty_or_new_folder_may_be_given(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_another_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a")
+    run = begun(tmp_path / "a")
     run.log({"update": 1})
     with pytest.raises(InputRefused, match=f"--resume {run.folder}"):
         Run.create(tmp_path / "a")
@@ -197,69 +202,6 @@ def test_a_lock_can_be_taken_again_and_is_not_shared_within_a_process(tmp_path: 
             pass
 
 
-def test_rows_come_back_and_the_file_is_json_whatever_the_numbers(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a")
-    run.log({"update": 1, "train_loss": math.nan, "parts": [1.5, math.inf], "text": "ü\n"})
-    run.log({"update": 2, "train_loss": 4.25})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    lines = run.metrics.read_text().splitlines()
-    assert [json.loads(line, parse_constant=refuse) for line in lines] == run.rows()
-    assert run.rows() == [
-        {"update": 1, "train_loss": None, "parts": [1.5, None], "text": "ü\n"},
-        {"update": 2, "train_loss": 4.25},
-    ]
-
-
-def test_a_resumed_run_has_every_row_once(tmp_path: Path) -> None:
-    """Rows after the checkpoint's offset, whole or cut, go; those before stay as they were, byte for byte."""
-    run = Run.create(tmp_path / "a")
-    for update in range(1, 4):
-        run.log({"update": update})
-    offset = run.sync_metrics()
-    assert offset == run.metrics_offset
-    kept = run.metrics.read_bytes()
-    run.log({"update": 4})
-    with run.metrics.open("ab") as file:
-        file.write(b'{"update": 5')
-    assert [row["update"] for row in run.rows()] == [1, 2, 3, 4]
-    run.truncate_metrics(offset)
-    assert run.metrics.read_bytes() == kept
-    run.log({"update": 4})
-    assert [row["update"] for row in run.rows()] == [1, 2, 3, 4]
-
-
-def test_missing_rows_are_refused(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a")
-    run.log({"update": 1})
-    with pytest.raises(InputRefused, match="rows are missing"):
-        run.truncate_metrics(run.metrics_offset + 1)
-
-
-def test_a_run_without_rows_has_offset_zero(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a")
-    assert run.rows() == []
-    assert run.sync_metrics() == 0
-    run.truncate_metrics(0)
-
-
-def test_a_full_disk_leaves_no_half_row(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE makes the kernel write part of a line and then refuse, as a full disk does."""
-    run = Run.create(tmp_path / "a")
-    run.log({"update": 1, "text": "x" * 100})
-    kept = run.metrics.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept) + 20, limits[1]))
-    try:
-        with pytest.raises(DiskFull, match="metrics.jsonl"):
-            run.log({"update": 2, "text": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert run.metrics.read_bytes() == kept
-
-
 def test_files_are_made_with_the_modes_of_the_umask(tmp_path: Path) -> None:
     former = os.umask(0o027)
     try:
@@ -270,8 +212,49 @@ def test_files_are_made_with_the_modes_of_the_umask(tmp_path: Path) -> None:
     assert run.metrics.stat().st_mode & 0o777 == run.lock_file.stat().st_mode & 0o777 == 0o640
 
 
-def test_two_that_found_the_same_folder_empty_do_not_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monograph.run.folder._claim_given_folder", lambda folder: folder)
-    Run.create(tmp_path)
+def test_two_that_found_the_same_folder_empty_do_not_share_it(tmp_path: Path) -> None:
+    first, second = Run.create(tmp_path / "a"), Run.create(tmp_path / "a")
+    with first.lock(new=True):
+        with pytest.raises(RunInUse), second.lock(new=True):
+            pass
+        first.config.touch()
+    with pytest.raises(InputRefused, match="already holds a run"), second.lock(new=True):
+        pass
+
+
+LEFT_BY_A_KILL = [[], ["from.partial"], ["from.json"], ["from.json", "config.partial"]]
+
+
+@pytest.mark.parametrize("left", LEFT_BY_A_KILL, ids=str)
+@pytest.mark.parametrize("record", ["", '{"serial": 1}', '{"serial": 1, "pid": 7, "host": "gone"}'])
+def test_a_run_that_was_killed_before_it_began_is_no_run(left: list[str], record: str, tmp_path: Path) -> None:
+    real, killed = begun(tmp_path / "a"), Run.create(tmp_path / "b")
+    killed.lock_file.write_text(record)
+    for name in left:
+        (killed.folder / name).write_text("{}")
+    assert Run.open("last", root=tmp_path).folder == real.folder
+    again = begun(killed.folder)
+    assert {path.name for path in again.folder.iterdir()} == {"run.lock", "config.toml"}
+    assert Run.open("last", root=tmp_path).folder == again.folder
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("thesis.tex", "all"), ("metrics.jsonl", "{}"), ("config.toml", ""), ("from.json.old", ""), ("run.lock", "mine")],
+)
+def test_a_folder_that_holds_anything_else_is_not_touched(name: str, text: str, tmp_path: Path) -> None:
+    killed = Run.create(tmp_path / "a")
+    (killed.folder / "from.json").write_text("{}")
+    (killed.folder / name).write_text(text)
+    before = {path: path.read_bytes() for path in killed.folder.iterdir()}
     with pytest.raises(InputRefused, match="already holds a run"):
+        Run.create(killed.folder)
+    assert {path: path.read_bytes() for path in killed.folder.iterdir()} == before
+
+
+def test_files_of_those_names_are_someone_elses_without_a_lock(tmp_path: Path) -> None:
+    (tmp_path / "from.json").write_text("mine")
+    with pytest.raises(InputRefused, match="not empty"):
         Run.create(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["from.json"]

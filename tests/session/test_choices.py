@@ -131,7 +131,7 @@ def test_the_name_of_a_parent(run: Run, tmp_path: Path) -> None:
 def test_a_run_without_settings_is_said(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "bare")
     for asked in (lambda: settings_of(run, settings({})), lambda: branched(run, settings({}))):
-        with pytest.raises(InputRefused, match="stopped before anything was written"):
+        with pytest.raises(InputRefused, match="stopped before it began"):
             asked()
 
 

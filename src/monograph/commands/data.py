@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.show import render_row
 from monograph.errors import UsageError
+from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
+from monograph.run.screen import takes_escapes
+from monograph.session.choices import sized
 
 
 def show(settings: Settings, *, row: int | None) -> int:
@@ -19,14 +21,17 @@ def show(settings: Settings, *, row: int | None) -> int:
     if row is None:
         stats = corpus.stats
         print(
-            f"{corpus.name}: {stats.files} files, {stats.bytes:,} bytes, {stats.tokens:,} tokens of "
+            f"{corpus.name}: {counted(stats.files, 'file')}, {stats.bytes:,} bytes, {stats.tokens:,} tokens of "
             f"{corpus.vocab_size:,} kinds"
         )
-        print(f"{len(corpus.train):,} rows of {settings.data.sequence_length}, {stats.packed_share:.1%} filled")
-        print(f"held out: {stats.held_out_files} files, {stats.held_out_bytes:,} bytes, {len(corpus.held_out):,} rows")
+        print(
+            f"{counted(len(corpus.train), 'row')} of {settings.data.sequence_length}, {stats.packed_share:.1%} filled"
+        )
+        files, rows = counted(stats.held_out_files, "file"), counted(len(corpus.held_out), "row")
+        print(f"held out: {files}, {stats.held_out_bytes:,} bytes, {rows}")
     elif row >= len(corpus.train):
-        raise UsageError(f"--row {row}: there are {len(corpus.train):,} rows, 0 to {len(corpus.train) - 1:,}")
-    print(render_row(corpus, row or 0, colour=sys.stdout.isatty()))
+        raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
+    print(render_row(corpus, row or 0, colour=takes_escapes(sys.stdout)))
     return 0
 
 
@@ -38,13 +43,11 @@ def build(settings: Settings) -> int:
 
 
 def _open(settings: Settings) -> Corpus:
-    data = settings.data
-    tokenizer = f"bpe:{planner.DEFAULT.vocabulary}" if data.tokenizer == "auto" else data.tokenizer
-    progress = Progress()
+    data, progress = sized(settings).data, Progress()
     with progress.stage("data", "reading and tokenising") as stage:
         corpus = open_corpus(
             data.source,
-            tokenizer=tokenizer,
+            tokenizer=data.tokenizer,
             sequence_length=data.sequence_length,
             packing=data.packing,
             held_out=data.held_out,

@@ -14,6 +14,7 @@ from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.loss import Batch, Loss, token_loss
+from monograph.measure.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained, run_named
 from monograph.session.story import standard_json
@@ -39,7 +40,7 @@ def run(run: str, *, data: list[str], json: bool) -> int:
     standing = f"loss {result.loss:.4f}"
     if result.bits_per_byte is not None:
         standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
-    print(f"{standing}, {result.tokens:,} tokens, {result.bytes:,} bytes of {name}")
+    print(f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {name}")
     if json:
         scores = {key: getattr(result, key) for key in ("bits_per_byte", "perplexity", "loss", "tokens")}
         print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores)}))

@@ -9,6 +9,7 @@ from monograph.decode import Completion, Sampling, prompt_ids
 from monograph.decode import generate as decode
 from monograph.device import clock
 from monograph.errors import UsageError
+from monograph.measure.quantities import counted
 from monograph.run.models import load
 
 
@@ -43,10 +44,13 @@ def run(
         if shown:
             print()
         elif not json:
-            print("\n\n".join(f"{prompt}{completion.text}" for completion in done))
+            print("\n\n".join(f"{prompt}{completion.text}" for completion in done), flush=True)
     seconds = clock() - began
     tokens = sum(len(completion.token_ids) for completion in completions)
-    print(f"{tokens} tokens, {tokens / seconds:.0f} tok/s; same seed, same text (--seed {seed})", file=sys.stderr)
+    print(
+        f"{counted(tokens, 'token')}, {tokens / seconds:.0f} tok/s; same seed, same text (--seed {seed})",
+        file=sys.stderr,
+    )
     if json:
         rows = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in completions]
         print(jsonlib.dumps({"schema": "monograph.generate/1", "completions": rows, "tokens_per_s": tokens / seconds}))

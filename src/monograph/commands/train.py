@@ -13,6 +13,7 @@ from monograph.device import clock, default_device, describe
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.measure.memory import peak_memory_bytes
+from monograph.measure.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.journal import Journal
 from monograph.run.progress import Progress
@@ -33,9 +34,9 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
     repeatable(default_device())
-    parent = choices.parent_named(from_) if from_ else None  # before a new folder becomes "last"
+    parent = choices.parent_named(from_) if from_ else None
     folder = Run.open(resume) if resume else Run.create(out)
-    with folder.lock(), _beginning(folder, new=not resume):
+    with folder.lock(new=not resume), _beginning(folder, new=not resume):
         if parent:
             settings = choices.branched(parent[0], settings)
             choices.record_parent(folder, *parent)
@@ -43,7 +44,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             settings = choices.settings_of(folder, settings)
         summary = finished(folder) if resume else None
         if summary:
-            progress.line("done", f"{folder.folder} has all its {summary['update']} updates")
+            progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
             show(progress, "next", "train", "--from", folder.handle)
         else:
             session = _open(folder, settings, progress)
@@ -60,7 +61,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
         progress.line("warning", line)
 
     settings = choices.sized(settings)
-    if not folder.config.exists():
+    if not folder.begun:
         choices.write_config(folder, settings)
     session = open_session(folder, settings, open_corpus(settings, progress), default_device(), describe())
     if not folder.tokenizer.exists():

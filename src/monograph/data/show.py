@@ -32,7 +32,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
     row, length = rows.row(row_index), rows.sequence_length
     trained, pieces = int((row["targets"] != IGNORE).sum()), rows.pieces(row_index)
-    head = f"row {row_index:,} of {len(rows):,}: {length} positions, {trained} trained, {len(pieces)} pieces"
+    many = "piece" if len(pieces) == 1 else "pieces"
+    head = f"row {row_index:,} of {len(rows):,}: {length} positions, {trained} trained, {len(pieces)} {many}"
     lines, column = [f"{head}, {trained / length:.1%} filled"], 0
     for piece in pieces:
         context = _text(tokenizer, [int(row["tokens"][column])])
@@ -44,7 +45,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         )
         column += piece.length
     if column < length:
-        lines.append(_painted(f"── padding, {length - column} positions ──", _BORDER, colour))
+        many = "position" if length - column == 1 else "positions"
+        lines.append(_painted(f"── padding, {length - column} {many} ──", _BORDER, colour))
     return "\n".join(lines)
 
 

@@ -185,7 +185,7 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
     axes.plot(
         skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
     )
-    words = f"{len(skipped)} update{'s' if len(skipped) != 1 else ''} skipped"
+    words = f"{quantities.counted(len(skipped), 'update')} skipped"
     axes.text(0.99, 0.07, words, transform=axes.transAxes, ha="right", fontsize=8, color=WARN if skipped else MUTED)
 
 

@@ -15,6 +15,11 @@ def count(value: float, unit: str = "") -> str:
     return f"{_three_digits(value)}{' ' if unit else ''}{unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: (1, "file") -> "1 file", (1024, "file") -> "1,024 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def gibibytes(value_bytes: float) -> str:
     """Bytes as GiB, as device memory is counted: 225_485_783 -> "0.21 GiB"."""
     size = value_bytes / 2**30

@@ -1,6 +1,7 @@
 """The run folder: created without races, locked while in use, and its metrics, one JSON object per line.
 
-`run.lock` makes a folder a run: a JSON record with the run's serial number, and who holds or last held the lock.
+`run.lock` makes a folder a run: a JSON record with the run's serial number, and who holds or last held the lock. It has
+begun once `config.toml` is there; before that nothing in it is worth keeping, and the folder is as good as empty.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from monograph.errors import DiskFull, InputRefused, RunInUse
 
 DEFAULT_ROOT = Path("runs")
+_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial"}  # all that a folder may hold until then
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -47,6 +49,7 @@ class Run:
         self.report = folder / "report.html"
         self.tokenizer = folder / "tokenizer.json"
         self.metrics = folder / "metrics.jsonl"
+        self.parent_file = folder / "from.json"
         self.lock_file = folder / "run.lock"
 
     @classmethod
@@ -54,24 +57,24 @@ class Run:
         """A new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it when that minute has one already.
 
         Raises InputRefused when `out` holds something or cannot be written, RunInUse when it is a run that another
-        process is writing, and DiskFull.
+        process is writing, and DiskFull. A run in `out` that was killed before it had begun is no hindrance.
         """
         folder = Path(root) / datetime.now().strftime("%Y-%m-%d-%H%M") if out is None else Path(out)
         with _explained(folder):
             run = cls(_claim_new_folder(folder) if out is None else _claim_given_folder(folder))
-            others = _runs_in(run.folder.parent)
+            others = _locked_in(run.folder.parent)
             record = {"serial": 1 + (_serial(others[-1]) if others else 0)}
-            try:
-                descriptor = os.open(run.lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            except FileExistsError:
-                raise _already_a_run(run.folder) from None
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(record, file)
+            with _exclusive(run.lock_file) as descriptor:
+                if not _is_as_good_as_empty(run.folder):
+                    raise _already_a_run(run.folder)
+                for name in _BEFORE_IT_BEGAN - {"run.lock"}:
+                    (run.folder / name).unlink(missing_ok=True)
+                _overwrite(descriptor, json.dumps(record).encode())
         return run
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
-        """The run at path `name`; "last" is the newest one in `root`, and "last/..." a run inside that.
+        """The run at path `name`; "last" is the newest one in `root` that has begun, and "last/..." a run inside that.
 
         Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused.
         """
@@ -90,33 +93,30 @@ class Run:
         return cls(folder)
 
     @property
+    def begun(self) -> bool:
+        """Whether its settings are written: from then on it can be resumed."""
+        return self.config.is_file()
+
+    @property
     def handle(self) -> str:
         """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
         runs = _runs_in(DEFAULT_ROOT)
         return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, new: bool = False) -> Iterator[None]:
         """Hold the run for the `with` block; the kernel frees it when the process ends, however it ends (flock(2)).
 
-        Raises RunInUse, which names the process and host that hold it.
+        Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new` run that another
+        process began since it was created here.
         """
-        with _explained(self.folder):
-            descriptor = os.open(self.lock_file, os.O_RDWR)
-        _held.add(descriptor)
-        try:
+        with _exclusive(self.lock_file) as descriptor:
+            if new and self.begun:
+                raise _already_a_run(self.folder)
+            holder = {"serial": _serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
             with _explained(self.lock_file):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise _in_use(self.folder) from None
-                holder = {"serial": _serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
                 _overwrite(descriptor, json.dumps(holder).encode())
             yield
-        finally:
-            if descriptor in _held:  # a forked child has closed its copy already
-                _held.remove(descriptor)
-                os.close(descriptor)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append `row` to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
@@ -169,6 +169,25 @@ class Run:
 
 
 @contextmanager
+def _exclusive(lock_file: Path) -> Iterator[int]:
+    """The lock file's descriptor, held for the `with` block; raises RunInUse."""
+    with _explained(lock_file):
+        descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(descriptor)
+    try:
+        with _explained(lock_file):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(lock_file.parent) from None
+        yield descriptor
+    finally:
+        if descriptor in _held:  # a forked child has closed its copy already
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+@contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Turn the system's refusal to write `path` into the error a person can act on."""
     try:
@@ -196,21 +215,19 @@ def _claim_given_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "run.lock").exists():
-        raise _already_a_run(folder)
-    if any(folder.iterdir()):
+    if not (folder / "run.lock").exists() and any(folder.iterdir()):
         raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
     return folder
 
 
-def _already_a_run(folder: Path) -> InputRefused | RunInUse:
-    descriptor = os.open(folder / "run.lock", os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _in_use(folder)
-    finally:
-        os.close(descriptor)
+def _is_as_good_as_empty(folder: Path) -> bool:
+    """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
+    lock = folder / "run.lock"
+    ours = lock.is_file() and (lock.stat().st_size == 0 or "serial" in _record(folder))
+    return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
+
+
+def _already_a_run(folder: Path) -> InputRefused:
     return InputRefused(f"--out {folder} already holds a run; continue it with --resume {folder}, or name a new folder")
 
 
@@ -221,7 +238,12 @@ def _in_use(folder: Path) -> RunInUse:
 
 
 def _runs_in(root: Path) -> list[Path]:
-    """Folders of `root` that are runs, oldest first; two that were created at the same moment, by name."""
+    """Folders of `root` that are runs which have begun, oldest first."""
+    return [folder for folder in _locked_in(root) if Run(folder).begun]
+
+
+def _locked_in(root: Path) -> list[Path]:
+    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name."""
     return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (_serial(run), _natural(run.name)))
 
 

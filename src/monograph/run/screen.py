@@ -74,22 +74,27 @@ class _Stream:
         return self._stream.fileno()
 
 
+def takes_escapes(stream: TextIO | _Stream) -> bool:
+    """Whether `stream` may be sent escape sequences: a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
 class Screen:
     """Prints lines to `stream` (default: standard error) and keeps one region live below them.
 
-    Colour only on a terminal and without NO_COLOR (no-color.org); no redrawing on a dumb terminal.
+    Plain lines, without colour and without redrawing, where the stream takes no escapes.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = _Stream(sys.stderr if stream is None else stream)
-        self.is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.is_live = takes_escapes(self._stream)
         self.is_utf8 = self._stream.is_utf8
-        coloured = self.is_live and not os.environ.get("NO_COLOR")
+        self._is_terminal = self._stream.isatty()
         self._console = Console(
             file=self._stream,  # type: ignore[arg-type]
             force_terminal=self.is_live,
-            color_system="auto" if coloured else None,
-            width=None if self.is_live else WIDTH,
+            color_system="auto" if self.is_live else None,
+            width=None if self._is_terminal else WIDTH,
             markup=False,
             highlight=False,
             emoji=False,
@@ -100,7 +105,7 @@ class Screen:
     @property
     def width(self) -> int:
         """Characters a line may have; one less than the terminal has, as some wrap when the last one is written."""
-        return min(WIDTH, self._console.width - 1) if self.is_live else WIDTH
+        return min(WIDTH, self._console.width - 1) if self._is_terminal else WIDTH
 
     @property
     def height(self) -> int:

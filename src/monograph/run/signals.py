@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from monograph.run.screen import takes_escapes
+
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,7 +57,7 @@ class StopSignal:
             if self._on_request is not None:
                 self._on_request(self.requested)
         elif number == signal.SIGINT:
-            if sys.stderr.isatty():
+            if takes_escapes(sys.stderr):
                 os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours: nothing else will
             os._exit(130)
 

@@ -13,7 +13,7 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.measure.quantities import count, duration
+from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, tokenizer_of
 from monograph.run.progress import Progress
@@ -21,7 +21,6 @@ from monograph.session.session import Session
 from monograph.session.setup import calibrate
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
-PARENT = "from.json"  # in the folder of a branched run
 # A branched run has its parent's settings but for these: how long, and what follows from that.
 _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates"}
 
@@ -81,8 +80,8 @@ def fix_length(session: Session, progress: Progress) -> None:
     per_update = int(session.settings.train.tokens_per_update)
     progress.line(
         "plan",
-        f"{count(session.params)} parameters, {updates:,} updates of {per_update:,} tokens = "
-        f"{count(updates * per_update)}, {rows} rows of {session.settings.data.sequence_length}, "
+        f"{count(session.params)} parameters, {counted(updates, 'update')} of {per_update:,} tokens = "
+        f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
 
@@ -94,8 +93,10 @@ def settings_of(run: Run, given: Settings) -> Settings:
         UsageError: it does.
         InputRefused: the run was stopped before its settings were written.
     """
-    if not run.config.is_file():
-        raise InputRefused(f"{run.folder} was stopped before anything was written: remove it and train again")
+    if not run.begun:
+        raise InputRefused(
+            f"{run.folder} was stopped before it began: start it with `monograph train --out {run.folder}`"
+        )
     own = load_settings(run.config, {}, {})
     for key, value in given.pinned().items():
         mine = own.values()[key]
@@ -106,7 +107,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
         if key == "train.minutes" and given.origins[key] != "command line":
             continue  # what the file of settings asked for became updates, once
         if key in EXCLUSIVE[0]:
-            mine = f"{own.train.epochs} epochs" if own.train.epochs else f"{own.train.updates} updates"
+            epochs, updates = own.train.epochs, own.train.updates
+            mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
             f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
             f"leave it out, or start a new run with --from {run.handle}"
@@ -124,8 +126,8 @@ def parent_named(name: str) -> tuple[Run, int | None]:
 
 def branched(parent: Run, given: Settings) -> Settings:
     """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
-    if not parent.config.is_file():
-        raise InputRefused(f"{parent.folder} was stopped before anything was written: nothing can start from it")
+    if not parent.begun:
+        raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = load_settings(parent.config, {}, {})
     taken = given.pinned().keys()
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
@@ -149,20 +151,20 @@ def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Write down where a run branches from, for a process that goes on before its first checkpoint."""
-    _write_whole(run.folder / PARENT, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+    _write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
     """What `record_parent` wrote down, None for a run that branches from none."""
-    if not (run.folder / PARENT).exists():
+    if not run.parent_file.exists():
         return None
-    record = json.loads((run.folder / PARENT).read_text())
+    record = json.loads(run.parent_file.read_text())
     return Run.open(record["run"]), record["update"]
 
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    written = [run.config, run.folder / PARENT, run.tokenizer, run.lock_file]
+    written = [run.config, run.parent_file, run.tokenizer, run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):

@@ -14,7 +14,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
-from monograph.measure.quantities import count
+from monograph.measure.quantities import count, counted
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -33,7 +33,7 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
     if named == "stdlib":
         named = "Python's standard library"
     with progress.stage(
-        "data", named if isinstance(named, str) else f"{len(named)} sources, {named[0]} first"
+        "data", named if isinstance(named, str) else ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
     ) as stage:
         found = corpus(
             data.source,
@@ -45,19 +45,31 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
             progress=stage.report,
         )
         stats = found.stats
-        stage.result = f"{stats.files} files, {stats.bytes / 1e6:.1f} MB"
+        stage.result = f"{counted(stats.files, 'file')}, {stats.bytes / 1e6:.1f} MB"
     for line in found.notes:
         progress.line("note", line)
     progress.line(
         "tokens",
         f"{count(stats.tokens)} of {found.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
         f"packed {stats.packed_share:.1%}; "
-        f"held out: {stats.held_out_files} files, {stats.held_out_bytes / 1e6:.2f} MB",
+        f"held out: {counted(stats.held_out_files, 'file')}, {stats.held_out_bytes / 1e6:.2f} MB",
     )
     return found
 
 
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
+    """The session of a run at its beginning."""
+    settings, recipe, engine = make_engine(settings, text, device, machine)
+    train = settings.train
+    size = int(train.tokens_per_update)
+    batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
+    randomness.seed(train.seed)
+    return Session(run, settings, recipe, text, engine, batches)
+
+
+def make_engine(
+    settings: Settings, text: Corpus, device: torch.device, machine: Device
+) -> tuple[Settings, Recipe, Resident]:
     """Build model and engine on the device and fix every remaining automatic value but the number of updates."""
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
@@ -85,9 +97,7 @@ def open_session(run: Run, settings: Settings, text: Corpus, device: torch.devic
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),
     )
-    batches = text.batches(tokens, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
-    randomness.seed(train.seed)
-    return Session(run, settings, recipe, text, engine, batches)
+    return settings, recipe, engine
 
 
 def repeatable(device: torch.device) -> None:
@@ -115,7 +125,7 @@ def _prepare(session: Session, progress: Progress) -> None:
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         expected = math.log(session.corpus.vocab_size)
-        stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {trial.gradients} finite gradients"
+        stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {counted(trial.gradients, 'finite gradient')}"
     if trial.without_gradient:
         progress.line(
             "warning", f"no gradient reaches {', '.join(trial.without_gradient[:3])}: its weights will not change"

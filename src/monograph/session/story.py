@@ -16,7 +16,7 @@ from monograph.evaluation import Evaluation, evaluate
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
 from monograph.measure.python_lines import accepted_share
-from monograph.measure.quantities import duration, gibibytes
+from monograph.measure.quantities import counted, duration, gibibytes
 from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
@@ -131,8 +131,9 @@ class Story:
         progress.gap()
         progress.line("done", duration(summary["wall_s"]) + self._standing())
         memory = gibibytes(summary["peak_memory_bytes"])
-        graph = "" if session.eager_reason else f"   {summary['recompiles']} recompiles"
-        progress.line("", f"peak memory {memory}{graph}   {self._skipped(rows)} skipped updates   {session.run.folder}")
+        graph = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
+        skipped = counted(self._skipped(rows), "skipped update")
+        progress.line("", f"peak memory {memory}{graph}   {skipped}   {session.run.folder}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
         progress.gap()
@@ -190,7 +191,8 @@ class Story:
 
     def _next(self) -> None:
         name = self.session.run.handle
-        more: list[tuple[str, ...]] = [("train", "my_texts/", "--minutes", "30")]
+        longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
+        more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
             prompt = "class Cache:" if self.python else self.prompt
             more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]

@@ -1,0 +1,64 @@
+"""Run: pytest tests/commands/test_json.py (the last line of stdout with --json, of every command that has it)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, newest, with_texts
+
+TRAIN = (
+    "schema run update tokens train_loss eval_loss eval_bits_per_byte tokens_per_s mfu peak_memory_bytes wall_s "
+    "compile_s graph_breaks recompiles device dtype params"
+)
+COMMANDS = {
+    "train --resume run": TRAIN,
+    "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s",
+    "evaluate run": "schema bits_per_byte perplexity loss tokens",
+    "check run": "schema run checkpoints",
+    "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
+    "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle monograph_version torch_version python_version",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A folder with a run that has come to its end."""
+    folder = with_texts(tmp_path_factory.mktemp("json"))
+    assert server.run(folder, "train", *TINY, "--out", "run", figures=0).code == 0
+    return folder
+
+
+def numbers(value: Any, name: str = "") -> dict[str, Any]:
+    """Every value that is no list or table, by its name with those around it."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inner is None:
+        return {name: value}
+    return {key: each for part, item in inner for key, each in numbers(item, f"{name}.{part}").items()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_last_line_is_one_object_with_its_schema(command: str, place: Path, server: CommandServer) -> None:
+    done = server.run(place, *command.split(), "--json", figures=0)
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert list(found) == COMMANDS[command].split()
+    assert found["schema"] == f"monograph.{command.split()[0]}/1"
+    for name, value in numbers(found).items():
+        if any(unit in name for unit in ("_bytes", "_per_s", "_s", "tokens", "loss", "update", "cores", "params")):
+            assert value is None or isinstance(value, int | float), name
+
+
+def test_a_damaged_checkpoint_is_an_entry_with_its_fault(place: Path, server: CommandServer) -> None:
+    weights = newest(place / "run") / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    done = server.run(place, "check", "run", "--json")
+    weights.write_bytes(whole)
+    *others, last = json.loads(done.out.splitlines()[-1])["checkpoints"]
+    assert done.code == 3 and last["name"] == "step-00000008" and "sha256" in last["fault"]
+    assert others and all(each["fault"] is None for each in others)

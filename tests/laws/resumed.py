@@ -1,0 +1,104 @@
+"""Small runs whose every bit can be compared: their settings, their outcome, and what is left of one that was cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monograph.commands.train import run as train
+from monograph.config import load
+from monograph.run.folder import Run
+
+# Seven updates and a bit make an epoch: the runs below pass two borders.
+SETTINGS = {
+    "model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2,
+    "data.source": "texts", "data.tokenizer": "bytes", "data.sequence_length": 32, "data.held_out": 0.2,
+    "train.updates": 20, "train.tokens_per_update": 256, "train.micro_batch": 4, "train.compile": "none",
+    "train.precision": "fp32", "train.save_every": 1, "train.eval_every": 4, "train.keep": 99,
+}  # fmt: skip
+OWN = SETTINGS | {"model.init": "own.py:build"}
+for size in [key for key in SETTINGS if key.startswith("model.")]:
+    del OWN[size]
+
+# A module to whose bits everything that a run's state holds matters: every kind of random number, a running mean, and
+# memory that is too small for a window that has a certain token, from which on the micro-batch is halved.
+OWN_MODULE = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, vocab_size)
+
+    def forward(self, tokens):
+        hidden = self.norm(self.embed(tokens).flatten(0, 1))
+        if self.training:
+            hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+        return self.head(self.drop(hidden))
+
+def build(vocab_size):
+    return Own(vocab_size)
+
+def loss(model, batch):
+    if len(batch["tokens"]) > 2 and batch["tokens"].sum() % 33 == 0:
+        raise torch.OutOfMemoryError("out of memory")
+    targets = batch["targets"].flatten()
+    logits = model(batch["tokens"])
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+"""
+TIMES = {"tokens_per_s", "wall_s"}
+
+
+def write_inputs(folder: Path) -> None:
+    words, draws = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"], random.Random(0)
+    (folder / "texts").mkdir()
+    for number in range(14):
+        text = " ".join(draws.choice(words) for _ in range(24))
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    (folder / "own.py").write_text(OWN_MODULE)
+
+
+def fingerprint(folder: Path) -> dict[str, Any]:
+    """All that a finished run holds, times aside."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    names = ("model.safetensors", "optimizer.safetensors")
+    files = {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in names}
+    state = json.loads((newest / "state.json").read_text())
+    for key in ("elapsed_s", "metrics_offset"):  # the times' digits are in the offset
+        del state[key]
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in Run(folder).rows()]
+    assert "summary" in rows.pop(), "the run did not come to its end"
+    return {"newest": newest.name, **files, "state": state, "rows": rows}
+
+
+def start(out: str, settings: dict[str, Any], **options: Any) -> None:
+    assert train(load(None, settings, {}), out=Path(out), resume=None, from_=None, json=False, **options) == 0
+
+
+def resume(run: str) -> None:
+    for draw in (torch.rand, random.random):  # a new process has other random numbers
+        draw(1) if draw is torch.rand else draw()
+    assert train(load(None, {}, {}), out=None, resume=run, from_=None, json=False) == 0
+
+
+def cut_back(whole: str, to: str, update: int) -> None:
+    """What is left of a run that is killed right after it saved `update`; its metrics may be further."""
+    shutil.copytree(whole, to)
+    metrics = Path(to) / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"summary"' not in line))
+    for path in (Path(to) / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > update:
+            shutil.rmtree(path)
