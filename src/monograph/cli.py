@@ -245,9 +245,9 @@ def _wrong_arguments(error: Any) -> str:
 
 def _fail(message: str, code: int) -> int:
     """One line on stderr, its first word red on a terminal."""
-    from monograph.run.screen import takes_escapes
+    from monograph.run.screen import takes_colour
 
-    label = "\033[31merror:\033[0m" if takes_escapes(sys.stderr) else "error:"
+    label = "\033[31merror:\033[0m" if takes_colour(sys.stderr) else "error:"
     print(label, " ".join(message.split()), file=sys.stderr)
     return code
 

@@ -162,14 +162,17 @@ def test_a_terminal_shows_that_a_stage_is_alive(monkeypatch: pytest.MonkeyPatch)
     assert "whole step   0.0 s" in drawn and "whole step   1.0 s" in drawn
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_plain_lines_of_the_terminals_width_where_no_escapes_are_wanted(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
-) -> None:
-    with terminal(monkeypatch, COLUMNS="60", **environment) as (stream, arrived):
+def test_plain_lines_of_the_terminals_width_where_no_escapes_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, COLUMNS="60", TERM="dumb") as (stream, arrived):
         speak(Progress(stream), pause_s=0.1)
     assert "\x1b" not in arrived[0]
     assert max(screen.cell_len(line) for line in arrived[0].splitlines()) == 59
+
+
+def test_redrawn_without_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch, NO_COLOR="1") as (stream, arrived):
+        speak(Progress(stream), pause_s=0.1)
+    assert "\x1b" in arrived[0] and not COLOUR.search(arrived[0])
 
 
 def test_what_is_redrawn_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:

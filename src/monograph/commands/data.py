@@ -11,7 +11,7 @@ from monograph.data.show import render_row
 from monograph.errors import UsageError
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
-from monograph.run.screen import takes_escapes
+from monograph.run.screen import takes_colour
 from monograph.session.choices import sized
 
 
@@ -31,7 +31,7 @@ def show(settings: Settings, *, row: int | None) -> int:
         print(f"held out: {files}, {stats.held_out_bytes:,} bytes, {rows}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
-    print(render_row(corpus, row or 0, colour=takes_escapes(sys.stdout)))
+    print(render_row(corpus, row or 0, colour=takes_colour(sys.stdout)))
     return 0
 
 

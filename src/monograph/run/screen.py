@@ -75,14 +75,19 @@ class _Stream:
 
 
 def takes_escapes(stream: TextIO | _Stream) -> bool:
-    """Whether `stream` may be sent escape sequences: a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    """Whether `stream` may be sent escape sequences: a terminal that is not dumb."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def takes_colour(stream: TextIO | _Stream) -> bool:
+    """Whether those sequences may be colours: not with NO_COLOR (no-color.org)."""
+    return takes_escapes(stream) and not os.environ.get("NO_COLOR")
 
 
 class Screen:
     """Prints lines to `stream` (default: standard error) and keeps one region live below them.
 
-    Plain lines, without colour and without redrawing, where the stream takes no escapes.
+    Plain lines, without colour and without redrawing, where the stream takes no escapes; no colour with NO_COLOR.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -93,7 +98,7 @@ class Screen:
         self._console = Console(
             file=self._stream,  # type: ignore[arg-type]
             force_terminal=self.is_live,
-            color_system="auto" if self.is_live else None,
+            color_system="auto" if takes_colour(self._stream) else None,
             width=None if self._is_terminal else WIDTH,
             markup=False,
             highlight=False,
