@@ -13,8 +13,8 @@ from torch import Tensor
 # A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
 # cache, large enough that the matrix products keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the whole gradient of the
-# weight, [V, D]. Twelve are enough for an eighth of the dense logits' memory (benchmarks/loss.py).
+# The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the weight's whole
+# gradient, [V, D]. Twelve are enough for an eighth of the dense logits' memory (benchmarks/loss.py).
 MAX_CHUNKS = 12
 
 
