@@ -14,8 +14,9 @@ from torch import Tensor
 # cache, large enough that the matrix products keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the weight's whole
-# gradient, [V, D]. Twelve are enough for an eighth of the dense logits' memory (benchmarks/loss.py).
-MAX_CHUNKS = 12
+# gradient, [V, D]. Eight are enough for an eighth of what dense logits take (benchmarks/loss.py).
+MAX_CHUNKS = 8
+SOFTMAX_BYTES = 8 * 2**20  # of fp32 logits that are normalised at once where that is done in place
 
 
 def linear_cross_entropy(
@@ -122,7 +123,10 @@ def _chunk_gradients(
 @torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left^T @ right to `total`, over any leading dimensions."""
-    total.add_(left.mT @ right)
+    if total.ndim == 2 and total.dtype == left.dtype:
+        total.addmm_(left.mT, right)
+    else:
+        total.add_(left.mT @ right)
 
 
 @_add_product_.register_fake
@@ -154,7 +158,9 @@ def _eager_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The same in place: a fresh [C, V] tensor costs a CPU more in page faults than the arithmetic on it."""
-    log_CV = (hidden_CD @ weight_VD.T).to(dtype).log_softmax(-1)
+    log_CV = (hidden_CD @ weight_VD.T).to(dtype)
+    for rows in log_CV.split(max(1, SOFTMAX_BYTES // (4 * weight_VD.shape[0]))):
+        rows.copy_(rows.log_softmax(-1))
     chosen_C1 = targets_C.unsqueeze(-1)
     losses_C = -log_CV.gather(-1, chosen_C1).squeeze(-1)
     minus_one_C1 = torch.full_like(losses_C, -1.0).unsqueeze(-1)
