@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
 from monograph import compat, device
 from monograph.graph import matmul
@@ -37,7 +39,10 @@ def test_captured_gradients_are_as_exact_as_eager_ones(monkeypatch):
         taken.append(len(graph.find_nodes(op="call_function", target=torch.ops.monograph.matmul.default)))
 
     monkeypatch.setattr(matmul, "rewrite", counting)
-    for config, cache in ((torch._inductor.config, "fx_graph_cache"), (functorch, "enable_autograd_cache")):
+    for config, cache in (
+        (torch._inductor.config, "fx_graph_cache"),
+        (torch._functorch.config, "enable_autograd_cache"),
+    ):
         monkeypatch.setattr(config, cache, False)  # a graph from a cache is not rewritten again
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 256), torch.randn(128, 256)
