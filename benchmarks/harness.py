@@ -130,10 +130,15 @@ def interleaved(
     Warm the cases before.
     """
     times: dict[str, list[Timing]] = {name: [] for name in cases}
-    for index in range(rounds):
-        for name in list(cases)[:: 1 if index % 2 == 0 else -1]:
-            times[name].append(timed(cases[name], device))
+    for name in turns(cases, rounds):
+        times[name].append(timed(cases[name], device))
     return times
+
+
+def turns(names: Iterable[str], rounds: int) -> list[str]:
+    """Every name once a round, the order turned round every time: a b c, c b a, a b c."""
+    there = list(names)
+    return [name for index in range(rounds) for name in there[:: 1 if index % 2 == 0 else -1]]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -17,10 +18,12 @@ import pytest
 import torch
 
 from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "first_run", "harness", "loss", "start", "steps", "systems", "train")
+SCRIPTS = ("accumulation", "contestants", "first_run", "harness", "loss", "peer_litgpt", "peers", "rounds", "start")
+SCRIPTS += ("steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -131,6 +134,36 @@ def test_a_case_that_fails_says_why_and_loses_nothing_else(script, monkeypatch):
     assert train.row(failed, [failed])[1] == failed["error"]
 
 
+def test_train_peers(script, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(
+        script("contestants").SYSTEMS, "lightning", script("contestants").System(None, ("no_such_peer",))
+    )
+    systems = ["--systems", "monograph", "plain loop", "trainer", "lightning", "--modes", "eager"]
+    found = smoke(script("train_peers"), monkeypatch, tmp_path / "found.json", *systems)
+    cases = {case["system"]: case for case in found["cases"]}
+    assert cases.pop("lightning")["error"] == "not measured: no_such_peer missing"
+    assert "missing: no_such_peer. pip install" in capsys.readouterr().out
+    assert len({case["parameters"] for case in cases.values()}) == 1
+    assert all(len(case["rounds"]) == 2 and case["step_peak_bytes"] > 0 for case in cases.values()), cases
+    # Trainer scales its own models' losses right; a mean of means over padded micro-batches is another gradient.
+    assert max(cases[name]["gradient_error"] for name in ("monograph", "trainer")) < 1e-6
+    assert cases["plain loop"]["gradient_error"] > 0.01
+
+
+def test_peer_shapes_are_the_promised_ones(script):
+    peers = script("train_peers")
+    for name, tokens in (("overhead", 512), ("overhead x4", 512), ("compute", 1024)):
+        case = peers.CASES[name]
+        assert case.shape.tokens_per_update == tokens
+        assert all(len(text) == case.shape.length + 1 for text in peers.documents(case))
+    ragged = peers.CASES["ragged"]
+    lengths = sorted(len(text) - 1 for text in peers.documents(ragged))
+    assert lengths[len(lengths) // 2] == pytest.approx(ragged.shape.length / 4, rel=0.1)
+    per_update = sum(lengths) / len(lengths) * ragged.shape.micro_batch * ragged.shape.micro_batches
+    assert per_update == pytest.approx(ragged.rows * ragged.shape.length, rel=0.1)
+
+
 def test_first_run(script, monkeypatch, tmp_path):
     source = tmp_path / "text"
     source.mkdir()
@@ -218,6 +251,65 @@ def test_pace_times_its_rounds_and_nothing_before_them(script, monkeypatch):
         ended.append(pace.updated())
     assert pace.first_s == 100.0 and pace.seconds == [1.5, 1.5, 1.5]
     assert ended == [False] * 10 + [True]
+
+
+def test_a_process_answers_after_each_round_and_waits_for_the_next(script, monkeypatch):
+    rounds = script("rounds")
+    now, reply = 0.0, io.StringIO()
+    monkeypatch.setattr(rounds, "clock", lambda: now)
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"updates": 3}\n{"updates": 1}\n'))
+    orders = rounds.Orders(reply, 2, targets=lambda: int(10 * now), ready=lambda: {"parameters": 7})
+    for _ in range(2 + 3):
+        now += 2.0
+        orders.updated()
+    warm, round_ = map(json.loads, reply.getvalue().splitlines())
+    assert (warm["wall_s"], warm["targets"], warm["parameters"]) == (4.0, 40, 7)
+    assert (round_["wall_s"], round_["targets"], "parameters" in round_) == (6.0, 60, False)
+
+
+def test_litgpts_names_there_and_back(script):
+    names = script("peer_litgpt")
+    config = LlamaConfig.preset("nano", tie_word_embeddings=False)
+    weights = Llama(config).state_dict()
+    theirs = names.to_litgpt(weights)
+    assert len(theirs) == len(weights) - 2 * config.num_hidden_layers  # query, key and value are one
+    back = names.from_litgpt(theirs, config)
+    assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_a_peers_time_ends_its_schedule(script, monkeypatch):
+    quality = script("time_to_quality")
+    now = 0.0
+    monkeypatch.setattr(quality, "clock", lambda: now)
+    timer = quality.Timer(100.0)
+    for _ in range(quality.WARM_UP):
+        now += 50.0
+        timer.updated()
+    factors = []
+    with pytest.raises(script("peers").Finished):
+        for index in range(200):
+            factors.append(timer.factor(index))
+            now += 1.0
+            timer.updated()
+    assert len(factors) == 100 and factors[0] < factors[5] > factors[50] > factors[99]
+    assert factors[99] == pytest.approx(quality.FINAL, abs=0.01)
+
+
+def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_path):
+    quality = script("time_to_quality")
+    journal, args = quality.Journal(tmp_path / "lines", 5.0), Namespace(seeds=[0, 1], lrs=[1e-3, 2e-3])
+    trainings = list(quality.first_round(args, ["monograph", "trainer"]))
+    assert [each[1:] for each in trainings] == [(None, 0), (None, 1), (1e-3, 0), (2e-3, 0)]
+    for training, bits in zip(trainings, (1.80, 1.82, 1.95, 1.90), strict=True):
+        journal.add(training._asdict() | {"minutes": 5.0, "bits_per_byte": bits, "tokens": 1})
+    [repeated] = quality.second_round(args, ["monograph", "trainer"], journal)
+    assert repeated == quality.Training("trainer", 2e-3, 1) and journal.find(repeated) is None
+    journal.add(repeated._asdict() | {"minutes": 5.0, "bits_per_byte": 1.92, "tokens": 1})
+    again = quality.Journal(tmp_path / "lines", 5.0)
+    assert again.find(repeated) and not quality.Journal(tmp_path / "lines", 3.0).entries
+    cases = [quality.summary(args, name, again) for name in ("monograph", "trainer")]
+    assert quality.verdict(cases).startswith("Monograph is ahead: +0.1000")
+    assert quality.verdict([cases[0], cases[1] | {"mean": 1.83}]).startswith("no difference")
 
 
 def test_a_crossing_is_where_the_curve_stays_below(script):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 def captured_graphs() -> int:
     """How many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
@@ -33,3 +36,24 @@ def cache_custom_functions() -> None:
     import torch._functorch.config as config
 
     config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def graph_pass(rewrite: Callable[[Any], None], file: str) -> object:
+    """A function that rewrites traced graphs, as Inductor takes it; `file` holds it, and its hash keys the cache."""
+    import torch._inductor.custom_graph_pass as passes
+
+    class Pass(passes.CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> bytes:
+            return passes.get_hash_for_files((file,))
+
+    return Pass()
+
+
+def onednn_matmul(left: Any, right: Any) -> Any:
+    """Product of left [N, K] and right [K, M], fp32 on a CPU, by oneDNN, which torch itself asks only for bf16."""
+    import torch
+
+    return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")

@@ -220,3 +220,10 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def mkl_is_slow() -> bool:
+    """Whether torch's MKL leaves half of this CPU's vector width idle: on AMD's with AVX-512 (docs/log.md)."""
+    _, flags = _cpu_model()
+    built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

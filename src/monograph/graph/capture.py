@@ -10,6 +10,7 @@ import torch
 
 from monograph import compat
 from monograph.errors import UsageError
+from monograph.graph import matmul
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 # What an object may have for `capture` to replace: the training step's three functions.
@@ -49,7 +50,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
     compat.cache_custom_functions()
-    graph = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    options = matmul.passes() if backend == "inductor" else None
+    graph = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
     def captured(*arguments: Any) -> Any:

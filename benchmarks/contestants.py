@@ -1,0 +1,42 @@
+"""The systems that are compared: how each trains, the packages that it needs, and how to install what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+from peer_litgpt import litgpt
+from peers import Task, lightning, monograph, plain, trainer, trainer_module
+
+
+class System(NamedTuple):
+    """A system: how it trains, and the packages that it needs."""
+
+    fit: Callable[[Task], None]
+    packages: tuple[str, ...] = ()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of its packages."""
+        return {name: importlib.metadata.version(name) for name in self.packages}
+
+    @property
+    def missing(self) -> list[str]:
+        """Packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+
+
+SYSTEMS = {
+    "monograph": System(monograph),
+    "plain loop": System(plain),
+    "trainer": System(trainer, ("transformers", "accelerate")),
+    "trainer, own module": System(trainer_module, ("transformers", "accelerate")),
+    "lightning": System(lightning, ("lightning",)),
+    "litgpt": System(litgpt, ("litgpt", "lightning", "jsonargparse", "requests")),
+}
+HOW_TO_INSTALL = (
+    "pip install -e '.[peers]' -c constraints.txt; and, because litgpt asks for older companions than it needs, "
+    "pip install -c constraints.txt --no-deps litgpt jsonargparse docstring_parser typeshed_client importlib_resources"
+)

@@ -1,0 +1,206 @@
+"""Rounds of updates in processes that stay: each system holds its training in one of its own and goes on when told to.
+
+So rounds of many systems interleave, though each loop belongs to its system, and no round pays for compiling. A process
+that is not asked waits on a pipe and uses no CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+from unittest import mock
+
+import harness
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import monograph.resident
+from monograph.device import clock
+from monograph.loss import token_loss
+from monograph.measure.memory import LiveBytes
+from monograph.model.llama import Llama
+
+# Operators that only look at memory in another shape, or only allocate it: nothing is launched for them.
+QUIET = (
+    "aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::as_strided", "aten::reshape", "aten::expand",
+    "aten::slice", "aten::select", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::narrow", "aten::t",
+    "aten::transpose", "aten::permute", "aten::unsqueeze", "aten::squeeze", "aten::detach", "aten::alias", "detach",
+    "aten::unflatten", "aten::lift_fresh", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::resize_",
+    "aten::set_", "aten::result_type", "aten::is_nonzero", "aten::item", "aten::_local_scalar_dense", "aten::new_empty",
+    "aten::unbind", "aten::resolve_conj", "aten::resolve_neg", "aten::_has_compatible_shallow_copy_type",
+)  # fmt: skip
+
+# Launched as one, though it calls operators that prepare it.
+ONE_KERNEL = ("mkldnn::_linear_pointwise",)
+
+
+class Orders:
+    """The side of the process that trains: `updated()` counts, answers when a round is done and waits for an order.
+
+    The first answer comes after `warm_up` updates. Orders: {"updates": n} times n of them, {"watch": "kernels"} and
+    {"watch": "bytes"} look at one; the end of the input ends the process.
+    """
+
+    def __init__(self, reply: TextIO, warm_up: int, targets: Callable[[], int], ready: Callable[[], dict[str, Any]]):
+        self.reply, self.targets, self.ready = reply, targets, ready
+        self.left, self.order = warm_up, {"warm_up": warm_up}
+        self.began, self.cpu, self.counted, self.watch = clock(), time.process_time(), 0, None
+
+    def updated(self) -> None:
+        """To be called after each update."""
+        self.left -= 1
+        if self.left:
+            return
+        wall, cpu = clock() - self.began, time.process_time() - self.cpu
+        answer: dict[str, Any] = {"wall_s": wall, "cpu_s": cpu, "targets": self.targets() - self.counted}
+        if "warm_up" in self.order:
+            answer |= self.ready()
+        if self.watch is not None:
+            self.watch.__exit__(None, None, None)
+            answer[self.order["watch"]] = seen(self.watch)
+        self.reply.write(json.dumps(answer) + "\n")
+        self.reply.flush()
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # no system's own end: it would save, print or wait
+        self.order = json.loads(line)
+        self.left, self.watch = self.order.get("updates", 1), watch(self.order.get("watch"))
+        self.counted, self.cpu, self.began = self.targets(), time.process_time(), clock()
+
+
+def watch(what: str | None) -> Any:
+    """What counts kernels or bytes, begun; None for nothing."""
+    if what is None:
+        return None
+    watching = LiveBytes() if what == "bytes" else profile(activities=[ProfilerActivity.CPU], acc_events=True)
+    watching.__enter__()
+    return watching
+
+
+def seen(watching: Any) -> int:
+    """The most bytes at a moment beyond what was there before; or the operators and compiled kernels that ran.
+
+    An operator that another one calls is counted, the caller is not.
+    """
+    if isinstance(watching, LiveBytes):
+        return watching.peak_bytes
+    leaves = [event.name for event in watching.events() if not event.cpu_children or event.name in ONE_KERNEL]
+    return sum(name.startswith(("aten::", "cpp_", "graph_", *ONE_KERNEL)) and name not in QUIET for name in leaves)
+
+
+class FirstGradient:
+    """Keeps the gradient of a system's first update, before it is clipped, and its relative error against float64."""
+
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+        self._clip, self._update = torch.nn.utils.clip_grad_norm_, monograph.resident.update
+
+    def __enter__(self) -> FirstGradient:
+        def clip(*arguments: Any, **options: Any) -> Tensor:
+            self._keep()
+            return self._clip(*arguments, **options)
+
+        def update(step: Any) -> Any:
+            self._keep()
+            return self._update(step)
+
+        self._patches = [
+            mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip),
+            mock.patch.object(monograph.resident, "update", update),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        mock.patch.stopall()
+
+    def _keep(self) -> None:
+        mock.patch.stopall()  # every later update is the system's alone
+        for name, parameter in self.model().named_parameters():
+            assert parameter.grad is not None, name
+            self.gradients[name.removeprefix("net.")] = parameter.grad.detach().double().clone()
+
+
+def large_batch(model: Llama, documents: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The gradient of the mean loss over all targets, every document alone, in float64, by parameter name."""
+    model = model.double()
+    total = sum(len(targets) for _, targets in documents)
+    for inputs, targets in documents:
+        loss, _ = token_loss(model, {"tokens": inputs[None], "targets": targets[None]})
+        (loss / total).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """|found - expected| / |expected| over all parameters together."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    difference = sum(float((found[name] - expected[name]).square().sum()) for name in found)
+    return (difference / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5
+
+
+class Child:
+    """The side that gives orders: one system in a process of its own."""
+
+    def __init__(self, command: list[str], threads: int, environment: dict[str, str]) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        limits = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=os.environ | limits | environment,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """What it says after its warm-up or an order.
+
+        Raises:
+            ChildFailed: it ended instead.
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line:
+            return dict(json.loads(line))
+        self.process.wait()
+        self.errors.seek(0)
+        told = [each for each in self.errors.read().decode(errors="replace").splitlines() if each.strip()]
+        self.end()
+        raise ChildFailed(told[-1] if told else f"exit code {self.process.returncode}", told[-40:])
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        """Let it go."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        self.errors.close()
+
+
+class ChildFailed(Exception):
+    """A system's process ended; its last words, and the lines before them."""
+
+
+def interleaved(children: dict[str, Child], updates: dict[str, int], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Every child once a round, `updates` of each, in `harness.turns`' order."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
+    for name in harness.turns(children, rounds):
+        answers[name].append(children[name].ask(updates=updates[name]))
+    return answers

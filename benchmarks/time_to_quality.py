@@ -1,0 +1,275 @@
+"""Held-out bits per byte after a fixed time: Monograph at its defaults beside each peer at its best learning rate.
+
+Python's standard library, the same split and tokenizer; everybody trains the default model (`micro`, the same initial
+weights), in bf16 where the processor has it, on updates of as many tokens, on one process and `--threads` threads each.
+Monograph is `monograph train --minutes M`, its evaluations, samples and checkpoints inside the time. The peers get M
+minutes of updates, compiled before, on rows cut from the concatenated documents, with warm-up and a cosine to a
+twentieth that follow the clock, so that each ends its schedule just in time. The weights of all are scored by the same
+code on all held-out text. A peer tries every rate with the first seed and repeats the best with the others.
+
+Every finished training is a line of `--journal`; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from contestants import HOW_TO_INSTALL, SYSTEMS
+from peer_litgpt import from_litgpt
+from peers import Finished, Task, after_each_step
+from systems import Shape
+
+from monograph import planner
+from monograph.data.corpus import Corpus, corpus
+from monograph.device import clock, describe
+from monograph.evaluation import evaluate
+from monograph.graph.precision import Precision
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.resident import Resident
+from monograph.schedule import warmup_cosine
+from monograph.session.session import FINAL
+
+PEERS = ("plain loop", "trainer", "lightning", "litgpt")
+LENGTH = 256
+WARM_UP = 5  # updates before a peer's clock starts: it compiles
+TICKS = 1000  # of the schedule over the whole time
+
+
+class Training(NamedTuple):
+    """One training run; Monograph chooses its rate itself."""
+
+    system: str
+    lr: float | None
+    seed: int
+
+
+# ── one training, in a process of its own ─────────────────────────────────────────────────────────
+
+
+class Timer:
+    """Ends a peer's training when its time is over, and sets its learning rate by the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.updates, self.began = seconds, 0, 0.0
+        self._factor = warmup_cosine(TICKS // 20, TICKS, FINAL)
+
+    def updated(self) -> None:
+        """To be called after each update.
+
+        Raises:
+            Finished: the time is over.
+        """
+        self.updates += 1
+        if self.updates == WARM_UP:
+            self.began = clock()
+        if self.updates > WARM_UP and clock() - self.began >= self.seconds:
+            raise Finished
+
+    def factor(self, index: int) -> float:
+        """The schedule's factor now, whatever the update's index."""
+        share = (clock() - self.began) / self.seconds if self.updates >= WARM_UP else 0.0
+        return self._factor(int(TICKS * min(1.0, share)))
+
+
+def peer(training: Training, minutes: float) -> dict[str, Any]:
+    """A peer's run: its weights, by Hugging Face's names, scored by `evaluate`."""
+    text = corpus("stdlib", tokenizer=f"bpe:{planner.DEFAULT.vocabulary}", sequence_length=LENGTH)
+    sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
+    config = LlamaConfig.preset(planner.DEFAULT.preset, **sizes)
+    shape = Shape(config, LENGTH, micro_batch=planner.DEFAULT.tokens_per_update // LENGTH, micro_batches=1)
+    precision, timer = planner.precision(describe()), Timer(60 * minutes)
+    task = Task(
+        shape, blocks(text, training.seed), text.train, ragged=False, compiled=True, updated=timer.updated,
+        lr=training.lr or 0.0, schedule=timer.factor, precision=precision, seed=training.seed,
+    )  # fmt: skip
+    with after_each_step(task), suppress(Finished):
+        SYSTEMS[training.system].fit(task)
+    seconds, model = clock() - timer.began, Llama(shape.config)
+    assert task.model is not None
+    weights = {name.replace("_orig_mod.", ""): tensor for name, tensor in task.model.state_dict().items()}
+    model.load_state_dict(from_litgpt(weights, shape.config) if training.system == "litgpt" else weights)
+    found = evaluate(Resident(model, precision=Precision(precision)), text.held_out)
+    tokens = timer.updates * planner.DEFAULT.tokens_per_update
+    return {"bits_per_byte": found.bits_per_byte, "tokens": tokens, "seconds": seconds}
+
+
+def blocks(text: Corpus, seed: int) -> list[torch.Tensor]:
+    """Rows of T + 1 tokens of all training documents behind one another, shuffled: what most training scripts cut."""
+    stream = torch.from_numpy(text.train._side.tokens.astype("int64"))
+    rows = stream[: len(stream) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    return list(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))])
+
+
+def ours(training: Training, minutes: float) -> dict[str, Any]:
+    """`monograph train`, as anybody calls it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "monograph", "train", "--minutes", str(minutes), "--json"]
+        command += [f"train.seed={training.seed}", "--out", str(Path(folder, "run"))]
+        environment = os.environ | {"PYTHONPATH": str(harness.ROOT / "src")}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {"bits_per_byte": told["eval_bits_per_byte"], "tokens": told["tokens"], "seconds": told["wall_s"]}
+
+
+# ── all of them ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Journal:
+    """The finished trainings of earlier sittings and this one."""
+
+    def __init__(self, path: Path, minutes: float) -> None:
+        self.path, self.minutes, self._lock = path, minutes, Lock()
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.entries = [entry for entry in map(json.loads, lines) if entry["minutes"] == minutes]
+
+    def find(self, training: Training) -> dict[str, Any] | None:
+        """Its line, if it is there."""
+        wanted = training._asdict()
+        return next((entry for entry in self.entries if wanted.items() <= entry.items()), None)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append a line."""
+        with self._lock, self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+            self.entries.append(entry)
+
+    def best_rate(self, system: str, seed: int) -> float:
+        """The learning rate with which a system's first seed went best."""
+        tried = [e for e in self.entries if e["system"] == system and e["seed"] == seed and "error" not in e]
+        return float(min(tried, key=lambda entry: entry["bits_per_byte"])["lr"])
+
+
+def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> None:
+    """Those that are not in the journal yet, `--jobs` at once."""
+
+    def one(training: Training) -> None:
+        command = [sys.executable, __file__, "--minutes", str(args.minutes), "--threads", str(args.threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        done = subprocess.run(
+            [*command, "--train", json.dumps(training)], capture_output=True, text=True, env=environment
+        )
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        if done.returncode:
+            print(f"{training}: {lines[-1] if lines else done.returncode}", file=sys.stderr, flush=True)
+            return  # no line: the next sitting tries again
+        entry = training._asdict() | {"minutes": args.minutes} | json.loads(done.stdout.splitlines()[-1])
+        journal.add(entry)
+        print(f"{training}: {entry['bits_per_byte']:.4f}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, [each for each in trainings if journal.find(each) is None]))
+
+
+def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
+    """Monograph with every seed, every peer with every rate and the first seed."""
+    for system in systems:
+        if system == "monograph":
+            yield from (Training(system, None, seed) for seed in args.seeds)
+        else:
+            yield from (Training(system, lr, args.seeds[0]) for lr in args.lrs)
+
+
+def second_round(args: Namespace, systems: list[str], journal: Journal) -> Iterator[Training]:
+    """Every peer's best rate with the other seeds."""
+    for system in systems:
+        if system != "monograph" and any(e["system"] == system for e in journal.entries):
+            rate = journal.best_rate(system, args.seeds[0])
+            yield from (Training(system, rate, seed) for seed in args.seeds[1:])
+
+
+def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | None:
+    """A system's trainings at its best rate; None where there are none."""
+    there = [e for e in journal.entries if e["system"] == system and e["seed"] in args.seeds]
+    if not there:
+        return None
+    rate = None if system == "monograph" else journal.best_rate(system, args.seeds[0])
+    chosen = [entry for entry in there if entry["lr"] == rate]
+    bits = [entry["bits_per_byte"] for entry in chosen]
+    tokens = statistics.median(entry["tokens"] for entry in chosen)
+    deviation = statistics.stdev(bits) if len(bits) > 1 else None
+    return {"system": system, "lr": rate, "mean": statistics.mean(bits), "deviation": deviation, "tokens": tokens} | {
+        "bits_per_byte": bits, "rates": {str(e["lr"]): e["bits_per_byte"] for e in there if e["seed"] == args.seeds[0]}
+    }  # fmt: skip
+
+
+def verdict(cases: list[dict[str, Any]]) -> str:
+    """Monograph against the best peer; a difference below twice its standard error is none."""
+    own = next((case for case in cases if case["system"] == "monograph"), None)
+    peers = [case for case in cases if case["system"] != "monograph"]
+    if own is None or not peers:
+        return "no verdict: Monograph and a peer are needed"
+    best = min(peers, key=lambda case: case["mean"])
+    gap = best["mean"] - own["mean"]
+    if own["deviation"] is None or best["deviation"] is None:
+        return (
+            f"Monograph {own['mean']:.4f}, best peer {best['system']} {best['mean']:.4f}: two seeds are needed to judge"
+        )
+    error = sum(c["deviation"] ** 2 / len(c["bits_per_byte"]) for c in (own, best)) ** 0.5
+    word = "no difference" if abs(gap) < 2 * error else "Monograph is ahead" if gap > 0 else "Monograph is behind"
+    return f"{word}: {gap:+.4f} bits per byte against {best['system']}, standard error {error:.4f}"
+
+
+def print_summary(cases: list[dict[str, Any]]) -> None:
+    """The table and the verdict."""
+    rows = []
+    for case in sorted(cases, key=lambda each: each["mean"]):
+        spread = "-" if case["deviation"] is None else f"{case['deviation']:.4f}"
+        rate = "its own" if case["lr"] is None else f"{case['lr']:g}"
+        row = [case["system"], f"{case['mean']:.4f}", spread, str(len(case["bits_per_byte"])), rate]
+        rows.append([*row, f"{case['tokens'] / 1e6:.2f}"])
+    harness.print_table(["", "bits/byte", "deviation", "seeds", "lr", "M tokens"], rows)
+    print(verdict(cases))
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    parser = harness.arguments(__doc__)
+    everybody = ("monograph", *PEERS)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each training")
+    parser.add_argument("--only", nargs="+", choices=everybody, default=list(everybody), metavar="SYSTEM")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="that a peer tries")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
+    parser.add_argument("--threads", type=int, default=1, help="of each")
+    parser.add_argument("--journal", type=Path, default=Path("time_to_quality.jsonl"), help="finished trainings")
+    parser.add_argument("--train", metavar="JSON", help="one training, in this process")
+    args = parser.parse_args()
+    if args.smoke:
+        args.minutes, args.seeds, args.lrs = 0.05, args.seeds[:1], args.lrs[1:2]
+    if args.train:
+        training = Training(*json.loads(args.train))
+        torch.set_num_threads(args.threads)
+        reply = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what systems print is no answer
+        print(json.dumps((ours if training.system == "monograph" else peer)(training, args.minutes)), file=reply)
+        return
+    found = harness.result("time-to-quality", {"minutes": args.minutes, "seeds": args.seeds, "lrs": args.lrs})
+    harness.print_machine(found)
+    systems = [name for name in args.only if not SYSTEMS[name].missing]
+    if missing := sorted({package for name in args.only for package in SYSTEMS[name].missing}):
+        print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")
+    journal = Journal(args.journal, args.minutes)
+    train_all(args, journal, list(first_round(args, systems)))
+    train_all(args, journal, list(second_round(args, systems, journal)))
+    found["cases"] = [each for name in args.only if (each := summary(args, name, journal))]
+    harness.write(args.out, found)
+    print_summary(found["cases"])
+
+
+if __name__ == "__main__":
+    main()
