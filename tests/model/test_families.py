@@ -309,10 +309,13 @@ def test_a_key_that_the_family_would_lose_is_refused(values, said):
     [
         (
             {"vocab_size": 65},
-            r"lm_head.weight has shape \[64, 32\], but config.json makes it \[65, 32\] \(vocab_size,",
+            r"lm_head.weight has shape \[64, 32\], expected \[65, 32\] by config.json \(vocab_size,",
         ),
-        ({"head_dim": 8}, r"k_norm.weight has shape \[6\], but config.json makes it \[8\] \(head_dim\)"),
-        ({"num_key_value_heads": 4}, r"makes it \[24, 32\] \(num_key_value_heads \* head_dim, hidden_size\)"),
+        ({"head_dim": 8}, r"k_norm.weight has shape \[6\], expected \[8\] by config.json \(head_dim\)"),
+        (
+            {"num_key_value_heads": 4},
+            r"expected \[24, 32\] by config.json \(num_key_value_heads \* head_dim, hidden_size\)",
+        ),
         ({"attention_bias": True}, r"12 missing in the weights of a qwen3, the first is .*k_proj.bias'"),
         ({"model_type": "qwen2"}, r"9 missing in the weights of a qwen2, the first is .*k_proj.bias'"),
         ({"model_type": "llama"}, r"6 unexpected in the weights of a llama, the first is .*k_norm.weight'"),

@@ -196,7 +196,7 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
         expected = config.shape_of(axes[name])
         if tensor.shape != expected:
             raise InputRefused(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, but {said_by} makes it {list(expected)} "
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} "
                 f"({', '.join(axes[name])})"
             )
         if tensor.dtype not in DTYPES:
