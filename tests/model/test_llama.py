@@ -26,6 +26,7 @@ SMALL = LlamaConfig(
     initializer_range=0.3,
     tie_word_embeddings=True,
 )
+WINDOWED = replace(SMALL, model_type="qwen3", sliding_window=3, layer_types=("sliding_attention", "full_attention"))
 # What Dynamo itself does to an input that is no leaf.
 DYNAMO_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
 VMAP_LOOP = "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning"
@@ -149,8 +150,9 @@ def test_members_under_vmap_equal_each_model_alone(impl, compiled):
 
 
 @pytest.mark.filterwarnings(DYNAMO_GRAD)
-def test_one_graph_serves_every_batch_and_one_every_block():
-    model, tokens = Llama(SMALL), _tokens(SMALL)
+@pytest.mark.parametrize("config", [SMALL, WINDOWED], ids=["llama", "windows"])
+def test_one_graph_serves_every_batch_and_one_every_block(config):
+    model, tokens = Llama(config), _tokens(SMALL)
     torch.compiler.reset()
     whole, block = CompileCounter(), CompileCounter()
     compiled = torch.compile(model, backend=whole, fullgraph=True, dynamic=False)
