@@ -107,7 +107,7 @@ class LlamaConfig:
             )
 
     def _check_windows(self) -> None:
-        for name in _OF_SOME:
+        for name in sorted(_OF_SOME):
             if getattr(self, name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:

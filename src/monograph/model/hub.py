@@ -70,11 +70,23 @@ def read_config(folder: str | Path) -> LlamaConfig:
         raise InputRefused(f"{path}: {error}") from None
 
 
+def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
+    """The shape of the model in a folder, and its tensors, not read yet, which agree with it in name, shape and dtype.
+
+    Raises:
+        InputRefused: as `load_model`.
+    """
+    config = read_config(folder)
+    stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
+    check_headers(stored, config, Path(folder))
+    return config, stored
+
+
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     """The model of a Hugging Face folder, on the CPU.
 
-    Nothing is built before names, shapes and dtypes in the headers of the weight files agree with config.json, and no
-    second copy of the weights is made beyond one tensor at a time.
+    Nothing is built before the headers of the weight files agree with config.json, and no second copy of the weights is
+    made beyond one tensor at a time.
 
     Args:
         folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
@@ -84,9 +96,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
         InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    stored = {name: tensor for name, tensor in read_headers(folder).items() if not _DERIVED.fullmatch(name)}
-    check_headers(stored, config, folder)
+    config, stored = read_headers_of(folder)
     kinds = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")

@@ -72,7 +72,7 @@ class Recipe(NamedTuple):
         elif is_weight_file(self.init):
             torch_file.read(Path(self.init), self.sizes)
         elif run_named(self.init) is None:
-            hub.read_config(self.init)
+            hub.read_headers_of(self.init)
         return self
 
     def shape(self, **defaults: Any) -> LlamaConfig:
