@@ -66,6 +66,11 @@ def test_no_block_is_computed_in_vain_within_a_window(blocks, window):
     _assert_blocks_are_those_of_flex(torch.ones(2, blocks * BLOCK, dtype=torch.int64), window)
 
 
+def test_what_lies_beyond_a_row_needs_no_block():
+    mask = block_mask(torch.tensor([[1] * BLOCK + [2] * 60]))
+    assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [[[0, 0]]]
+
+
 def _assert_blocks_are_those_of_flex(segments, window):
     length = segments.shape[1]
 

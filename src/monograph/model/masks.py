@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from monograph.ops.attention import Impl, Mask
 
 BLOCK = 128  # positions per side of a block: flex attention's own default
+_LAST = 2**62  # above every document's number, and a double, as F.pad takes it: 2^63 - 1 wraps round in torch 2.13
 
 
 def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None) -> Mask:
@@ -65,8 +66,8 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     length = segments_BT.shape[1]
     blocks = -(-length // BLOCK)
     # Padding ends a row: with the highest number there instead of 0, a row's numbers only grow and ranges stay short.
-    numbers_BT = torch.where(segments_BT == 0, torch.iinfo(segments_BT.dtype).max, segments_BT)
-    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=torch.iinfo(segments_BT.dtype).max)
+    numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
+    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST)
     blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
     low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)
     overlap_BNN = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
