@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +13,9 @@ from monograph.model.llama import Llama
 VOCABULARY, LENGTH = 61, 24
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int) -> Llama:
+def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> Llama:
     """A two-layer Llama of about 20,000 parameters."""
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,

@@ -17,13 +17,14 @@ from types import ModuleType
 import pytest
 import torch
 
+from monograph.model import masks
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "contestants", "first_run", "harness", "loss", "peer_litgpt", "peers", "rounds", "start")
-SCRIPTS += ("steps", "systems", "time_to_quality", "train", "train_peers")
+SCRIPTS = ("accumulation", "contestants", "families", "first_run", "harness", "loss", "peer_litgpt", "peers", "rounds")
+SCRIPTS += ("start", "steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -58,6 +59,23 @@ def test_each_script_is_tested_here():
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
+
+
+def test_families(script, monkeypatch, tmp_path):
+    cases = smoke(script("families"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["family"] for case in cases] == ["llama", "mistral", "qwen2", "qwen3"]
+    for case in cases:
+        assert max(case["logits_fp32"], case["gradients_fp32"]) < 1e-5 and case["round_trip"]
+        assert max(case["logits_fp64"], case["gradients_fp64"]) < 1e-12
+
+
+def test_families_notices_a_window_that_is_off_by_one(script, monkeypatch):
+    families, exact = script("families"), masks.dense_mask
+    config = LlamaConfig.preset("nano", model_type="mistral", sliding_window=5, initializer_range=0.3)
+    assert families.compared(config, 0)["logits_fp32"] < 1e-5
+    monkeypatch.setattr(masks, "dense_mask", lambda segments, window: exact(segments, window + 1))
+    off = families.compared(config, 0)
+    assert min(off[error] for error in families.ERRORS) > 0.01 and off["round_trip"]
 
 
 def test_loss(script, monkeypatch, tmp_path):

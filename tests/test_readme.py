@@ -22,6 +22,7 @@ import monograph as mono
 from monograph import cli
 from monograph.config.keys import DEFAULT_MINUTES, KEYS, NOT_BUILT
 from monograph.measure.report import write_report
+from monograph.model.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -264,6 +265,18 @@ def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) 
     again = accumulation.measured(4)
     assert again["fp32"] < 1e-6 and again["fp64"] < 1e-12
     assert again["mean_of_means"] == pytest.approx(kept["cases"][2]["mean_of_means"], rel=1e-6)
+
+
+def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    families = script("benchmarks/families.py")
+    kept = json.loads((ROOT / "benchmarks/results/families.json").read_text())
+    page = (ROOT / "docs" / "model.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/families.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == families.table(kept["cases"])
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [case["family"] for case in kept["cases"]] == list(FAMILIES)
+    assert sum(case["configs"] for case in kept["cases"]) >= 30 and all(case["round_trip"] for case in kept["cases"])
+    assert max(case[error] for case in kept["cases"] for error in families.ERRORS[:2]) < kept["settings"]["goal"]
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

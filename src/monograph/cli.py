@@ -41,7 +41,7 @@ ConfigArguments = Annotated[
         metavar="CONFIG.toml | KEY=VALUE | PATH", help="settings and text, in any order", show_default=False
     ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, or a Hugging Face folder")]
+Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, a Hugging Face folder or a .pth file")]
 Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
 
 

@@ -10,7 +10,8 @@ from batches import tiny_llama
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import KVCache
-from monograph.model.config import Llama3Scaling
+from monograph.model.config import LinearScaling, Llama3Scaling
+from monograph.model.families import FULL, SLIDING
 from monograph.model.llama import Llama
 from numerics import error_within
 
@@ -21,6 +22,11 @@ SHAPES = {
     "one": {"num_key_value_heads": 1},
     "scaled": {"rope_scaling": Llama3Scaling(original_max_position_embeddings=8)},
     "tied": {"tie_word_embeddings": True},
+    "linear": {"rope_scaling": LinearScaling(2.0)},
+    "biased": {"attention_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 4},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 3, "layer_types": (FULL, SLIDING)},
+    "qwen3": {"model_type": "qwen3", "sliding_window": 6, "layer_types": (SLIDING, FULL), "head_dim": 16},
 }
 
 
@@ -62,9 +68,10 @@ def test_what_lies_in_later_slots_is_not_seen() -> None:
         torch.testing.assert_close(hidden_BTD, model(tokens_BT[:, :6]), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", ["grouped", "mistral", "qwen3"])
 @pytest.mark.parametrize("prompt", ["", "ab", "x" * 40])
-def test_greedy_text_is_that_of_full_passes(prompt: str) -> None:
-    model, tokenizer = tiny_llama(torch.float64, vocab_size=259).eval(), Tokenizer.bytes()
+def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
+    model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(), Tokenizer.bytes()
     [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=100)
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     begun = len(ids)

@@ -24,6 +24,16 @@ CONFIG = LlamaConfig(
     head_dim=16,
     initializer_range=0.3,  # far from linear, so that attention matters
 )
+# Windows shorter than most documents, longer than some, and longer than every row; layers that differ.
+FAMILIES = {
+    "llama": CONFIG,
+    "mistral": replace(CONFIG, model_type="mistral", sliding_window=5),
+    "qwen2": replace(
+        CONFIG, model_type="qwen2", sliding_window=12, layer_types=("full_attention", "sliding_attention")
+    ),
+    "qwen3": replace(CONFIG, model_type="qwen3", sliding_window=1, layer_types=("sliding_attention", "full_attention")),
+    "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
+}
 ROW = 48
 FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
 # Inductor's own use of an API that torch has deprecated; said only where a test compiles first.
@@ -87,11 +97,12 @@ def _without_rotation(model, documents):
 LENGTHS = [5, 17, 1, 20, 31, 9, 2]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_packed_is_separate_in_float64(impl, lengths, seed):
-    documents, model = _documents(lengths, seed), Llama(CONFIG, seed, impl).double()
+def test_packed_is_separate_in_float64(impl, family, lengths, seed):
+    documents, model = _documents(lengths, seed), Llama(FAMILIES[family], seed, impl).double()
     packed, alone = (_results(model, forward, documents) for forward in (_packed, _alone))
     assert relative_error(packed[0], alone[0]) < 1e-12
     # All gradients as one vector: those of queries and keys vanish when every document is one token long.
@@ -99,18 +110,20 @@ def test_packed_is_separate_in_float64(impl, lengths, seed):
 
 
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
-def test_packed_is_separate_with_flex_attention_forward():
-    documents, model = _documents(LENGTHS), Llama(CONFIG).double()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_separate_with_flex_attention_forward(family):
+    documents, model = _documents(LENGTHS), Llama(FAMILIES[family]).double()
     with torch.no_grad():
         alone = torch.cat(_alone(model, documents))
         model.use_attention("flex")
         assert relative_error(torch.cat(_packed(model, documents)), alone) < 1e-12
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_is_as_exact_as_separate_in_low_precision(impl, dtype):
-    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).to(dtype)
+def test_packed_is_as_exact_as_separate_in_low_precision(impl, dtype, family):
+    documents, model = _documents(LENGTHS), Llama(FAMILIES[family], attention=impl).to(dtype)
     packed, alone = _results(model, _packed, documents), _results(model, _alone, documents)
     exact = _results(model.double(), _alone, documents)
     for ours, naive, truth in zip(packed, alone, exact, strict=True):
@@ -141,6 +154,19 @@ def _long_row_without_positions(model, documents):
     tokens, segments, _, pieces = _pack(documents, row=1024)
     hidden = model(tokens, segments=segments)
     return [hidden[index, piece] for index, piece in pieces]
+
+
+def _without_window(model, documents):
+    model.config = replace(model.config, sliding_window=None, layer_types=())
+    return _packed(model, documents)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_the_law_notices_a_lost_window(impl):
+    documents = _documents(LENGTHS)
+    models = [Llama(FAMILIES["mistral"], attention=impl).double() for _ in range(2)]
+    packed, alone = _results(models[0], _without_window, documents), _results(models[1], _alone, documents)
+    assert min(relative_error(*pair) for pair in zip(packed, alone, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("broken", [_without_mask, _without_rotation])
@@ -182,12 +208,13 @@ def test_packed_is_separate_when_compiled():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
-def test_packed_is_separate_on_a_gpu(impl, compiled):
-    documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).cuda()
+def test_packed_is_separate_on_a_gpu(impl, compiled, family):
+    documents, model = _documents(LENGTHS), Llama(FAMILIES[family], attention=impl).cuda()
     alone = _results(model, _alone_on_gpu, documents)
-    exact = _results(Llama(CONFIG).double(), _alone, documents)
+    exact = _results(Llama(FAMILIES[family]).double(), _alone, documents)
     if compiled:
         torch.compiler.reset()
         model.compile(fullgraph=True, dynamic=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +15,8 @@ from monograph.measure.flops import flops_per_token, matmul_parameters, mfu, tra
 from monograph.model.config import LlamaConfig
 
 
-def config(**sizes: int | bool) -> LlamaConfig:
-    base = {
+def config(**sizes: Any) -> LlamaConfig:
+    base: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
         "intermediate_size": 80,
@@ -67,6 +70,27 @@ def test_count_is_what_torch_counts_for_the_same_products() -> None:
 def test_an_8b_model_at_8192_tokens_costs_what_is_published() -> None:
     """Llama 3 8B: 7.505e9 matrix parameters, 32 layers of width 4096: 6 · 7.505 + 6 · 32 · 4096 · 8192 / 1e9 = 51.5."""
     assert round(flops_per_token(LlamaConfig.preset("8b"), 8192) / 1e9, 1) == 51.5
+
+
+@pytest.mark.parametrize("window", [1, 7, 63, 64, 100])
+def test_a_window_costs_what_its_positions_are(window: int) -> None:
+    """Per layer and pair of positions 12 d_attn, as in causal attention, whose half of T x T the formula counts."""
+    T, width = 64, 4 * 16
+    sliding = config(
+        model_type="qwen3", sliding_window=window, layer_types=("sliding_attention",) + ("full_attention",) * 2
+    )
+    pairs = sum(min(t + 1, window) for t in range(T))
+    full = T * (T + 1) // 2
+    saved = 12 * width * (full - pairs)
+    found = T * (flops_per_token(config(model_type="qwen3"), T) - flops_per_token(sliding, T))
+    # The formula takes T / 2 for (T + 1) / 2, and whole positions of the average row.
+    assert abs(found - saved) <= 12 * width * T
+    assert (found == 0) == (window >= T)
+
+
+def test_biases_and_norms_of_heads_are_no_matrices() -> None:
+    for family in ("mistral", "qwen2", "qwen3"):
+        assert matmul_parameters(config(model_type=family)) == matmul_parameters(config())
 
 
 @given(st.integers(1, 10**9), st.integers(1, 100), st.integers(1, 10**4), st.integers(1, 10**5))

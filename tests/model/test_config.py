@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from monograph.errors import InputRefused
-from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.config import LinearScaling, Llama3Scaling, LlamaConfig
 
 SMALL = {
     "vocab_size": 64,
@@ -104,14 +104,15 @@ def test_both_spellings_of_rope_in_config_json_are_read():
     five = {**HF, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     expected = LlamaConfig(**SMALL, rms_norm_eps=1e-6, rope_theta=5e5, rope_scaling=Llama3Scaling(**scaling))
     assert LlamaConfig.from_hf(four) == LlamaConfig.from_hf(older) == LlamaConfig.from_hf(five) == expected
+    linear = {**HF, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert LlamaConfig.from_hf(linear).rope_scaling == LinearScaling(2.0)
     assert LlamaConfig.from_hf({**HF, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope_theta == 7.0
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "mamba"}, r"model_type = 'mamba' is not supported: only 'llama' is"),
-        ({"attention_bias": True}, r"attention_bias = True is not supported"),
+        ({"model_type": "mamba"}, r"model_type = 'mamba' is not supported: only llama, mistral, qwen2, qwen3 are"),
         ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
         ({"model_type": None}, r"model_type"),
@@ -119,7 +120,11 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"num_key_value_heads": 0}, r"num_key_value_heads = 0"),
         ({"hidden_size": [32]}, r"hidden_size = \[32\]"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type = 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"rope_type = \['linear'\] is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"the key low_freq_factor .* is missing"),
+        ({"rope_scaling": {"type": "linear"}}, r"the key factor of the linear rope scaling is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, r"rope_scaling.factor = 0.5: expected at least 1"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"full_attention: one rotary .* not supported"),
         ({"rope_scaling": "llama3"}, r"rope_scaling = 'llama3': expected a table"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor = 0.5 is not supported"),
         ({"rope_theta": "many"}, r"rope_theta = 'many'"),

@@ -104,7 +104,7 @@ DAMAGES = {
     ),
     "a huge vocabulary": (
         lambda f: _config(f, vocab_size=10**18),
-        r"has shape \[64, 32\], but config.json makes it \[10",
+        r"has shape \[64, 32\], expected \[10",
     ),
     "untied by mistake": (lambda f: _config(f, tie_word_embeddings=False), r"1 missing .* 'lm_head.weight'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model.safetensors nor"),
@@ -127,7 +127,7 @@ DAMAGES = {
     "one tensor too many": (lambda f: _weights(f, bias=torch.ones(1)), r"1 unexpected .* 'bias'"),
     "one shape wrong": (
         lambda f: _weights(f, **{"model.norm.weight": torch.ones(31)}),
-        r"model.norm.weight has shape \[31\], but config.json makes it \[32\]",
+        r"model.norm.weight has shape \[31\], expected \[32\] by config.json \(hidden_size\)",
     ),
     "one dtype wrong": (
         lambda f: _weights(f, **{"model.norm.weight": torch.ones(32, dtype=torch.int8)}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from monograph.model.masks import BLOCK, attention_mask, block_mask, cache_mask, dense_mask
 
+WINDOWS = st.none() | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384]) | st.integers(1, 900)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
 
@@ -18,26 +20,29 @@ def _segments(lengths, padding):
     return torch.tensor([numbers + [0] * padding, [0] * (len(numbers) + padding)])
 
 
-def test_dense_is_the_rule():
+@pytest.mark.parametrize("window", [None, 1, 2, 6, 7])
+def test_dense_is_the_rule(window):
     segments = torch.tensor([[1, 1, 2, 2, 2, 0, 0], [0] * 7])
-    mask = dense_mask(segments)
+    mask = dense_mask(segments, window)
     assert mask.shape == (2, 1, 7, 7)
     for row in range(2):
         for t in range(7):
             for s in range(7):
-                assert mask[row, 0, t, s] == (s <= t and segments[row, s] == segments[row, t])
+                near = t - s < (window or 7)
+                assert mask[row, 0, t, s] == (s <= t and segments[row, s] == segments[row, t] and near)
 
 
 def test_no_query_is_left_without_a_key():
-    assert dense_mask(torch.zeros(1, 5, dtype=torch.int64)).any(dim=-1).all()
+    for window in (None, 1):
+        assert dense_mask(torch.zeros(1, 5, dtype=torch.int64), window).any(dim=-1).all()
 
 
-@settings(max_examples=40)
-@given(lengths=LENGTHS, padding=st.integers(0, 150))
-def test_blocks_say_what_dense_says(lengths, padding):
+@settings(max_examples=60)
+@given(lengths=LENGTHS, padding=st.integers(0, 150), window=WINDOWS)
+def test_blocks_say_what_dense_says(lengths, padding, window):
     segments = _segments(lengths, padding)
-    dense, length = dense_mask(segments), segments.shape[1]
-    mask = block_mask(segments)
+    dense, length = dense_mask(segments, window), segments.shape[1]
+    mask = block_mask(segments, window)
     cells = torch.arange(length)
     rule = mask.mask_mod(torch.arange(2)[:, None, None], 0, cells[:, None], cells[None, :])
     assert torch.equal(rule, dense[:, 0])
@@ -52,13 +57,28 @@ def test_blocks_say_what_dense_says(lengths, padding):
 @settings(max_examples=20)
 def test_no_block_is_computed_in_vain(lengths):
     segments = _segments(lengths, (-sum(lengths)) % BLOCK)
+    _assert_blocks_are_those_of_flex(segments, None)
+
+
+@given(blocks=st.integers(1, 6), window=WINDOWS)
+@settings(max_examples=30)
+def test_no_block_is_computed_in_vain_within_a_window(blocks, window):
+    _assert_blocks_are_those_of_flex(torch.ones(2, blocks * BLOCK, dtype=torch.int64), window)
+
+
+def test_what_lies_beyond_a_row_needs_no_block():
+    mask = block_mask(torch.tensor([[1] * BLOCK + [2] * 60]))
+    assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [[[0, 0]]]
+
+
+def _assert_blocks_are_those_of_flex(segments, window):
     length = segments.shape[1]
 
     def rule(b, h, q, k):
-        return (q >= k) & (segments[b, q] == segments[b, k])
+        return (q >= k) & (segments[b, q] == segments[b, k]) & (q - k < (window or length))
 
-    theirs = create_block_mask(rule, 2, None, length, length, device="cpu")
-    for (count, index), (their_count, their_index) in zip(_parts(block_mask(segments)), _parts(theirs), strict=True):
+    ours, theirs = block_mask(segments, window), create_block_mask(rule, 2, None, length, length, device="cpu")
+    for (count, index), (their_count, their_index) in zip(_parts(ours), _parts(theirs), strict=True):
         assert torch.equal(_cells(count, index, length), _cells(their_count, their_index, length))
 
 
@@ -77,10 +97,14 @@ def _cells(count, index, length):
 def test_a_cache_shows_slots_up_to_the_position():
     mask = cache_mask(torch.tensor([[3, 0]]), slots=5)
     assert mask.tolist() == [[[[True, True, True, True, False], [True, False, False, False, False]]]]
+    windowed = cache_mask(torch.tensor([[3, 0]]), slots=5, window=2)
+    assert windowed.tolist() == [[[[False, False, True, True, False], [True, False, False, False, False]]]]
 
 
 def test_without_segments_there_is_no_mask():
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     for impl in ("auto", "sdpa", "reference"):
-        assert attention_mask(None, tokens, impl) is None
+        for window in (None, 9, 10):  # a window that no row outgrows is causality, too
+            assert attention_mask(None, tokens, impl, window) is None
+        assert attention_mask(None, tokens, impl, 8).shape == (1, 1, 9, 9)
     assert attention_mask(None, tokens, "flex").shape == (2, 1, 9, 9)

@@ -8,23 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.config import LinearScaling, Llama3Scaling, LlamaConfig
 from monograph.model.rope import cos_sin, inverse_frequencies, rotate
 from numerics import relative_error
 from reference.llama import _frequency
 
 PLAIN = LlamaConfig.preset("nano")
 SCALED = replace(PLAIN, head_dim=64, rope_theta=5e5, rope_scaling=Llama3Scaling(original_max_position_embeddings=512))
+LINEAR = replace(PLAIN, rope_scaling=LinearScaling(3.0))
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("config", [PLAIN, SCALED, LlamaConfig.preset("1b")])
+@pytest.mark.parametrize("config", [PLAIN, SCALED, LINEAR, LlamaConfig.preset("1b")])
 def test_frequencies_are_those_of_the_oracle(config):
     expected = torch.tensor([_frequency(config, pair) for pair in range(config.head_dim // 2)], dtype=torch.float64)
     torch.testing.assert_close(inverse_frequencies(config, torch.float64, CPU), expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("config", [PLAIN, SCALED, LlamaConfig.preset("1b")])
+@pytest.mark.parametrize("config", [PLAIN, SCALED, LINEAR, LlamaConfig.preset("1b")])
 def test_fp32_frequencies_are_those_of_transformers_to_the_bit(config):
     from transformers import LlamaConfig as TheirConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

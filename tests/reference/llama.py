@@ -1,8 +1,9 @@
 # Run what uses it: pytest tests/model/test_llama.py tests/laws/test_packed_is_separate.py
-"""A Llama in float64, token by token and head by head: slow, plain, and sharing no line with the package.
+"""The decoder in float64, token by token and head by head: slow, plain, and sharing no line with the package.
 
-`weights` holds float64 tensors by their Hugging Face names; whatever requires a gradient gets one. `config` is any
-object with Hugging Face's field names.
+`weights` holds float64 tensors by their Hugging Face names; whatever requires a gradient gets one, and what a family
+has beyond a Llama (biases, norms of heads) is used where its weights are there. `config` is any object with Hugging
+Face's field names; without layer_types its sliding_window is every layer's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def _row(weights, config, ids, documents, places):
             if name.startswith(f"model.layers.{layer}.")
         }
         normed = [_norm(x, own["input_layernorm.weight"], config) for x in stream]
-        attended = _attention(own, config, normed, documents, places)
+        kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
+        window = config.sliding_window if kinds[layer] == "sliding_attention" else None
+        attended = _attention(own, config, normed, documents, places, window or len(ids))
         stream = [x + y for x, y in zip(stream, attended, strict=True)]
         normed = [_norm(x, own["post_attention_layernorm.weight"], config) for x in stream]
         stream = [x + _mlp(own, y) for x, y in zip(stream, normed, strict=True)]
@@ -52,27 +55,30 @@ def _mlp(own, x):
     return own["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
 
 
-def _attention(own, config, xs, documents, places):
+def _attention(own, config, xs, documents, places, window):
     size, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     frequencies = [_frequency(config, pair) for pair in range(size // 2)]
 
     def heads(name, turned):
-        vectors = [(own[f"self_attn.{name}.weight"] @ x).split(size) for x in xs]
+        bias = own.get(f"self_attn.{name}_proj.bias", 0)
+        vectors = [(own[f"self_attn.{name}_proj.weight"] @ x + bias).split(size) for x in xs]
+        if f"self_attn.{name}_norm.weight" in own:
+            vectors = [[_norm(v, own[f"self_attn.{name}_norm.weight"], config) for v in vs] for vs in vectors]
         if not turned:
             return vectors
         return [[_turn(v, p, frequencies) for v in vs] for vs, p in zip(vectors, places, strict=True)]
 
-    queries, keys, values = heads("q_proj", True), heads("k_proj", True), heads("v_proj", False)
+    queries, keys, values = heads("q", True), heads("k", True), heads("v", False)
     out = []
     for t in range(len(xs)):
-        visible = [s for s in range(t + 1) if documents[s] == documents[t]]
+        visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < window]
         mixed = []
         for head in range(config.num_attention_heads):
             scores = torch.stack([queries[t][head].dot(keys[s][head // group]) / math.sqrt(size) for s in visible])
             shares = torch.exp(scores - scores.max())
             shares = shares / shares.sum()
             mixed.append(sum(share * values[s][head // group] for share, s in zip(shares, visible, strict=True)))
-        out.append(own["self_attn.o_proj.weight"] @ torch.cat(mixed))
+        out.append(own["self_attn.o_proj.weight"] @ torch.cat(mixed) + own.get("self_attn.o_proj.bias", 0))
     return out
 
 
@@ -89,6 +95,8 @@ def _frequency(config, pair):
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
+    if not hasattr(scaling, "low_freq_factor"):
+        return frequency / scaling.factor
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the context of pre-training
     if turns > scaling.high_freq_factor:
         return frequency

@@ -69,7 +69,7 @@ class ModelSection(Section):
         "auto", "auto, nano, micro, 124m, llama-179m, 1b or 8b", "a shape by name; auto: what fits"
     )
     init: Text | None = _key(
-        None, 'a folder or "file.py:function"', "weights to start from, or the function that builds it"
+        None, 'a folder, a .pth file or "file.py:function"', "weights to start from, or the function that builds it"
     )
     vocab_size: PositiveInt | None = _key(None, _SIZE, "entries of the embedding; default: the tokenizer's")
     hidden_size: PositiveInt | None = _key(None, _SIZE, "width of the residual stream")

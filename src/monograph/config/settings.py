@@ -21,6 +21,7 @@ from monograph.config.keys import (
     TrainSection,
 )
 from monograph.errors import UsageError
+from monograph.model.config import WEIGHT_FILES
 
 # At most one key of each group is in force: the one whose origin ranks highest.
 EXCLUSIVE = (
@@ -147,12 +148,12 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
 def _check_together(settings: Settings) -> None:
     model, data, train = settings.model, settings.data, settings.train
     sizes = model.sizes().keys()
-    if model.init and sizes:
+    if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
         key = f"model.{min(sizes)}"
         raise UsageError(f"{settings.origins[key]}: {key} cannot change what model.init brings; give one or the other")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     given = [key for key in shape if key in sizes]
-    if model.preset == "auto" and given and len(given) < len(shape):
+    if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
         missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
         raise UsageError(f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes")
     if isinstance(train.tokens_per_update, int) and train.tokens_per_update < data.sequence_length:

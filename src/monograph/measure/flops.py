@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,13 +14,10 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
         N_matmul = L · (2·d·d_q + 2·d·d_kv + 3·d·d_ff) + V·d,     d_q = heads · head_dim,   d_kv = kv_heads · head_dim
 
-    The input embedding is a lookup and norms are elementwise, so neither is counted. Unit: parameters.
+    The input embedding is a lookup, norms and biases are elementwise, so none is counted. Unit: parameters.
     """
-    width = config.hidden_size
-    query_width = config.num_attention_heads * config.head_dim
-    key_value_width = config.num_key_value_heads * config.head_dim
-    block = 2 * width * query_width + 2 * width * key_value_width + 3 * width * config.intermediate_size
-    return config.num_hidden_layers * block + config.vocab_size * width
+    block = sum(math.prod(shape) for shape in config.layer_shapes().values() if len(shape) == 2)
+    return config.num_hidden_layers * block + config.vocab_size * config.hidden_size
 
 
 def training_flops(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int) -> int:
@@ -38,9 +36,16 @@ def training_flops(matmul_parameters: int, layers: int, attention_width: int, se
 
 
 def flops_per_token(config: LlamaConfig, sequence_length: int) -> int:
-    """`training_flops` of a Llama-shaped `config` on rows of `sequence_length` tokens. Unit: operations per token."""
-    attention_width = config.num_attention_heads * config.head_dim
-    return training_flops(matmul_parameters(config), config.num_hidden_layers, attention_width, sequence_length)
+    """`training_flops` of `config` on rows of `sequence_length` tokens. Unit: operations per token.
+
+    A layer whose window is w < T sees w · (1 - w / 2T) positions on average, as causal attention over rows of
+    w · (2 - w / T) tokens would: that length counts for it instead of T, rounded down.
+    """
+    windows = [
+        min(config.window(layer) or sequence_length, sequence_length) for layer in range(config.num_hidden_layers)
+    ]
+    visible = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
+    return training_flops(matmul_parameters(config), 1, config.num_attention_heads * config.head_dim, visible)
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

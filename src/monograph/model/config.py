@@ -1,4 +1,4 @@
-"""The shape of a Llama: its sizes by their Hugging Face names, checked, with presets. Needs no torch."""
+"""The shape of a model: its sizes by their Hugging Face names, checked, with presets. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,48 +7,29 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from monograph.errors import InputRefused
+from monograph.model import scaling
+from monograph.model.families import COMPUTED, FULL, SLIDING, Family, family, windows_from_hf
+from monograph.model.scaling import LinearScaling as LinearScaling
+from monograph.model.scaling import Llama3Scaling as Llama3Scaling
+from monograph.model.scaling import Scaling, check_number, check_whole
 
+WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's stretching of rotary wavelengths beyond the context of pre-training; see `rope.inverse_frequencies`.
-
-    Attributes:
-        factor: by how much wavelengths longer than the low-frequency border are stretched, at least 1.
-        low_freq_factor: that border is original_max_position_embeddings / low_freq_factor tokens.
-        high_freq_factor: wavelengths below original_max_position_embeddings / high_freq_factor tokens are kept.
-        original_max_position_embeddings: context length of pre-training, tokens.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _check_number(f"rope_scaling.{name}", getattr(self, name))
-        _check_whole("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.factor < 1 or self.low_freq_factor >= self.high_freq_factor:
-            raise InputRefused(
-                f"rope_scaling.factor = {self.factor}, low_freq_factor = {self.low_freq_factor}, high_freq_factor = "
-                f"{self.high_freq_factor}: expected a factor of at least 1 and low below high"
-            )
+_OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that not every family has
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a Llama, by their Hugging Face names.
+    """Sizes and constants of a model, by their Hugging Face names.
 
     Attributes:
+        model_type: the family, a name in `families.FAMILIES`; what is exported bears it.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layer.
         num_hidden_layers: blocks.
-        num_attention_heads: query heads; hidden_size must be a multiple (transformers refuses anything else).
+        num_attention_heads: query heads; hidden_size must be a multiple, but for a head_dim of another family's own.
         num_key_value_heads: key-value heads; must divide num_attention_heads. 0: as many as query heads.
         head_dim: width of a head, even. 0: hidden_size / num_attention_heads.
         max_position_embeddings: longest sequence, tokens.
@@ -56,6 +37,9 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths.
         rope_scaling: None, or how the wavelengths are stretched.
         tie_word_embeddings: the head is the embedding matrix.
+        attention_bias: biases on all four projections of attention, where the family has the key (llama, qwen3).
+        sliding_window: None, or how many positions a query sees, its own the last of them (mistral, qwen2, qwen3).
+        layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3). (): all layers are alike.
         initializer_range: standard deviation of the initial weights, see `Llama`.
         bos_token_id: id that begins a document, if the vocabulary has one.
         eos_token_id: id or ids that end a document.
@@ -64,6 +48,7 @@ class LlamaConfig:
         InputRefused: a value of the wrong type or out of range, or heads that do not divide; the message names the key.
     """
 
+    model_type: str = "llama"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -74,42 +59,72 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Scaling | None = None
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in _REQUIRED:
-            _check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
+        # transformers refuses any Llama whose heads do not divide its width, and their size follows from that.
+        if self.head_dim == 0 or self.model_type == "llama":
+            self._check_multiple("hidden_size", "num_attention_heads")
         # A frozen dataclass sets its derived fields this way.
         if self.num_key_value_heads == 0:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim == 0:
-            object.__setattr__(self, "head_dim", max(1, self.hidden_size // self.num_attention_heads))
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
-            _check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         if self.initializer_range > 1:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise InputRefused(f"tie_word_embeddings = {self.tie_word_embeddings!r}: expected true or false")
+        for name in ("tie_word_embeddings", "attention_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_heads()
+        self._check_windows()
         self._check_ids()
 
+    def _check_multiple(self, whole: str, part: str) -> None:
+        if getattr(self, whole) % getattr(self, part):
+            raise InputRefused(
+                f"{whole} = {getattr(self, whole)} is not a multiple of {part} = {getattr(self, part)}; change one"
+            )
+
     def _check_heads(self) -> None:
-        for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise InputRefused(
-                    f"{whole} = {getattr(self, whole)} is not a multiple of {part} = {getattr(self, part)}; change one"
-                )
+        self._check_multiple("num_attention_heads", "num_key_value_heads")
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
                 f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
             )
+
+    def _check_windows(self) -> None:
+        for name in sorted(_OF_SOME):
+            if getattr(self, name) and name not in self.family.keys:
+                raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
+        if self.sliding_window is not None:
+            check_whole("sliding_window", self.sliding_window)
+        if wrong := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
+            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {SLIDING!r}")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise InputRefused(
+                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {self.num_hidden_layers}"
+            )
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
+        # One way to say that all layers are alike, so that equal models have equal configurations.
+        if self.layer_types and SLIDING not in self.layer_types:
+            object.__setattr__(self, "sliding_window", None)
+        if len(set(self.layer_types)) == 1:
+            object.__setattr__(self, "layer_types", ())
 
     def _check_ids(self) -> None:
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
@@ -149,96 +164,99 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
-        """The content of a Hugging Face config.json of a Llama, as transformers 4 or 5 writes it.
+        """The content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
 
         Raises:
-            InputRefused: another architecture, a variant that this Llama does not compute, or a wrong or missing value.
+            InputRefused: another architecture, a variant that is not computed here, or a wrong or missing value.
         """
-        for key, expected in _COMPUTED.items():
-            if values.get(key, expected) != expected:
-                raise InputRefused(f"{key} = {values[key]!r} is not supported: only {expected!r} is")
         for key in ("model_type", *_REQUIRED):
             if values.get(key) is None:
                 raise InputRefused(f"the key {key} is missing")
-        names = {field.name for field in fields(cls)} - {"rope_scaling"}
-        sizes: dict[str, Any] = {"rms_norm_eps": 1e-6}  # transformers' own default, where the file does not say
-        sizes |= {name: values[name] for name in names if values.get(name) is not None}
+        own = family(values["model_type"])
+        for key, expected in COMPUTED.items():
+            if values.get(key, expected) != expected:
+                raise InputRefused(f"{key} = {values[key]!r} is not supported: only {expected!r} is")
+        # transformers' own epsilon, where the file does not say
+        values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
+        names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})
+        sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
         for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
-            _check_whole(key, sizes[key])
+            check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        theta, scaling = _rope_from_hf(values)
-        return cls(**{**sizes, "rope_theta": theta, "rope_scaling": scaling})
+        sizes["rope_theta"], sizes["rope_scaling"] = scaling.from_hf(values)
+        sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
+        return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json, in the form that transformers 4 and 5 and other readers of the format know."""
-        values = asdict(self)
+        values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
         if self.rope_scaling is not None:
-            values["rope_scaling"]["rope_type"] = "llama3"
+            values["rope_scaling"] = scaling.to_hf(self.rope_scaling)
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
-        return {"architectures": ["LlamaForCausalLM"], **_COMPUTED, **values}
+        if "layer_types" in self.family.keys:
+            slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
+            values["layer_types"] = [SLIDING if each else FULL for each in slides]
+            # What readers use that know no layer_types.
+            values["use_sliding_window"] = self.sliding_window is not None
+            values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
+        return {"architectures": [self.family.architecture], **COMPUTED, **values}
+
+    @property
+    def family(self) -> Family:
+        """What sets models of this `model_type` apart."""
+        return family(self.model_type)
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of that layer sees, its own the last of them; None: all up to its own."""
+        slides = not self.layer_types or self.layer_types[layer] == SLIDING
+        return self.sliding_window if slides else None
+
+    def layer_axes(self) -> dict[str, tuple[str, ...]]:
+        """How long each axis of a block's parameters is, in keys, by the parameters' names inside the block."""
+        query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+        axes: dict[str, tuple[str, ...]] = {
+            "input_layernorm.weight": ("hidden_size",),
+            "self_attn.q_proj.weight": (query, "hidden_size"),
+            "self_attn.k_proj.weight": (key_value, "hidden_size"),
+            "self_attn.v_proj.weight": (key_value, "hidden_size"),
+            "self_attn.o_proj.weight": ("hidden_size", query),
+            "post_attention_layernorm.weight": ("hidden_size",),
+            "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
+            "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
+            "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
+        }
+        if self.attention_bias or self.family.qkv_bias:
+            axes |= {f"self_attn.{name}_proj.bias": axes[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
+        if self.attention_bias:
+            axes["self_attn.o_proj.bias"] = ("hidden_size",)
+        if self.family.qk_norm:
+            axes |= {"self_attn.q_norm.weight": ("head_dim",), "self_attn.k_norm.weight": ("head_dim",)}
+        return axes
+
+    def outer_axes(self) -> dict[str, tuple[str, ...]]:
+        """The same for the parameters outside the blocks, by their full names; a tied head is not listed."""
+        embedding = ("vocab_size", "hidden_size")
+        head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
+        return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of one block's parameters, by their names inside the block."""
-        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        hidden, wide = self.hidden_size, self.intermediate_size
-        return {
-            "input_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (query, hidden),
-            "self_attn.k_proj.weight": (key_value, hidden),
-            "self_attn.v_proj.weight": (key_value, hidden),
-            "self_attn.o_proj.weight": (hidden, query),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (wide, hidden),
-            "mlp.up_proj.weight": (wide, hidden),
-            "mlp.down_proj.weight": (hidden, wide),
-        }
+        return {name: self.shape_of(axes) for name, axes in self.layer_axes().items()}
 
     def outer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
-        embedding = (self.vocab_size, self.hidden_size)
-        head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
-        return {"model.embed_tokens.weight": embedding, "model.norm.weight": (self.hidden_size,), **head}
+        return {name: self.shape_of(axes) for name, axes in self.outer_axes().items()}
+
+    def shape_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Axes in keys as numbers."""
+        return tuple(math.prod(getattr(self, key) for key in axis.split(" * ")) for axis in axes)
 
     def parameter_count(self) -> int:
         """Number of parameters, a tied head counted once."""
         in_a_layer = sum(math.prod(shape) for shape in self.layer_shapes().values())
         return self.num_hidden_layers * in_a_layer + sum(math.prod(shape) for shape in self.outer_shapes().values())
-
-
-# Keys of a Llama's config.json that change what is computed, with the one value that is computed here.
-_COMPUTED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-
-
-def _rope_from_hf(values: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` beside `rope_scaling`.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise InputRefused(f"rope_scaling = {rope!r}: expected a table or null")
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise InputRefused(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported: only 1 is")
-    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default' and 'llama3' are")
-    names = [field.name for field in fields(Llama3Scaling)]
-    missing = [name for name in names if name not in rope]
-    if missing:
-        raise InputRefused(f"the key {missing[0]} of the llama3 rope scaling is missing")
-    return theta, Llama3Scaling(**{name: rope[name] for name in names})
-
-
-def _check_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputRefused(f"{name} = {value!r}: expected a whole number of at least 1")
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-        raise InputRefused(f"{name} = {value!r}: expected a positive number")
 
 
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads

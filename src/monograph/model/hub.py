@@ -1,4 +1,4 @@
-"""A Llama as a Hugging Face model folder: config.json, safetensors weights (one file or shards), tokenizer files.
+"""A model as a Hugging Face folder: config.json, safetensors weights (one file or shards), tokenizer files.
 
 Weights are read from safetensors only, never unpickled, and only after every name and shape in the files' headers was
 compared with config.json.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
@@ -69,11 +70,23 @@ def read_config(folder: str | Path) -> LlamaConfig:
         raise InputRefused(f"{path}: {error}") from None
 
 
+def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
+    """The shape of the model in a folder, and its tensors, not read yet, which agree with it in name, shape and dtype.
+
+    Raises:
+        InputRefused: as `load_model`.
+    """
+    config = read_config(folder)
+    stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
+    check_headers(stored, config, Path(folder))
+    return config, stored
+
+
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     """The model of a Hugging Face folder, on the CPU.
 
-    Nothing is built before names, shapes and dtypes in the headers of the weight files agree with config.json, and no
-    second copy of the weights is made beyond one tensor at a time.
+    Nothing is built before the headers of the weight files agree with config.json, and no second copy of the weights is
+    made beyond one tensor at a time.
 
     Args:
         folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
@@ -83,19 +96,25 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
         InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    stored = {name: tensor for name, tensor in read_headers(folder).items() if not _DERIVED.fullmatch(name)}
-    _check_against_config(stored, config, folder)
+    config, stored = read_headers_of(folder)
     kinds = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
-    state = read_tensors(stored, dtype or DTYPES[kinds[0]])
+    return assembled(config, read_tensors(stored, dtype or DTYPES[kinds[0]]), folder)
+
+
+def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
+    """A model that holds the tensors themselves, no copies; names and shapes were checked.
+
+    Raises:
+        InputRefused: a head that should be the embedding and is not.
+    """
     if config.tie_word_embeddings:
         embedding = state["model.embed_tokens.weight"]
         if not torch.equal(state.get("lm_head.weight", embedding), embedding):
             raise InputRefused(
-                f"{folder}: lm_head.weight differs from model.embed_tokens.weight although config.json says "
-                "tie_word_embeddings = true; set it to false if the head is meant to be separate"
+                f"{origin}: lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings = true; "
+                "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
     with torch.device("meta"):
@@ -160,25 +179,35 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
     }
 
 
-def _check_against_config(stored: dict[str, Stored], config: LlamaConfig, folder: Path) -> None:
+def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json") -> None:
+    """Compare tensors that were not read yet with what the configuration, `said_by` a file or so, makes of them.
+
+    Raises:
+        InputRefused: a missing or superfluous tensor, a wrong shape or a dtype that is not read; the message names
+            tensor, shapes and keys.
+    """
     # The number of layers comes first: nothing may take time or memory in proportion to a number in config.json.
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(
-            f"{folder}: num_hidden_layers = {config.num_hidden_layers} in config.json, the weights have {layers} layers"
+            f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
         )
-    expected = config.outer_shapes()
+    axes = config.outer_axes()
     for layer in range(layers):
-        expected |= {f"model.layers.{layer}.{name}": shape for name, shape in config.layer_shapes().items()}
+        axes |= {f"model.layers.{layer}.{name}": keys for name, keys in config.layer_axes().items()}
     if config.tie_word_embeddings and "lm_head.weight" in stored:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    for kind, names in (("missing", expected.keys() - stored.keys()), ("unexpected", stored.keys() - expected.keys())):
+        axes["lm_head.weight"] = axes["model.embed_tokens.weight"]
+    for kind, names in (("missing", axes.keys() - stored.keys()), ("unexpected", stored.keys() - axes.keys())):
         if names:
-            raise InputRefused(f"{folder}: {len(names)} {kind} in the weights, the first is {min(names)!r}")
-    for name, tensor in stored.items():
-        if tensor.shape != expected[name]:
             raise InputRefused(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, but config.json makes it {list(expected[name])}"
+                f"{origin}: {len(names)} {kind} in the weights of a {config.model_type}, the first is {min(names)!r}"
+            )
+    for name, tensor in stored.items():
+        expected = config.shape_of(axes[name])
+        if tensor.shape != expected:
+            raise InputRefused(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} "
+                f"({', '.join(axes[name])})"
             )
         if tensor.dtype not in DTYPES:
             raise InputRefused(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""The Llama decoder: tokens in, final hidden states out. Parameter names are Hugging Face's.
+"""The Llama decoder and its relatives: tokens in, final hidden states out. Parameter names are Hugging Face's.
 
 Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value heads, E head dimension,
 F = E / 2, V vocabulary; 1 broadcasts.
@@ -33,11 +33,12 @@ class Cache(Protocol):
 
 
 class LayerCache(NamedTuple):
-    """One block's share of a cache, and where the tokens of this pass stand."""
+    """One block's share of a cache, where the tokens of this pass stand, and how far back they see."""
 
     cache: Cache
     layer_index: int
     positions_BT: Tensor
+    window: int | None
 
 
 class Linear(nn.Linear):
@@ -61,30 +62,35 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions; biases and norms of heads where the family has them."""
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query, bias=False)
-        self.k_proj = Linear(config.hidden_size, key_value, bias=False)
-        self.v_proj = Linear(config.hidden_size, key_value, bias=False)
-        self.o_proj = Linear(query, config.hidden_size, bias=False)
+        bias = config.attention_bias or config.family.qkv_bias
+        self.q_proj = Linear(config.hidden_size, query, bias=bias)
+        self.k_proj = Linear(config.hidden_size, key_value, bias=bias)
+        self.v_proj = Linear(config.hidden_size, key_value, bias=bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.family.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.head_dim = config.head_dim
         self.impl = impl
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """o_proj(attention(rotate(q_proj x), rotate(k_proj x), v_proj x))."""
+        """o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), the norms over a head."""
         query_BHTE, key_BKTE, value_BKTE = (
             projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query_BHTE, key_BKTE = rotate(query_BHTE, cos_sin_B1TF), rotate(key_BKTE, cos_sin_B1TF)
+        query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF)
+        key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF)
         impl = self.impl
         if cache is not None:
             key_BKTE, value_BKTE = cache.cache.update(cache.layer_index, key_BKTE, value_BKTE, cache.positions_BT)
             # Only the cache knows how many slots it has, and says so by what it returns.
-            mask = masks.cache_mask(cache.positions_BT, slots=key_BKTE.shape[2])
+            mask = masks.cache_mask(cache.positions_BT, key_BKTE.shape[2], cache.window)
             impl = "reference" if impl == "reference" else "sdpa"
         mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, impl)
         return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
@@ -132,13 +138,13 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama 2 or 3 language model.
+    """A language model of one of the families in `monograph.model.families`: Llama, Mistral, Qwen 2 or Qwen 3.
 
     Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
-    divided by sqrt(2 * num_hidden_layers), norm weights 1 (Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and drawn in fp32
-    on the CPU: the same seed gives the same weights on every device, whatever else the model holds, and the global
-    random state is neither read nor moved. On the meta device nothing is drawn.
+    divided by sqrt(2 * num_hidden_layers), norm weights 1, biases 0 (Radford et al. 2019, "Language Models are
+    Unsupervised Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and
+    drawn in fp32 on the CPU: the same seed gives the same weights on every device, whatever else the model holds, and
+    the global random state is neither read nor moved. On the meta device nothing is drawn.
 
     Args:
         config: the shape.
@@ -169,7 +175,7 @@ class Llama(nn.Module):
             segments: [B, T] int64, document number inside the row, 0 on padding; None: one document a row, causal.
             positions: [B, T] int64, position inside the document; None: 0 .. T - 1. With a cache the caller sees to
                 it that they stay below max_position_embeddings: their values are not read here.
-            cache: keys and values of earlier tokens; a query at position p then sees slots s <= p.
+            cache: keys and values of earlier tokens; a query at position p then sees slots s <= p of its window.
 
         Returns:
             [B, T, D] in the dtype of the weights.
@@ -182,18 +188,24 @@ class Llama(nn.Module):
             raise ValueError("a cache holds one document per row: give positions, not segments")
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        cos_sin_B1TF, mask = self.attention_inputs(tokens_BT, segments, positions)
+        cos_sin_B1TF, layer_masks = self.attention_inputs(tokens_BT, segments, positions)
         hidden_BTD = self.model.embed_tokens(tokens_BT)
         if torch.is_autocast_enabled(hidden_BTD.device.type):
             # Autocast leaves the embedding in fp32, and with it the residual stream, the largest traffic of the pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
-        for index, block in enumerate(self.model.layers):
-            layer_cache = None if cache is None else LayerCache(cache, index, positions.expand_as(tokens_BT))
+        for index, (block, mask) in enumerate(zip(self.model.layers, layer_masks, strict=True)):
+            layer_cache = None
+            if cache is not None:
+                layer_cache = LayerCache(cache, index, positions.expand_as(tokens_BT), self.config.window(index))
             hidden_BTD = block(hidden_BTD, cos_sin_B1TF, mask, layer_cache)
         return self.model.norm(hidden_BTD)
 
-    def attention_inputs(self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor) -> tuple[CosSin, Mask]:
-        """What every block needs beside the hidden states: cosine and sine of the positions, and the mask.
+    def attention_inputs(
+        self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor
+    ) -> tuple[CosSin, list[Mask]]:
+        """What the blocks need beside the hidden states: cosine and sine of the positions, and each layer's mask.
+
+        Layers with the same window share one mask.
 
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
@@ -205,7 +217,10 @@ class Llama(nn.Module):
                 "shorten the sequence or choose a model with more positions"
             )
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
-        return cos_sin(positions, self.config, dtype), masks.attention_mask(segments, tokens_BT, self.attention)
+        # A window that the row does not outgrow is none.
+        windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
+        by_window = {w: masks.attention_mask(segments, tokens_BT, self.attention, w) for w in dict.fromkeys(windows)}
+        return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
@@ -230,7 +245,7 @@ class Llama(nn.Module):
             if parameter.is_meta:
                 continue
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
                 continue
             key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))

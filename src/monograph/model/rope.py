@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.scaling import LinearScaling
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -20,9 +21,10 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
-    With `llama3` scaling a pair of wavelength w = 2 pi / f keeps f where w < L / high_freq_factor, gets f / factor
-    where w > L / low_freq_factor, and in between (1 - s) f / factor + s f with
-    s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor); L is the context length of pre-training.
+    With `linear` scaling every pair gets f / factor. With `llama3` scaling a pair of wavelength w = 2 pi / f keeps f
+    where w < L / high_freq_factor, gets f / factor where w > L / low_freq_factor, and in between
+    (1 - s) f / factor + s f with s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor); L is the context
+    length of pre-training.
 
     Args:
         config: head_dim, rope_theta, rope_scaling.
@@ -38,7 +40,11 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
     # In this order transformers computes it too: at position 2,000 one rounding of a frequency is 1e-4 radians.
     exponents_F = torch.arange(0, config.head_dim, 2, device=device).to(dtype) / config.head_dim
     frequencies_F = 1.0 / config.rope_theta**exponents_F
-    return frequencies_F if config.rope_scaling is None else _llama3(frequencies_F, config.rope_scaling)
+    if config.rope_scaling is None:
+        return frequencies_F
+    if isinstance(config.rope_scaling, LinearScaling):
+        return frequencies_F / config.rope_scaling.factor
+    return _llama3(frequencies_F, config.rope_scaling)
 
 
 def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:

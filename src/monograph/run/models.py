@@ -1,4 +1,4 @@
-"""Models by name: build one from settings, load one from a run or a Hugging Face folder, save one."""
+"""Models by name: build one from settings, load one from a run, a Hugging Face folder or a weight file, save one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import unique_state
 from monograph.loss import Loss, token_loss
-from monograph.model import hub
-from monograph.model.config import LlamaConfig
+from monograph.model import hub, torch_file
+from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 
@@ -33,10 +33,11 @@ class Recipe(NamedTuple):
     """What a module is built from, as a checkpoint records it.
 
     Attributes:
-        init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder or a run to start
-            from.
+        init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder, a file of
+            torch.save or a run to start from.
         preset: the shape of a fresh Llama by name; "auto": `sizes` give it whole.
-        sizes: sizes by their Hugging Face names, over the preset's; offered to `function`.
+        sizes: sizes by their Hugging Face names, over the preset's; offered to `function`; what a file of torch.save
+            leaves open.
         seed: of fresh weights; torch's generator is seeded with it, and `function` gets it if it takes a `seed`.
         sha256: of the file that holds the function, None where there is none.
     """
@@ -68,8 +69,10 @@ class Recipe(NamedTuple):
             return self._replace(sha256=hashlib.sha256(_source(self)).hexdigest())
         if self.init is None:
             self.shape(vocab_size=1)
+        elif is_weight_file(self.init):
+            torch_file.read(Path(self.init), self.sizes)
         elif run_named(self.init) is None:
-            hub.read_config(self.init)
+            hub.read_headers_of(self.init)
         return self
 
     def shape(self, **defaults: Any) -> LlamaConfig:
@@ -103,22 +106,25 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
     if recipe.file:
         return _from_file(recipe, recipe.file)
-    return _load(recipe.init, lambda line: None, torch.float32)[0], token_loss
+    return _load(recipe.init, lambda line: None, torch.float32, recipe.sizes), token_loss
 
 
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
-    """A language model and its tokenizer, from a run ("last", a run's folder) or a Hugging Face folder.
+    """A language model and its tokenizer, from a run ("last", a run's folder), a Hugging Face folder or a weight file.
 
-    Of a run the newest checkpoint that passes verification is taken. Nothing is fetched from the network.
+    Of a run the newest checkpoint that passes verification is taken. A file of torch.save has its tokenizer.json beside
+    it. Nothing is fetched from the network.
 
     Raises:
-        InputRefused: neither a run nor a folder with a Llama and a tokenizer, or damaged; names what is wrong.
+        InputRefused: none of these, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    return _load(folder, warn, None)
+    return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder))
 
 
-def _load(folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None) -> tuple[Llama, Tokenizer]:
+def _load(
+    folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None, sizes: Mapping[str, Any]
+) -> Llama:
     if run := run_named(folder):
         checkpoint = checkpointing.newest(run.checkpoints, warn)
         config = checkpoint.state["model_config"]
@@ -130,10 +136,14 @@ def _load(folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | 
             )
         model = Llama(LlamaConfig.from_hf(config))
         load_weights(model, checkpoint.model)
-        return model, Tokenizer.from_file(run.tokenizer)
+        return model
+    if is_weight_file(folder):
+        shape, tensors = torch_file.read(Path(folder), sizes)
+        own = {name: tensor.to(dtype or tensor.dtype, copy=True) for name, tensor in tensors.items()}
+        return hub.assembled(shape, own, Path(folder))
     if not Path(folder).exists():
         raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
-    return hub.load_model(folder, dtype), Tokenizer.from_file(tokenizer_of(folder))
+    return hub.load_model(folder, dtype)
 
 
 def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
@@ -173,16 +183,24 @@ def run_named(folder: str | Path) -> Run | None:
     return Run.open(folder) if path.parts[:1] == ("last",) or (path / "run.lock").is_file() else None
 
 
+def is_weight_file(name: str | Path) -> bool:
+    """Whether that names a file of torch.save, there or not, and neither a run nor a folder."""
+    return str(name).endswith(WEIGHT_FILES) and not Path(name).is_dir()
+
+
 def tokenizer_of(folder: str | Path) -> Path:
-    """The tokenizer.json of a run or of a Hugging Face folder.
+    """The tokenizer.json of a run or of a Hugging Face folder, or beside a weight file.
 
     Raises:
         InputRefused: there is none.
     """
     run = run_named(folder)
-    path = run.tokenizer if run else hub.tokenizer_file(folder)
+    path = run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
     if path is None or not path.is_file():
-        raise InputRefused(f"{folder}: there is no tokenizer.json; put the model's beside its weights")
+        raise InputRefused(
+            f"{folder}: there is no tokenizer.json; put the model's beside its weights, "
+            "or to train on it name it as data.tokenizer"
+        )
     return path
 
 

@@ -19,7 +19,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, build
+from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.session import Session
@@ -74,6 +74,8 @@ def make_engine(
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
+    if settings.model.init and is_weight_file(settings.model.init):
+        sizes = {}  # its tensors say more than text and row length do
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     model, loss = build(recipe)
     _require_fit(model, text, settings)

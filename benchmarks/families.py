@@ -1,0 +1,178 @@
+"""How far the model is from transformers' in every family: logits, gradients, and through exported folders.
+
+Random configurations of each family with large random weights (standard deviation 0.3, so that every part of the model
+matters), two rows of random tokens. An error is the distance of two tensors over the norm of transformers'; the worst
+of logits over configurations and the worst of gradients over configurations and parameters are shown. Goal: 1e-5 in
+fp32. In float64 transformers' norms and rotary angles would round to fp32, so there they are replaced by wide ones.
+"Out and back" says whether transformers loads an exported folder with no missing and no unexpected key, and whether
+what it saves again is the same model, to the bit and to the last key of the configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import transformers
+from torch import Tensor, nn
+
+import monograph as mono
+from monograph.model.families import FAMILIES, FULL, SLIDING
+from monograph.model.hub import load_model, save_model
+from monograph.model.rope import inverse_frequencies
+from monograph.model.scaling import LinearScaling, Llama3Scaling, Scaling
+
+ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 10, 1e-5
+ERRORS = ("logits_fp32", "gradients_fp32", "logits_fp64", "gradients_fp64")
+
+
+def main() -> None:
+    """Measures, prints a table, and writes it as JSON if asked to."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--configs", type=int, default=CONFIGS, metavar="N", help="random configurations per family")
+    parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and tokens")
+    given = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    configs = 2 if given.smoke else given.configs
+    found = harness.result(
+        "families",
+        {"configs": configs, "seed": given.seed, "rows": ROWS, "length": LENGTH, "goal": GOAL}
+        | {"transformers": transformers.__version__},
+        [measured(family, configs, given.seed) for family in FAMILIES],
+    )
+    harness.print_machine(found)
+    print(table(found["cases"]))
+    harness.write(given.out, found)
+
+
+def table(cases: Sequence[dict[str, Any]]) -> str:
+    """The errors as a Markdown table."""
+    names = ["model_type", "configurations", *(key.replace("_", ", ") for key in ERRORS), "out and back"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for case in cases:
+        errors = [f"{case[key]:.0e}" if case[key] else "0" for key in ERRORS]
+        back = "same bits" if case["round_trip"] else "differs"
+        lines.append(f"| {case['family']} | {case['configs']} | {' | '.join(errors)} | {back} |")
+    return "\n".join(lines)
+
+
+def measured(family: str, configs: int, seed: int) -> dict[str, Any]:
+    """The worst errors of one family over its random configurations."""
+    draw = random.Random(f"{family} {seed}")
+    rows = [compared(drawn(family, draw), index) for index in range(configs)]
+    worst = {key: max(row[key] for row in rows) for key in ERRORS}
+    return {"family": family, "configs": configs, **worst, "round_trip": all(row["round_trip"] for row in rows)}
+
+
+def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
+    """A random configuration of a family: every key that it has takes every kind of value."""
+    keys = FAMILIES[family].keys
+    key_value, group, layers = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    windowed = "sliding_window" in keys and draw.random() < 0.7
+    kinds = tuple(draw.choice([FULL, SLIDING]) for _ in range(layers)) if "layer_types" in keys and windowed else ()
+    scalings: list[Scaling | None] = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16)]
+    return mono.LlamaConfig(
+        model_type=family,
+        vocab_size=draw.randint(17, 80),
+        hidden_size=key_value * group * draw.choice([4, 6, 16]),
+        intermediate_size=draw.randint(9, 70),
+        num_hidden_layers=layers,
+        num_attention_heads=key_value * group,
+        num_key_value_heads=key_value,
+        head_dim=draw.choice([0, 6, 8, 16]),
+        max_position_embeddings=64,
+        rms_norm_eps=draw.choice([1e-6, 1e-5]),
+        rope_theta=draw.choice([1e4, 5e5]),
+        rope_scaling=draw.choice(scalings),
+        tie_word_embeddings=draw.random() < 0.5,
+        attention_bias="attention_bias" in keys and draw.random() < 0.5,
+        sliding_window=draw.choice([1, 2, 5, 17, LENGTH - 1, LENGTH, 100]) if windowed else None,
+        layer_types=kinds,
+        initializer_range=0.3,
+    )
+
+
+def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
+    """Errors of one configuration against transformers, and whether it comes back from there as it was."""
+    model, tokens = mono.Llama(config, seed), random_tokens(config, seed)
+    unsettled(model, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, Path(folder, "ours"))
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(folder, "ours"), output_loading_info=True, dtype=torch.float32
+        )
+        theirs.save_pretrained(Path(folder, "theirs"))
+        back = load_model(Path(folder, "theirs"))
+    kept = not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), back.parameters(), strict=True))
+    errors = dict(zip(ERRORS[:2], errors_of(model, theirs, tokens), strict=True))
+    errors |= zip(ERRORS[2:], errors_of(model.double(), widened(theirs.double(), config), tokens), strict=True)
+    return errors | {"round_trip": kept and same and back.config == config}
+
+
+def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, float]:
+    """Distances of the logits, and of the gradients of the parameter that is furthest off."""
+    logits, their_logits = model.logits(model(tokens)), theirs(tokens).logits
+    named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
+    gradients = gradients_of(logits, list(named.values()))
+    expected = gradients_of(their_logits, [their_named[name] for name in named])
+    # Where every query sees one key only, the gradients of scores are roundings of zero, to be seen as such.
+    least = 1e-3 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
+    worst = max(distance(one, other, least) for one, other in zip(gradients, expected, strict=True))
+    return distance(logits, their_logits), worst
+
+
+def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
+    """Transformers' float64 model with norms and rotary angles in float64, too."""
+
+    def norm(module: Any, hidden: Tensor) -> Tensor:
+        spread = hidden.square().mean(-1, keepdim=True) + module.variance_epsilon
+        return module.weight * hidden / spread.sqrt()
+
+    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * inverse_frequencies(config, torch.float64, x.device)
+        return angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(norm, module)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = rotary
+    return theirs
+
+
+def unsettled(model: nn.Module, seed: int) -> None:
+    """Random biases and norm weights, where a fresh model has zeros and ones that would hide a fault."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def random_tokens(config: mono.LlamaConfig, seed: int) -> Tensor:
+    """Rows of ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (ROWS, LENGTH), generator=generator)
+
+
+def gradients_of(logits: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
+    """Gradients of a fixed function of the logits."""
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).reshape(logits.shape)
+    return torch.autograd.grad((logits * weights).sum(), parameters)
+
+
+def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """Euclidean distance over the norm of `other`, or over `least` if that is more; in float64."""
+    one, other = one.detach().double(), other.detach().double()
+    return float((one - other).norm()) / max(float(other.norm()), least)
+
+
+if __name__ == "__main__":
+    main()

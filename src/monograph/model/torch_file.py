@@ -1,0 +1,130 @@
+"""A Llama from a file of `torch.save`: the checkpoint of A. Tam's "Pretraining a Llama Model on Your Local GPU".
+
+Such a file holds a state dict, alone or under "model", with the decoder under "base_model." and the rotary tables as
+buffers. It says nothing of the shape: sizes are read off the tensors, heads off the rotary tables, and what neither
+shows comes from the keys of [model] or, for weights of its shape, from the preset llama-179m.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.errors import InputRefused
+from monograph.model import hub
+from monograph.model.config import LlamaConfig
+from monograph.model.files import DTYPES, Stored
+from monograph.model.rope import cos_sin
+
+_INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights beside the optimizer
+# What torch.compile, DistributedDataParallel and the article put before a name.
+_PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
+_ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# A rotary table that was cast to bf16 is 2^-9 off; of another base, or memory that was never filled, about 1.
+_TABLE_ERROR = 0.01
+
+
+def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
+    """The shape of the model in a file, and its weights by their Hugging Face names: windows into the mapped file.
+
+    Nothing but tensors is unpickled.
+
+    Args:
+        path: the file.
+        sizes: keys of `LlamaConfig` that somebody gave; they must agree with what the tensors show.
+
+    Raises:
+        InputRefused: no such file, no weights of a Llama, or a size that is wrong or cannot be known.
+    """
+    state = _read(path)
+    weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
+    config = _shape(state, path, sizes)
+    stored = {name: Stored(path, tuple(t.shape), _NAMES.get(t.dtype, str(t.dtype))) for name, t in weights.items()}
+    hub.check_headers(stored, config, path, "the other tensors")
+    _check_rotary(state, config, path)
+    return config, weights
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
+    except Exception as error:  # the unpickler raises whatever a damaged file makes it run into
+        line = (str(error).splitlines() or [""])[0][:100]
+        raise InputRefused(
+            f"{path}: not weights that torch.save wrote ({type(error).__name__}: {line}); save model.state_dict() alone"
+        ) from None
+    if isinstance(loaded, dict):
+        loaded = next((loaded[key] for key in _INSIDE if key in loaded), loaded)
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+        raise InputRefused(f"{path}: holds no state dict; save model.state_dict()")
+    state = {}
+    for name, tensor in loaded.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise InputRefused(f"{path}: {name} is no plain tensor that the file holds in full")
+        inner = _PREFIX.sub("", name)
+        state[inner if inner.startswith("lm_head.") else f"model.{inner}"] = tensor
+    return state
+
+
+def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
+    def shape(name: str) -> torch.Size:
+        if name not in state or state[name].ndim != 2 or not state[name].numel():
+            raise InputRefused(f"{path}: holds no matrix {name}, so it is not the state dict of a Llama")
+        return state[name].shape
+
+    layers = {match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match}
+    shown: dict[str, Any] = {
+        "vocab_size": shape("model.embed_tokens.weight")[0],
+        "hidden_size": shape("model.embed_tokens.weight")[1],
+        "intermediate_size": shape("model.layers.0.mlp.gate_proj.weight")[0],
+        "num_hidden_layers": len(layers),
+    }
+    queries, keys = (shape(f"model.layers.0.self_attn.{name}_proj.weight")[0] for name in "qk")
+    if "model.rotary_emb.cos" in state:
+        shown["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
+    else:
+        head_dim = _head_dim(shown, queries, path, sizes)
+    shown |= {"num_attention_heads": queries // head_dim, "num_key_value_heads": keys // head_dim}
+    if "lm_head.weight" not in state and not sizes.get("tie_word_embeddings"):
+        raise InputRefused(
+            f"{path}: there is no lm_head.weight: save the whole model's state_dict(), "
+            "or give model.tie_word_embeddings=true if its head is the embedding"
+        )
+    for key in (shown.keys() & sizes.keys()) - {"max_position_embeddings"}:
+        if sizes[key] != shown[key]:
+            raise InputRefused(f"model.{key} = {sizes[key]}, but the weights in {path} have {shown[key]}")
+    return LlamaConfig(**{**shown, "head_dim": head_dim, **sizes})
+
+
+def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping[str, Any]) -> int:
+    """Without a rotary table: the width of a head by the number of heads that was given, or that the preset has."""
+    if heads := sizes.get("num_attention_heads"):
+        return max(1, queries // int(heads))
+    known = LlamaConfig.preset("llama-179m")
+    article = {key: getattr(known, key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    if article.items() <= shown.items() and queries == known.hidden_size:
+        return known.head_dim
+    raise InputRefused(f"{path}: its tensors do not show how many heads there are: give model.num_attention_heads")
+
+
+def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) -> None:
+    """Whether the tables that the weights were trained with are those that will be computed."""
+    if "model.rotary_emb.cos" not in state:
+        return
+    positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]
+    for name, half_B1TF in zip(("cos", "sin"), cos_sin(positions_BT, config, torch.float32), strict=True):
+        theirs, ours = state.get(f"model.rotary_emb.{name}"), torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
+        if theirs is None or theirs.shape != ours.shape or not bool(((theirs - ours).abs() < _TABLE_ERROR).all()):
+            raise InputRefused(
+                f"{path}: rotary_emb.{name} is not that of rope_theta = {config.rope_theta:g}, so the model would "
+                "compute something else here: give model.rope_theta, or save the model that was trained"
+            )

@@ -1,0 +1,101 @@
+"""Run: pytest tests/commands/test_families.py (models of other tools through every command)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands.forked import CommandServer
+from commands.inputs import OWN
+from monograph.data.tokenizer import Tokenizer
+from monograph.model.torch_file import read
+from reference.article import Pretraining
+
+SHORT = [*OWN, "train.updates=3", "optim.lr=1e-2"]
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_a_folder_of_transformers_is_trained_measured_sampled_and_handed_back(
+    server: CommandServer, here: Path, family: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1} if family == "qwen3" else {}
+    config = AutoConfig.for_model(family, **SIZES, **(window or {"sliding_window": 8}), head_dim=8)
+    theirs = AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(here / "hf")
+    Tokenizer.bytes().save(here / "hf" / "tokenizer.json")
+
+    done = server.run(here, "train", *SHORT[:1], *SHORT[2:], "model.init=hf", "--out", "run", "--json", figures=0)
+    assert done.code == 0, done.err
+    trained = json.loads(done.out.splitlines()[-1])
+    assert trained["params"] == theirs.num_parameters()
+    for of in ("hf", "run"):
+        assert server.run(here, "evaluate", of, "--data", "texts").code == 0
+        assert server.run(here, "generate", of, "alpha", "--max-tokens", "4").code == 0
+    assert server.run(here, "train", "--resume", "run", figures=0).code == 0
+    assert server.run(here, "export", "run", "--to", "out", "--format", "hf").code == 0
+
+    after, report = AutoModelForCausalLM.from_pretrained(here / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(after) is type(theirs) and after.config.sliding_window == 8
+    before, now = theirs.state_dict(), after.state_dict()
+    assert all(not torch.equal(before[name], now[name]) for name in before if "mlp" in name), "it was trained"
+
+
+def test_the_articles_checkpoint_is_trained_on_and_exported(server: CommandServer, here: Path) -> None:
+    torch.manual_seed(0)
+    state = Pretraining(vocabulary=259).state_dict()
+    (here / "article").mkdir()
+    torch.save({"model": state, "epoch": 1}, here / "article" / "model.pth")
+    started = ["train", *SHORT, "model.init=article/model.pth", "--out", "run"]
+    assert server.run(here, *started, figures=0).code == 0, "the tokenizer is named, none lies beside the file"
+    scores = json.loads(server.run(here, "evaluate", "run", "--json").out.splitlines()[-1])
+    assert scores["bits_per_byte"] > 0
+    assert server.run(here, "train", "--resume", "run", figures=0).code == 0
+
+    refused = server.run(here, "export", "article/model.pth", "--to", "out", "--format", "hf")
+    assert refused.code == 3 and "there is no tokenizer.json" in refused.err
+    Tokenizer.bytes().save(here / "article" / "tokenizer.json")
+    assert server.run(here, "generate", "article/model.pth", "alpha", "--max-tokens", "4").code == 0
+    assert server.run(here, "export", "article/model.pth", "--to", "out", "--format", "hf").code == 0
+    _, weights = read(here / "article" / "model.pth", {})
+    from safetensors.torch import load_file
+
+    exported = load_file(here / "out" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (["model.hidden_size=64"], 3, "model.hidden_size = 64, but the weights in model.pth have 48"),
+        (["model.rope_theta=5e5"], 3, "rotary_emb.cos is not that of rope_theta = 500000"),
+        (["data.sequence_length=64"], 3, "longer than the model's max_position_embeddings = 40"),
+        (["model.max_position_embeddings=64", "data.sequence_length=64"], 0, ""),
+        (["data.tokenizer=auto"], 3, "model.pth: there is no tokenizer.json; put the model's beside its weights"),
+        (["model.init=other.pth"], 3, "other.pth: no such file; it is looked for from"),
+        (["model.init=short.pth"], 3, "short.pth: not weights that torch.save wrote"),
+    ],
+)
+def test_what_the_file_cannot_be_is_said_in_one_line(
+    server: CommandServer, here: Path, given: list[str], code: int, said: str
+) -> None:
+    torch.save(Pretraining(vocabulary=259).state_dict(), here / "model.pth")
+    (here / "short.pth").write_bytes(b"PK\3\4")
+    done = server.run(here, "train", "model.init=model.pth", *SHORT, *given, "--out", "run", figures=0)
+    assert done.code == code, done.err
+    assert said in done.err and "Traceback" not in done.err
