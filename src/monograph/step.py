@@ -7,7 +7,8 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss, token_loss
-from monograph.optim import AdamW, planes
+from monograph.optim import AdamW, Optimizer, ema_, planes
+from monograph.optim.planes import trainable
 from monograph.schedule import Schedule, constant
 
 
@@ -57,7 +59,7 @@ class Step:
         model: nn.Module,
         *,
         loss: Loss = token_loss,
-        optim: AdamW | None = None,
+        optim: Optimizer | None = None,
         schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
@@ -70,7 +72,7 @@ class Step:
             loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets are counted before
                 the first backward, otherwise the summed gradient is divided by the summed count before clipping, which
                 is the same equation.
-            optim: the optimizer; AdamW() by default.
+            optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest Euclidean norm of an update's gradient, None for no clipping.
             precision: the compute dtype; fp32 (no change) by default.
@@ -78,12 +80,17 @@ class Step:
         """
         self.model, self.loss, self.clip = model, loss, clip
         self.optim = optim or AdamW()
+        if self.optim.ema is not None and not 0 < self.optim.ema < 1:
+            raise UsageError(f"ema = {self.optim.ema}: expected a decay between 0 and 1, or None for no average")
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         self.sum_over_ranks = sum_over_ranks
-        self.planes = planes(model)
+        self.planes = planes(trainable(model), self.optim.kinds(model))
         for plane in self.planes:
             self.optim.initialise(plane)
+            if self.optim.ema is not None:
+                plane.state["ema"] = plane.param.clone()
+        self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
         zero = torch.zeros((), device=self.device)
@@ -110,6 +117,28 @@ class Step:
         self.loss_sum.zero_()
         self.count.zero_()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """In the block the module holds its averaged weights, if the optimizer keeps an average (`ema`).
+
+        They change places with the trained ones, so nothing may be trained or saved inside. Buffers are not averaged.
+        """
+        if self.optim.ema is None or self.holds_average:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        self.holds_average = not self.holds_average
+        for plane in self.planes:
+            average, trained = plane.state["ema"], plane.param.clone()
+            plane.param.copy_(average)
+            average.copy_(trained)
+
     # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
@@ -133,7 +162,10 @@ class Step:
         self.skipped.add_(~accepted)
         for plane in self.planes:
             grad = plane.grad * scale.to(plane.grad.dtype)
-            self.optim.update_(plane, grad, lr=self.lr, applied=self.applied, accepted=accepted)
+            compute = self.precision.products(grad.dtype)
+            self.optim.update_(plane, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
+            if self.optim.ema is not None:
+                ema_(plane.state["ema"], plane.param, decay=self.optim.ema, applied=self.applied, accepted=accepted)
             plane.grad.zero_()
         return grad_norm
 
