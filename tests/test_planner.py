@@ -61,7 +61,7 @@ def test_intervals_happen_about_as_often_as_asked(updates, times):
 
 @given(st.integers(1, 512), st.integers(10**5, 10**11))
 def test_micro_batch_divides_the_rows_and_fits(rows, free):
-    chosen = micro_batch(rows, 2_400_000, 192, 4, 256, free)
+    chosen = micro_batch(rows, 16 * 2_400_000, 192, 4, 256, free)
     assert rows % chosen == 0 and 1 <= chosen <= rows
     assert chosen == 1 or chosen * 64 * 192 * 4 * 256 <= free / 2
 

@@ -68,17 +68,17 @@ def precision(device: Device) -> str:
 
 
 def known_learning_rate(preset: str) -> float:
-    """The preset's peak learning rate for AdamW."""
+    """The preset's peak learning rate, for AdamW and for Muon, whose updates are scaled to AdamW's size."""
     return LEARNING_RATES[preset]
 
 
-def micro_batch(rows: int, params: int, width: int, layers: int, length: int, free_bytes: int) -> int:
+def micro_batch(rows: int, static_bytes: int, width: int, layers: int, length: int, free_bytes: int) -> int:
     """Rows per micro-batch, a divisor of `rows` if possible, so that activations fit half of the free memory.
 
     A stored activation is counted as (6 + 2 + 3 * 2.7) numbers of 4 bytes per position, layer and unit of width, the
-    closed form of a Llama block with full-precision residuals; weights, gradients and AdamW's moments are 16 bytes
-    each.
+    closed form of a Llama block with full-precision residuals; weights, gradients and optimizer state are
+    `static_bytes`.
     """
     per_row = 64 * width * layers * length
-    fits = max(1, int((free_bytes / 2 - 16 * params) / per_row))
+    fits = max(1, int((free_bytes / 2 - static_bytes) / per_row))
     return rows if fits >= rows else max(d for d in range(1, fits + 1) if rows % d == 0)

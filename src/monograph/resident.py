@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.graph import capture as graph
-from monograph.graph.inspect import unique_state
+from monograph.graph.inspect import buffers_kept, unique_state
 from monograph.graph.precision import Precision
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
@@ -99,7 +99,8 @@ class Resident:
         self.captured = True
         graph.capture(step, backend)
         try:
-            self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
+            with buffers_kept(self.model):
+                self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
         except Exception as error:
             step.forward, step.apply, step.evaluate = eager
             step.discard()

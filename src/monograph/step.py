@@ -51,7 +51,8 @@ class Step:
     """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
 
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
-    weights first.
+    weights first. A layer that mixes rows, such as BatchNorm, sees one micro-batch at a time: then, and only then, the
+    gradient depends on how the window is cut.
     """
 
     def __init__(
