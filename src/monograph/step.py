@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss, token_loss
-from monograph.optim import AdamW, Optimizer, ema_, planes
-from monograph.optim.planes import trainable
+from monograph.optim import AdamW, Optimizer, initialise, planes, trainable, update_
 from monograph.schedule import Schedule, constant
 
 
@@ -88,9 +87,7 @@ class Step:
         self.sum_over_ranks = sum_over_ranks
         self.planes = planes(trainable(model), self.optim.kinds(model))
         for plane in self.planes:
-            self.optim.initialise(plane)
-            if self.optim.ema is not None:
-                plane.state["ema"] = plane.param.clone()
+            initialise(plane, self.optim)
         self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
@@ -122,23 +119,21 @@ class Step:
     def averaged(self) -> Iterator[None]:
         """In the block the module holds its averaged weights, if the optimizer keeps an average (`ema`).
 
-        They change places with the trained ones, so nothing may be trained or saved inside. Buffers are not averaged.
+        Only to look at: what is trained or saved inside is lost or wrong afterwards. Buffers are not averaged.
         """
         if self.optim.ema is None or self.holds_average:
             yield
             return
-        self._exchange()
+        trained = [plane.param.clone() for plane in self.planes]
         try:
+            self.holds_average = True
+            for plane in self.planes:
+                plane.param.copy_(plane.state["ema"])
             yield
         finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        self.holds_average = not self.holds_average
-        for plane in self.planes:
-            average, trained = plane.state["ema"], plane.param.clone()
-            plane.param.copy_(average)
-            average.copy_(trained)
+            for plane, param in zip(self.planes, trained, strict=True):
+                plane.param.copy_(param)
+            self.holds_average = False
 
     # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
@@ -164,9 +159,7 @@ class Step:
         for plane in self.planes:
             grad = plane.grad * scale.to(plane.grad.dtype)
             compute = self.precision.products(grad.dtype)
-            self.optim.update_(plane, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
-            if self.optim.ema is not None:
-                ema_(plane.state["ema"], plane.param, decay=self.optim.ema, applied=self.applied, accepted=accepted)
+            update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
             plane.grad.zero_()
         return grad_norm
 

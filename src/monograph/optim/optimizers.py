@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.optim.planes import Kind, Plane, trainable
-from monograph.optim.updates import adamw_, muon_
+from monograph.optim.updates import adamw_, ema_, muon_
 
 BLOCKS = nn.ModuleList, nn.Sequential
 
@@ -59,31 +60,15 @@ class AdamW:
         """
         return _kinds(trainable(module), self.weight_decay, self.groups)
 
-    def initialise(self, plane: Plane) -> None:
-        """Give the plane its state: both moments, zero."""
-        _initialise_adamw(plane)
-
-    def update_(
-        self, plane: Plane, grad: Tensor, *, lr: Tensor, applied: Tensor, accepted: Tensor, compute: torch.dtype
-    ) -> None:
-        """Apply `adamw_` to the plane with `grad` [size], the clipped mean gradient; it has no products to compute."""
-        _update_adamw(plane, grad, lr, applied, accepted, self.betas, self.eps)
-
 
 @dataclass(frozen=True)
 class Muon:
     """Muon for the matrices inside blocks, AdamW for the rest: embedding, head, norm gains, biases.
 
-    Both take the same learning rate: see `muon_`. Attributes that `AdamW` has mean the same here.
+    Both take the same learning rate: see `muon_`. What `AdamW` has too means the same here, betas and eps for the rest.
 
     Attributes:
-        lr: peak learning rate.
         momentum: of the matrices, Nesterov.
-        betas: decay rates of the moments of the rest.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay of parameters with two dimensions or more.
-        groups: parameters with a rate or a decay of their own.
-        ema: decay of a moving average of the weights.
         matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
     """
 
@@ -109,36 +94,40 @@ class Muon:
                 "muon finds no matrix inside a block, which is a module with parts inside an nn.ModuleList or "
                 'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
             )
-        return _kinds(parameters, self.weight_decay, self.groups, names)
-
-    def initialise(self, plane: Plane) -> None:
-        """Give the plane its state, zero: the momentum of matrices, both moments of the rest."""
-        if plane.kind.matrix:
-            plane.state = {"momentum_buffer": torch.zeros_like(plane.param)}
-        else:
-            _initialise_adamw(plane)
-
-    def update_(
-        self, plane: Plane, grad: Tensor, *, lr: Tensor, applied: Tensor, accepted: Tensor, compute: torch.dtype
-    ) -> None:
-        """Apply `muon_` (all matrices of the plane's shape at once) or `adamw_` to the plane, with `grad` [size]."""
-        if plane.kind.matrix is None:
-            _update_adamw(plane, grad, lr, applied, accepted, self.betas, self.eps)
-            return
-        stacked = (-1, *plane.kind.matrix)
-        muon_(
-            plane.param.view(stacked),
-            grad.view(stacked),
-            plane.state["momentum_buffer"].view(stacked),
-            lr=lr * plane.kind.lr,
-            accepted=accepted,
-            momentum=self.momentum,
-            weight_decay=plane.kind.weight_decay,
-            compute=compute,
-        )
+        kinds = _kinds(parameters, self.weight_decay, self.groups)
+        shapes = {name: (parameters[name].shape[0], parameters[name].shape[1]) for name in names}
+        return kinds | {n: kinds[n]._replace(matrix=shape, momentum=self.momentum) for n, shape in shapes.items()}
 
 
 Optimizer = AdamW | Muon
+
+
+def initialise(plane: Plane, optim: Optimizer) -> None:
+    """Give the plane its state: zero moments, and the average, which is the weights before the first update."""
+    names = ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
+    plane.state = {name: torch.zeros_like(plane.param) for name in names}
+    if optim.ema is not None:
+        plane.state["ema"] = plane.param.clone()
+
+
+def update_(
+    plane: Plane, optim: Optimizer, grad: Tensor, *, lr: Tensor, applied: Tensor, accepted: Tensor, compute: torch.dtype
+) -> None:
+    """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
+
+    `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
+    `monograph.optim.updates`.
+    """
+    kind, state = plane.kind, plane.state
+    shared: dict[str, Any] = {"lr": lr * kind.lr, "accepted": accepted, "weight_decay": kind.weight_decay}
+    if kind.matrix is None:
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        adamw_(plane.param, grad, *moments, applied=applied, betas=optim.betas, eps=optim.eps, **shared)
+    else:
+        param, grad, buffer = (t.view(-1, *kind.matrix) for t in (plane.param, grad, state["momentum_buffer"]))
+        muon_(param, grad, buffer, momentum=kind.momentum, compute=compute, **shared)
+    if optim.ema is not None:
+        ema_(state["ema"], plane.param, decay=optim.ema, applied=applied, accepted=accepted)
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
@@ -164,17 +153,13 @@ def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> l
     return names
 
 
-def _kinds(
-    parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group], matrices: Sequence[str] = ()
-) -> dict[str, Kind]:
-    idle, kinds, hidden = {group.pattern for group in groups}, dict[str, Kind](), {*matrices}
+def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group]) -> dict[str, Kind]:
+    idle, kinds = {group.pattern for group in groups}, dict[str, Kind]()
     for name, parameter in parameters.items():
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
         usual = weight_decay if parameter.ndim >= 2 else 0.0
-        decay = usual if group.weight_decay is None else group.weight_decay
-        matrix = (parameter.shape[0], parameter.shape[1]) if name in hidden else None
-        kinds[name] = Kind(group.lr, decay, matrix)
+        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds
@@ -184,31 +169,4 @@ def _matches_none(what: str, pattern: str, parameters: Mapping[str, nn.Parameter
     return (
         f"{what} {pattern!r} matches no trainable parameter that is not another's already; "
         f"names are such as {next(iter(parameters))!r}"
-    )
-
-
-def _initialise_adamw(plane: Plane) -> None:
-    plane.state = {name: torch.zeros_like(plane.param) for name in ("exp_avg", "exp_avg_sq")}
-
-
-def _update_adamw(
-    plane: Plane,
-    grad: Tensor,
-    lr: Tensor,
-    applied: Tensor,
-    accepted: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
-    adamw_(
-        plane.param,
-        grad,
-        plane.state["exp_avg"],
-        plane.state["exp_avg_sq"],
-        lr=lr * plane.kind.lr,
-        applied=applied,
-        accepted=accepted,
-        betas=betas,
-        eps=eps,
-        weight_decay=plane.kind.weight_decay,
     )

@@ -23,12 +23,14 @@ class Kind(NamedTuple):
     Attributes:
         lr: factor of the optimizer's learning rate.
         weight_decay: decoupled decay.
-        matrix: (rows, cols) of a matrix that is updated as a matrix; None: every element by itself.
+        matrix: (rows, cols) of a matrix that Muon updates; None: AdamW.
+        momentum: Muon's.
     """
 
     lr: float
     weight_decay: float
     matrix: tuple[int, int] | None = None
+    momentum: float = 0.0
 
 
 class Slot(NamedTuple):

@@ -95,16 +95,9 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
 
 
 def muon_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor,
-    *,
-    lr: Tensor,
-    accepted: Tensor,
-    momentum: Knob,
-    weight_decay: Knob,
-    compute: torch.dtype,
-) -> None:
+    param: Tensor, grad: Tensor, momentum_buffer: Tensor,
+    *, lr: Tensor, accepted: Tensor, momentum: Knob, weight_decay: Knob, compute: torch.dtype,
+) -> None:  # fmt: skip
     """One Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
 
         m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g
