@@ -65,7 +65,8 @@ def open_session(run: Run, settings: Settings, text: Corpus, device: torch.devic
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     model, loss = build(recipe)
     _require_fit(model, text, settings)
-    lr = optim.lr if optim.lr != "auto" else planner.known_learning_rate(preset) if preset != "auto" else 1e-3
+    known = planner.known_learning_rate(preset, optim.name) if preset != "auto" else 1e-3
+    lr = known if optim.lr == "auto" else optim.lr
     tokens = int(train.tokens_per_update)
     rows = tokens // settings.data.sequence_length
     fixed: dict[str, Any] = {
