@@ -109,9 +109,7 @@ class OptimSection(Section):
     eps: PositiveFloat = _key(1e-8, "a number above 0", "added to the denominator")
     grad_clip: Literal["none"] | PositiveFloat = _key(1.0, "a number above 0, or none", "largest gradient norm")
     schedule: Literal["cosine", "constant", "wsd"] = _key(
-        "cosine",
-        "cosine, constant or wsd",
-        "rate after warm-up; wsd: constant, and a decay over the last 20 %",
+        "cosine", "cosine, constant or wsd", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key("auto", "a whole number or auto", "linear warm-up")
     ema: Literal["none"] | Fraction = _key(
