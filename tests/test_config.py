@@ -59,6 +59,8 @@ def test_flag_over_environment_over_toml_over_default() -> None:
         ("optim.betas", "0.9,0.99", (0.9, 0.99)),
         ("optim.betas", "[0.9, 0.99]", (0.9, 0.99)),
         ("optim.grad_clip", "none", "none"),
+        ("optim.ema", "none", "none"),
+        ("optim.ema", "0.999", 0.999),
         ("train.tokens", "512k", 512_000),
         ("train.tokens", "1.1M", 1_100_000),
         ("train.tokens", "512Ki", 2**19),
@@ -87,6 +89,7 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ("[train]\nkeep = 1", ["train.keep = 1", "2 or more"]),
         ("[optim]\nlr = inf", ["optim.lr", "a number above 0"]),
         ("[optim]\nbetas = [0.9]", ["optim.betas", "two numbers"]),
+        ("[optim]\nema = 1", ["optim.ema = 1", "between 0 and 1, or none"]),
         ("[data]\nheld_out = 5", ["data.held_out = 5", "between 0 and 1"]),
         ("[data]\nsource = []", ["data.source", "a path"]),
         ("[data]\nsource = ''", ["data.source", "a path"]),
@@ -127,7 +130,7 @@ def test_a_toml_that_is_not_text_is_refused() -> None:
 def test_what_is_not_built_is_refused_with_a_sentence(key: str) -> None:
     wrong = {"lora.rank": 8, "lora.alpha": 16.0, "lora.targets": ["q_proj"], "train.remat": "budget:0.5"}
     wrong |= {"train.compile": "blocks"}
-    values = {"optim.name": "muon", "optim.schedule": "wsd", "optim.transfer": "width", "train.precision": "fp8"}
+    values = {"optim.transfer": "width", "train.precision": "fp8"}
     values |= {"train.memory": "stream", "train.parallel": "ddp"} | wrong
     assert "not built yet" in refusal(**{key.replace(".", "__"): values[key]})
     for works in NOT_BUILT[key].works:
@@ -172,6 +175,7 @@ some_values = st.fixed_dictionaries(
         "data.tokenizer": words,
         "data.held_out": st.floats(0, 1, exclude_min=True, exclude_max=True),
         "optim.lr": positive | st.just("auto"),
+        "optim.ema": st.just("none") | st.floats(0, 1, exclude_min=True, exclude_max=True),
         "optim.betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
         "train.updates": whole,
         "train.seed": st.integers(0, 2**63 - 1),

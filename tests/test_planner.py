@@ -37,7 +37,9 @@ def test_a_fast_machine_takes_the_minutes_and_a_slow_one_says_how_long():
 
 def test_every_preset_has_a_learning_rate_and_the_default_is_one_of_them():
     assert all(LlamaConfig.preset(name).parameter_count() > 0 for name in LEARNING_RATES)
-    assert DEFAULT.preset in LEARNING_RATES and known_learning_rate(DEFAULT.preset) == LEARNING_RATES[DEFAULT.preset]
+    for preset, rate in LEARNING_RATES.items():
+        assert known_learning_rate(preset, "adamw") == rate <= known_learning_rate(preset, "muon") <= 2 * rate
+    assert DEFAULT.preset in LEARNING_RATES
     assert LlamaConfig.preset(DEFAULT.preset).vocab_size == DEFAULT.vocabulary
 
 
@@ -61,7 +63,7 @@ def test_intervals_happen_about_as_often_as_asked(updates, times):
 
 @given(st.integers(1, 512), st.integers(10**5, 10**11))
 def test_micro_batch_divides_the_rows_and_fits(rows, free):
-    chosen = micro_batch(rows, 2_400_000, 192, 4, 256, free)
+    chosen = micro_batch(rows, 16 * 2_400_000, 192, 4, 256, free)
     assert rows % chosen == 0 and 1 <= chosen <= rows
     assert chosen == 1 or chosen * 64 * 192 * 4 * 256 <= free / 2
 

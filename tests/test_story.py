@@ -11,9 +11,10 @@ import torch
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, with_texts
-from monograph import Sampling, generate, load
+from monograph import Sampling, checkpointing, generate, load
 
 SETTINGS = [*TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2"]
+SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
 
 
 def test_the_story(tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_the_story(tmp_path: Path) -> None:
         # evaluate
         scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])
         assert scores["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"], rel=1e-6)
+        assert scores["weights"] == trained["eval_weights"] == "averaged"
 
         # generate
         typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
@@ -57,6 +59,9 @@ def test_the_story(tmp_path: Path) -> None:
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    newest = checkpointing.newest(run / "checkpoints", print)
+    assert all(torch.equal(newest.optimizer[f"ema.{name}"], exported.get_parameter(name)) for name in newest.model)
+    assert not torch.equal(newest.model["model.norm.weight"], exported.model.norm.weight)
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))

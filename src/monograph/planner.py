@@ -36,6 +36,8 @@ DEFAULT = Default("micro", 4096, 1024, 600_000, 1_700_000)
 # micro's is measured (docs/log.md) and nano takes it over; the rest are those of GPT-3 models of the nearest size
 # (Brown et al. 2020, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
+# Muon's where they were measured to be higher (docs/log.md); elsewhere AdamW's, to whose size its updates are scaled.
+MUON_LEARNING_RATES = {"nano": 4e-3, "micro": 4e-3}
 MOST_EPOCHS = 8
 # Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
 UPDATES_SHARE = 0.9
@@ -67,18 +69,18 @@ def precision(device: Device) -> str:
     return "bf16" if device.has_bf16 else "fp32"
 
 
-def known_learning_rate(preset: str) -> float:
-    """The preset's peak learning rate for AdamW."""
-    return LEARNING_RATES[preset]
+def known_learning_rate(preset: str, optimizer: str = "adamw") -> float:
+    """The preset's peak learning rate for "adamw" or "muon"."""
+    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(preset, LEARNING_RATES[preset])
 
 
-def micro_batch(rows: int, params: int, width: int, layers: int, length: int, free_bytes: int) -> int:
+def micro_batch(rows: int, static_bytes: int, width: int, layers: int, length: int, free_bytes: int) -> int:
     """Rows per micro-batch, a divisor of `rows` if possible, so that activations fit half of the free memory.
 
     A stored activation is counted as (6 + 2 + 3 * 2.7) numbers of 4 bytes per position, layer and unit of width, the
-    closed form of a Llama block with full-precision residuals; weights, gradients and AdamW's moments are 16 bytes
-    each.
+    closed form of a Llama block with full-precision residuals; weights, gradients and optimizer state are
+    `static_bytes`.
     """
     per_row = 64 * width * layers * length
-    fits = max(1, int((free_bytes / 2 - 16 * params) / per_row))
+    fits = max(1, int((free_bytes / 2 - static_bytes) / per_row))
     return rows if fits >= rows else max(d for d in range(1, fits + 1) if rows % d == 0)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.graph import capture as graph
-from monograph.graph.inspect import unique_state
+from monograph.graph.inspect import buffers_kept, unique_state
 from monograph.graph.precision import Precision
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
-from monograph.optim import AdamW
+from monograph.optim import Optimizer
 from monograph.schedule import Schedule
 from monograph.step import Step, Update, accumulate, update
 
@@ -41,7 +41,7 @@ class Resident:
         model: nn.Module,
         *,
         loss: Loss = token_loss,
-        optim: AdamW | None = None,
+        optim: Optimizer | None = None,
         schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
@@ -99,7 +99,8 @@ class Resident:
         self.captured = True
         graph.capture(step, backend)
         try:
-            self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
+            with buffers_kept(self.model):
+                self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
         except Exception as error:
             step.forward, step.apply, step.evaluate = eager
             step.discard()
@@ -158,11 +159,14 @@ class Resident:
         return update(self.step)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode."""
+        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode.
+
+        Where the optimizer keeps an average of the weights it is the average that is scored.
+        """
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.step.averaged():
                 parts = self._fitting(batch, lambda: self._evaluated(batch))
         finally:
             self.model.train(training)
@@ -193,8 +197,9 @@ class Resident:
         own = self.state()
         for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
             if odd := sorted(mine.keys() ^ theirs.keys()):
+                hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
                 raise InputRefused(
-                    f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}"
+                    f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
                 )
             for name, tensor in mine.items():
                 if tensor.shape != theirs[name].shape:

@@ -7,7 +7,8 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss, token_loss
-from monograph.optim import AdamW, planes
+from monograph.optim import AdamW, Optimizer, initialise, planes, trainable, update_
 from monograph.schedule import Schedule, constant
 
 
@@ -49,7 +50,8 @@ class Step:
     """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
 
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
-    weights first.
+    weights first. A layer that mixes rows, such as BatchNorm, sees one micro-batch at a time: then, and only then, the
+    gradient depends on how the window is cut.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Step:
         model: nn.Module,
         *,
         loss: Loss = token_loss,
-        optim: AdamW | None = None,
+        optim: Optimizer | None = None,
         schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
@@ -70,7 +72,7 @@ class Step:
             loss: `loss(model, batch) -> (sum, count)`; with a `count(batch)` of its own the targets are counted before
                 the first backward, otherwise the summed gradient is divided by the summed count before clipping, which
                 is the same equation.
-            optim: the optimizer; AdamW() by default.
+            optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest Euclidean norm of an update's gradient, None for no clipping.
             precision: the compute dtype; fp32 (no change) by default.
@@ -78,12 +80,15 @@ class Step:
         """
         self.model, self.loss, self.clip = model, loss, clip
         self.optim = optim or AdamW()
+        if self.optim.ema is not None and not 0 < self.optim.ema < 1:
+            raise UsageError(f"ema = {self.optim.ema}: expected a decay between 0 and 1, or None for no average")
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         self.sum_over_ranks = sum_over_ranks
-        self.planes = planes(model)
+        self.planes = planes(trainable(model), self.optim.kinds(model))
         for plane in self.planes:
-            self.optim.initialise(plane)
+            initialise(plane, self.optim)
+        self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
         zero = torch.zeros((), device=self.device)
@@ -110,6 +115,26 @@ class Step:
         self.loss_sum.zero_()
         self.count.zero_()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """In the block the module holds its averaged weights, if the optimizer keeps an average (`ema`).
+
+        Only to look at: what is trained or saved inside is lost or wrong afterwards. Buffers are not averaged.
+        """
+        if self.optim.ema is None or self.holds_average:
+            yield
+            return
+        trained = [plane.param.clone() for plane in self.planes]
+        try:
+            self.holds_average = True
+            for plane in self.planes:
+                plane.param.copy_(plane.state["ema"])
+            yield
+        finally:
+            for plane, param in zip(self.planes, trained, strict=True):
+                plane.param.copy_(param)
+            self.holds_average = False
+
     # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
@@ -133,7 +158,8 @@ class Step:
         self.skipped.add_(~accepted)
         for plane in self.planes:
             grad = plane.grad * scale.to(plane.grad.dtype)
-            self.optim.update_(plane, grad, lr=self.lr, applied=self.applied, accepted=accepted)
+            compute = self.precision.products(grad.dtype)
+            update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
             plane.grad.zero_()
         return grad_norm
 

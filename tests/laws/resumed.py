@@ -22,7 +22,9 @@ SETTINGS = {
     "train.updates": 20, "train.tokens_per_update": 256, "train.micro_batch": 4, "train.compile": "none",
     "train.precision": "fp32", "train.save_every": 1, "train.eval_every": 4, "train.keep": 99,
 }  # fmt: skip
-OWN = SETTINGS | {"model.init": "own.py:build"}
+OWN = SETTINGS | {
+    "model.init": "own.py:build", "optim.name": "muon", "optim.ema": 0.9, "optim.schedule": "wsd",
+}  # fmt: skip
 for size in [key for key in SETTINGS if key.startswith("model.")]:
     del OWN[size]
 
@@ -39,6 +41,7 @@ class Own(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, 16)
         self.norm = nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh())])
         self.drop = nn.Dropout(0.2)
         self.head = nn.Linear(16, vocab_size)
 
@@ -46,6 +49,8 @@ class Own(nn.Module):
         hidden = self.norm(self.embed(tokens).flatten(0, 1))
         if self.training:
             hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
         return self.head(self.drop(hidden))
 
 def build(vocab_size):

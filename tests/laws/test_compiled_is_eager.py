@@ -10,8 +10,9 @@ import torch
 
 from batches import flat_gradient, ragged, tiny_llama
 from monograph import compat
+from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
-from monograph.optim import AdamW
+from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from numerics import error_within, relative_error
@@ -50,6 +51,31 @@ def test_loss_gradient_and_update(compiled_step):
             *zip(*(p.state.values() for p in (mine, theirs, true)), strict=True),
         ):
             assert error_within(ours, naive_, exact_)
+
+
+def test_the_update_of_muon_and_adamw_with_groups_and_an_average():
+    """Several updates with given gradients, two of them not finite; only the update is compiled here."""
+    optim = Muon(lr=1e-2, ema=0.9, groups=[Group("*norm*", lr=2.0), Group("*.down_proj.*", lr=0.5, weight_decay=0.3)])
+    eager = Resident(tiny_llama(), optim=optim, clip=0.5)
+    fast, exact = Resident(tiny_llama(), optim=optim, clip=0.5), double(eager)
+    fast.step.apply = compiled(fast.step.apply)
+    graphs = compat.captured_graphs()
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        for mine, theirs, true in zip(*(engine.step.planes for engine in (fast, eager, exact)), strict=True):
+            mine.grad.normal_(generator=generator)
+            if seed >= 2:
+                mine.grad[0] = float("nan")
+            theirs.grad.copy_(mine.grad)
+            true.grad.copy_(mine.grad)
+        for engine in (fast, eager, exact):
+            engine.step.count.fill_(1)
+            assert int(engine.update().skipped) == max(0, seed - 1)
+    assert compat.captured_graphs() == graphs + 1
+    for mine, theirs, true in zip(*(engine.step.planes for engine in (fast, eager, exact)), strict=True):
+        assert error_within(mine.param, theirs.param, true.param), mine.kind
+        for buffer in mine.state:
+            assert error_within(mine.state[buffer], theirs.state[buffer], true.state[buffer]), (buffer, mine.kind)
 
 
 def test_no_graph_break_and_no_recompile(compiled_step):

@@ -36,19 +36,21 @@ class _Scores:
 def run(run: str, *, data: list[str], json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text given; see the command line's help."""
     trained = run_named(run)
-    result, name = _of_run(trained, data) if trained else _of_folder(run, data)
+    result, name, averaged = _of_run(trained, data) if trained else (*_of_folder(run, data), False)
     standing = f"loss {result.loss:.4f}"
     if result.bits_per_byte is not None:
         standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
-    print(f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {name}")
+    note = ", averaged weights" if averaged else ""
+    print(f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {name}{note}")
     if json:
         scores = {key: getattr(result, key) for key in ("bits_per_byte", "perplexity", "loss", "tokens")}
-        print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores)}))
+        weights = "averaged" if averaged else "last"
+        print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}))
     return 0
 
 
-def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str]:
-    model, loss, tokenizer, state = load_trained(run, _warn)
+def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str, bool]:
+    model, loss, tokenizer, state, averaged = load_trained(run, _warn)
     section = load_settings(run.config, {}, {}).data
     text = open_corpus(
         data or section.source,
@@ -59,7 +61,7 @@ def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str]:
     )
     if not data and text.fingerprint != state["fingerprint"]:
         _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    return evaluate(_Scores(model, loss), text.train if data else text.held_out), text.name
+    return evaluate(_Scores(model, loss), text.train if data else text.held_out), text.name, averaged
 
 
 def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:

@@ -100,7 +100,7 @@ class DataSection(Section):
 class OptimSection(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "muon"] = _key("adamw", "adamw", "the update rule")
+    name: Literal["adamw", "muon"] = _key("adamw", "adamw or muon", "the update rule")
     lr: Auto | PositiveFloat = _key("auto", "a number above 0, or auto", "peak learning rate")
     weight_decay: NonNegativeFloat = _key(0.1, "a number, 0 or more", "decoupled decay of the matrices")
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
@@ -108,8 +108,13 @@ class OptimSection(Section):
     )
     eps: PositiveFloat = _key(1e-8, "a number above 0", "added to the denominator")
     grad_clip: Literal["none"] | PositiveFloat = _key(1.0, "a number above 0, or none", "largest gradient norm")
-    schedule: Literal["cosine", "constant", "wsd"] = _key("cosine", "cosine or constant", "learning rate after warm-up")
+    schedule: Literal["cosine", "constant", "wsd"] = _key(
+        "cosine", "cosine, constant or wsd", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
+    )
     warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key("auto", "a whole number or auto", "linear warm-up")
+    ema: Literal["none"] | Fraction = _key(
+        "none", "a number between 0 and 1, or none", "decay of an average of the weights: what is scored and exported"
+    )
     transfer: Literal["none", "width"] = _key("none", "none", "rules that carry a learning rate across widths")
 
 
@@ -159,8 +164,6 @@ class NotBuilt(NamedTuple):
 
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
-    "optim.name": NotBuilt(("adamw",), "Muon is not built yet; adamw is"),
-    "optim.schedule": NotBuilt(("cosine", "constant"), "warmup-stable-decay is not built yet; cosine and constant are"),
     "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
     "train.precision": NotBuilt(("auto", "fp32", "bf16"), "this precision is not built yet; fp32 and bf16 are"),
     "train.compile": NotBuilt(("auto", "whole", "none"), "a graph for one block is not built yet; whole and none are"),

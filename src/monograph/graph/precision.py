@@ -33,6 +33,10 @@ class Precision:
         """The torch dtype."""
         return DTYPES[self.name]
 
+    def products(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of matrix products of tensors of `dtype` outside of `context`, where autocast does not choose."""
+        return dtype if self.name == "fp32" else self.dtype
+
     def context(self, device_type: str) -> AbstractContextManager[None]:
         """The context in which a forward pass computes at this precision on "cpu" or "cuda"."""
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")

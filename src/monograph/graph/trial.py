@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, MonographError
+from monograph.graph.inspect import buffers_kept
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Trial:
 
 
 def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
-    """Run one forward and backward pass eagerly, and leave the gradients zero.
+    """Run one forward and backward pass eagerly; weights and buffers stay, the gradients are zero afterwards.
 
     Args:
         module: the module under trial; its parameters' gradients are overwritten.
@@ -47,6 +48,11 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is not
             finite (the message names the first module whose output is not finite, or the parameter).
     """
+    with buffers_kept(module):
+        return _trial(module, loss)
+
+
+def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     _zero(parameters)
     with _naming_failures(module):

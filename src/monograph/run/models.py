@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import unique_state
@@ -86,12 +87,13 @@ class Recipe(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A run's newest model: module, loss, tokenizer, and the state beside the weights."""
+    """A run's newest model: module, loss, tokenizer, the state beside the weights, and whether these are averaged."""
 
     model: nn.Module
     loss: Loss
     tokenizer: Tokenizer
     state: Mapping[str, Any]
+    averaged: bool
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
@@ -112,8 +114,9 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
     """A language model and its tokenizer, from a run ("last", a run's folder), a Hugging Face folder or a weight file.
 
-    Of a run the newest checkpoint that passes verification is taken. A file of torch.save has its tokenizer.json beside
-    it. Nothing is fetched from the network.
+    Of a run the newest checkpoint that passes verification is taken, and where the run kept an average of its weights
+    (`optim.ema`) the average. A file of torch.save has its tokenizer.json beside it. Nothing is fetched from the
+    network.
 
     Raises:
         InputRefused: none of these, or damaged; names what is wrong.
@@ -135,7 +138,7 @@ def _load(
                 "`monograph evaluate` scores it, and Python loads it"
             )
         model = Llama(LlamaConfig.from_hf(config))
-        load_weights(model, checkpoint.model)
+        load_weights(model, {**checkpoint.model, **averages(checkpoint)})
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
@@ -160,8 +163,15 @@ def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
         model, loss = build(recipe)
     else:
         model, loss = Llama(LlamaConfig.from_hf(checkpoint.state["model_config"])), token_loss
-    load_weights(model, checkpoint.model)
-    return Trained(model, loss, Tokenizer.from_file(run.tokenizer), checkpoint.state)
+    average = averages(checkpoint)
+    load_weights(model, {**checkpoint.model, **average})
+    return Trained(model, loss, Tokenizer.from_file(run.tokenizer), checkpoint.state, bool(average))
+
+
+def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The averaged weights of a run that kept an average, by the parameters' names; of another run none."""
+    kept = checkpoint.optimizer.items()
+    return {name.removeprefix("ema."): tensor for name, tensor in kept if name.startswith("ema.")}
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:

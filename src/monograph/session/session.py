@@ -17,14 +17,16 @@ from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.device import clock
 from monograph.errors import Diverged, InputRefused
+from monograph.graph.inspect import buffers_kept
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim import AdamW, Muon, Optimizer
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, load_weights, require_same_file
 from monograph.run.progress import Progress
-from monograph.schedule import Schedule, constant, cool_down, warmup_cosine
+from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
 from monograph.session import randomness
 
 FINAL = 0.05  # of the peak learning rate, at the last update
@@ -190,13 +192,11 @@ class Session:
     def undisturbed(self) -> Iterator[None]:
         """Whatever runs in the block, the module's buffers (running means and the like) and random numbers stay."""
         device = self.engine.step.device
-        kept = [(buffer, buffer.clone()) for buffer in self.engine.model.buffers()]
         drawn = randomness.state(device)
         try:
-            yield
+            with buffers_kept(self.engine.model):
+                yield
         finally:
-            for buffer, value in kept:
-                buffer.copy_(value)
             randomness.restore(drawn, device)
 
     def schedule(self) -> Schedule:
@@ -213,7 +213,24 @@ class Session:
 def make_schedule(settings: Settings, updates: int) -> Schedule:
     """The schedule that the settings name."""
     warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
-    return constant(warmup) if settings.optim.schedule == "constant" else warmup_cosine(warmup, updates, FINAL)
+    if settings.optim.schedule == "constant":
+        return constant(warmup)
+    if settings.optim.schedule == "wsd":
+        return warmup_stable_decay(warmup, updates, final=FINAL)
+    return warmup_cosine(warmup, updates, FINAL)
+
+
+def make_optimizer(settings: Settings) -> Optimizer:
+    """The optimizer that the settings name; their learning rate is fixed."""
+    optim = settings.optim
+    rule = Muon if optim.name == "muon" else AdamW
+    return rule(
+        lr=float(optim.lr),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        ema=None if optim.ema == "none" else optim.ema,
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -16,14 +16,14 @@ from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
 from monograph.measure.quantities import count, counted
 from monograph.model.llama import Llama
-from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
-from monograph.session.session import Session
+from monograph.session.session import Session, make_optimizer
 
+BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
 
 
@@ -79,7 +79,8 @@ def make_engine(
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     model, loss = build(recipe)
     _require_fit(model, text, settings)
-    lr = optim.lr if optim.lr != "auto" else planner.known_learning_rate(preset) if preset != "auto" else 1e-3
+    known = planner.known_learning_rate(preset, optim.name) if preset != "auto" else 1e-3
+    lr = known if optim.lr == "auto" else optim.lr
     tokens = int(train.tokens_per_update)
     rows = tokens // settings.data.sequence_length
     fixed: dict[str, Any] = {
@@ -94,7 +95,7 @@ def make_engine(
     engine = Resident(
         model.to(device),
         loss=loss,
-        optim=AdamW(lr=float(lr), betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
+        optim=make_optimizer(settings),
         clip=None if optim.grad_clip == "none" else optim.grad_clip,
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),
@@ -132,6 +133,14 @@ def _prepare(session: Session, progress: Progress) -> None:
         progress.line(
             "warning", f"no gradient reaches {', '.join(trial.without_gradient[:3])}: its weights will not change"
         )
+    rows = session.batches.rows_per_window
+    mixing = [name for name, module in engine.model.named_modules() if isinstance(module, BATCH_STATISTICS)]
+    if mixing and (engine.micro_batch or rows) < rows:
+        progress.line(
+            "note",
+            f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
+            "its statistics, and so the gradient, depend on train.micro_batch",
+        )
     if train.compile == "none":
         session.eager_reason = "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
@@ -167,8 +176,10 @@ def _micro_batch(model: nn.Module, rows: int, settings: Settings, machine: Devic
         return rows
     config, params = model.config, sum(p.numel() for p in model.parameters())
     length = settings.data.sequence_length
+    # Weight, gradient and two moments (of which Muon keeps one); the average if there is one.
+    static_bytes = params * 4 * (4 if settings.optim.ema == "none" else 5)
     return planner.micro_batch(
-        rows, params, config.hidden_size, config.num_hidden_layers, length, machine.free_memory_bytes
+        rows, static_bytes, config.hidden_size, config.num_hidden_layers, length, machine.free_memory_bytes
     )
 
 

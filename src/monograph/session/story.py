@@ -47,6 +47,7 @@ class Story:
         self.recompiles = 0
         self.rates: list[float] = []
         self.held_out: Evaluation | None = None
+        self.averaged = session.settings.optim.ema != "none"
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
@@ -159,6 +160,7 @@ class Story:
             "train_loss": last.get("train_loss"),
             "eval_loss": self.held_out.loss if self.held_out else None,
             "eval_bits_per_byte": self.held_out.bits_per_byte if self.held_out else None,
+            "eval_weights": "averaged" if self.averaged else "last",
             "tokens_per_s": rate,
             "mfu": use,
             "peak_memory_bytes": peak_memory_bytes(device),
@@ -185,7 +187,7 @@ class Story:
             for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
             if bits >= value
         ]
-        text = f"   held-out {bits:.2f} bits/byte"
+        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.averaged else "")
         text += f"   below {', '.join(below)}" if below else ""
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
@@ -207,10 +209,9 @@ class Story:
             return []
         training = model.training
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
-        texts = [
-            c.text
-            for c in generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
-        ]
+        with self.session.engine.step.averaged():
+            written = generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
+            texts = [completion.text for completion in written]
         model.train(training)
         return texts
 

@@ -1,0 +1,172 @@
+"""The optimizers that a step takes: which parameter is updated in which way, with which rate and decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph.errors import UsageError
+from monograph.optim.planes import Kind, Plane, trainable
+from monograph.optim.updates import adamw_, ema_, muon_
+
+BLOCKS = nn.ModuleList, nn.Sequential
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters, by the pattern of their names, that have a learning rate or a weight decay of their own.
+
+    Attributes:
+        pattern: as of a shell: "lm_head.*", "*.bias"; a star crosses dots. The first group that matches counts.
+        lr: factor of the optimizer's learning rate.
+        weight_decay: instead of the optimizer's; None leaves it: the optimizer's for matrices, none for the rest.
+    """
+
+    pattern: str
+    lr: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with weight decay on matrices only. The defaults are the usual ones for pretraining small language models.
+
+    Attributes:
+        lr: peak learning rate; a schedule multiplies it.
+        betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of parameters with two dimensions or more.
+        groups: parameters with a rate or a decay of their own.
+        ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    groups: Sequence[Group] = ()
+    ema: float | None = None
+
+    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+        """How each trainable parameter is updated.
+
+        Raises:
+            UsageError: a group that matches none.
+        """
+        return _kinds(trainable(module), self.weight_decay, self.groups)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon for the matrices inside blocks, AdamW for the rest: embedding, head, norm gains, biases.
+
+    Both take the same learning rate: see `muon_`. What `AdamW` has too means the same here, betas and eps for the rest.
+
+    Attributes:
+        momentum: of the matrices, Nesterov.
+        matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    groups: Sequence[Group] = ()
+    ema: float | None = None
+    matrices: Sequence[str] | None = None
+
+    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+        """How each trainable parameter is updated.
+
+        Raises:
+            UsageError: no matrix is found, a pattern or a group matches none, or a pattern one that is no matrix.
+        """
+        parameters = trainable(module)
+        names = hidden_matrices(module) if self.matrices is None else _named(parameters, self.matrices)
+        if not names:
+            raise UsageError(
+                "muon finds no matrix inside a block, which is a module with parts inside an nn.ModuleList or "
+                'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
+            )
+        kinds = _kinds(parameters, self.weight_decay, self.groups)
+        shapes = {name: (parameters[name].shape[0], parameters[name].shape[1]) for name in names}
+        return kinds | {n: kinds[n]._replace(matrix=shape, momentum=self.momentum) for n, shape in shapes.items()}
+
+
+Optimizer = AdamW | Muon
+
+
+def initialise(plane: Plane, optim: Optimizer) -> None:
+    """Give the plane its state: zero moments, and the average, which is the weights before the first update."""
+    names = ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
+    plane.state = {name: torch.zeros_like(plane.param) for name in names}
+    if optim.ema is not None:
+        plane.state["ema"] = plane.param.clone()
+
+
+def update_(
+    plane: Plane, optim: Optimizer, grad: Tensor, *, lr: Tensor, applied: Tensor, accepted: Tensor, compute: torch.dtype
+) -> None:
+    """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
+
+    `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
+    `monograph.optim.updates`.
+    """
+    kind, state = plane.kind, plane.state
+    shared: dict[str, Any] = {"lr": lr * kind.lr, "accepted": accepted, "weight_decay": kind.weight_decay}
+    if kind.matrix is None:
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        adamw_(plane.param, grad, *moments, applied=applied, betas=optim.betas, eps=optim.eps, **shared)
+    else:
+        param, grad, buffer = (t.view(-1, *kind.matrix) for t in (plane.param, grad, state["momentum_buffer"]))
+        muon_(param, grad, buffer, momentum=kind.momentum, compute=compute, **shared)
+    if optim.ema is not None:
+        ema_(state["ema"], plane.param, decay=optim.ema, applied=applied, accepted=accepted)
+
+
+def hidden_matrices(module: nn.Module) -> list[str]:
+    """The matrices of a module's blocks: what stands between its embedding and its head.
+
+    A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; of its trainable parameters
+    those with two dimensions count, but not those of an embedding.
+    """
+    holders = [holder for holder in module.modules() if isinstance(holder, BLOCKS)]
+    blocks = [child for holder in holders for child in holder if next(child.children(), None) is not None]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    hidden = inside - embeddings
+    return [name for name, p in module.named_parameters() if id(p) in hidden and p.ndim == 2 and p.requires_grad]
+
+
+def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
+    if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in parameters)]:
+        raise UsageError(_matches_none("muon's pattern", idle[0], parameters))
+    names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if odd := [name for name in names if parameters[name].ndim != 2]:
+        raise UsageError(f"muon updates matrices, but {odd[0]} has {parameters[odd[0]].ndim} dimensions, not 2")
+    return names
+
+
+def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group]) -> dict[str, Kind]:
+    idle, kinds = {group.pattern for group in groups}, dict[str, Kind]()
+    for name, parameter in parameters.items():
+        group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
+        idle.discard(group.pattern)
+        usual = weight_decay if parameter.ndim >= 2 else 0.0
+        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay)
+    if idle:
+        raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
+    return kinds
+
+
+def _matches_none(what: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
+    return (
+        f"{what} {pattern!r} matches no trainable parameter that is not another's already; "
+        f"names are such as {next(iter(parameters))!r}"
+    )
