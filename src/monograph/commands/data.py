@@ -19,11 +19,15 @@ def show(settings: Settings, *, row: int | None) -> int:
     if row is None:
         stats = corpus.stats
         print(
-            f"{corpus.name}: {stats.files} files, {stats.bytes:,} bytes, {stats.tokens:,} tokens of "
-            f"{corpus.vocab_size:,} kinds"
+            f"{corpus.name}: {stats.files:,} files, {stats.documents:,} documents, {stats.bytes:,} bytes, "
+            f"{stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
         )
-        print(f"{len(corpus.train):,} rows of {settings.data.sequence_length}, {stats.packed_share:.1%} filled")
-        print(f"held out: {stats.held_out_files} files, {stats.held_out_bytes:,} bytes, {len(corpus.held_out):,} rows")
+        visits = corpus.train.per_epoch
+        epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
+        length = settings.data.sequence_length
+        print(f"{len(corpus.train):,} rows of {length}{epoch}, {stats.packed_share:.1%} filled")
+        held = f"{stats.held_out_documents:,} documents, {stats.held_out_bytes:,} bytes"
+        print(f"held out: {held}, {len(corpus.held_out):,} rows")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: there are {len(corpus.train):,} rows, 0 to {len(corpus.train) - 1:,}")
     print(render_row(corpus, row or 0, colour=sys.stdout.isatty()))
@@ -49,6 +53,7 @@ def _open(settings: Settings) -> Corpus:
             packing=data.packing,
             held_out=data.held_out,
             text_key=data.text_key,
+            bad_records=data.bad_records,
             progress=stage.report,
         )
     for line in corpus.notes:
