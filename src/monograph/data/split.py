@@ -64,8 +64,8 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     Groups of texts (a package; copies of one content) that have no near copy elsewhere are taken in the order of
     sha256(key, group), and buckets of records in order, while they fit the budget of fraction · bytes. If less than
     half of it can be filled that way, one more is taken whole where it is no larger than the budget. Where every one
-    left is larger, the end of the largest text is cut off at a line end instead; of the records it remains at what fits,
-    or else at the smallest bucket.
+    left is larger, the end of the largest text is cut off at a line end instead; the records remain at what fits, or
+    else at the smallest bucket.
 
     Args:
         files: all files; those with records are passed over here.
