@@ -83,6 +83,8 @@ def write_inputs(folder: Path) -> None:
     for number in range(14):
         text = " ".join(draws.choice(words) for _ in range(24))
         (folder / "texts" / f"{number}.txt").write_text(text)
+    records = [json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)]
+    (folder / "records.jsonl").write_text("\n".join([*records, '{"text": 5}']))
     (folder / "own.py").write_text(OWN_MODULE)
 
 
@@ -144,6 +146,8 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
     if case == "epochs":
         settings |= {"train.epochs": 2}
         del settings["train.updates"]
+    if case == "mixed":
+        settings |= {"data.source": ["texts@0.5", "records.jsonl@2"], "data.bad_records": "skip"}
     if case == "aot":
         settings |= {"train.compile": "whole"}
         monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))

@@ -20,8 +20,8 @@ _ZSTD_STEP_BYTES = 1 << 10
 class Damaged(InputRefused):
     """A file that cannot be trusted as a whole, whatever could be read of it before."""
 
-    def __init__(self, path: Path, fault: str) -> None:
-        super().__init__(f"{path}: {fault}; get the file again or leave it out")
+    def __init__(self, path: Path, fault: str, remedy: str = "get the file again or leave it out") -> None:
+        super().__init__(f"{path}: {fault}; {remedy}")
         self.fault = fault
 
 

@@ -52,7 +52,7 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
         mine = np.flatnonzero(which == number)
         visit = epoch[mine] * each.visits + turn[mine] - (ends_S[number] - each.visits)
         if each.visits and each.visits % each.rows:
-            own = _mix(_mix(np.full(1, seed % 2**64, dtype=np.uint64)) + np.uint64(number + 1) * _GOLDEN)
+            own = _mix(_mix(np.full(1, seed % 2**64, dtype=np.uint64)) + np.full(1, number + 1, np.uint64) * _GOLDEN)
             row = _permuted(visit.astype(np.uint64), each.rows, own)
         else:
             row = visit % max(1, each.rows)

@@ -15,6 +15,7 @@ _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # No text shrinks a thousandfold; a page of that kind would be unpacked whole before a row of it is seen.
 _BOMB_BYTES, _BOMB_RATIO = 1 << 28, 1000
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
 _STATE, _INFO, _DICTIONARY = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
@@ -110,11 +111,11 @@ def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
     if len(found) != 1:
         names = ", ".join(map(ascii, schema.names[:8]))
         many = "several columns" if found else "no column"
-        raise Damaged(path, f"has {many} {key!r}; its columns are {names}; data.text_key names the one with the text")
+        raise Damaged(path, f"has {many} {key!r}; its columns are {names}", _NAME_ANOTHER)
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise Damaged(path, f"column {key!r} holds {kind}, not strings; data.text_key names the one with the text")
+        raise Damaged(path, f"column {key!r} holds {kind}, not strings", _NAME_ANOTHER)
 
 
 def saved_tables(folder: Path) -> list[Path] | None:
