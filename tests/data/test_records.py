@@ -206,11 +206,11 @@ def test_a_parquet_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
 
 
 def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):
-    """150 MiB of one line, and 8 Mi empty lines, from a few kilobytes."""
+    """150 MiB of one line, and a million empty ones, from a few kilobytes."""
     for name, unit in (("long", b"x"), ("empty", b"\n")):
         packer = zstandard.ZstdCompressor(level=1).compressobj()
         block = unit * ((1 << 20) // len(unit))
-        packed = b"".join(packer.compress(block) for _ in range(150 if name == "long" else 8)) + packer.flush()
+        packed = b"".join(packer.compress(block) for _ in range(150 if name == "long" else 1)) + packer.flush()
         (tmp_path / f"{name}.jsonl.zst").write_bytes(packed)
         if name == "long":
             (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(block * 150, compresslevel=1))

@@ -138,7 +138,7 @@ def slower_machine(story: Story, update: int) -> None:
         story.session.shorten(14)
 
 
-@pytest.mark.parametrize("case", ["llama", "padded", "epochs", "own", "aot", "cooled"])
+@pytest.mark.parametrize("case", ["llama", "padded", "epochs", "own", "aot", "cooled", "mixed"])
 def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = OWN if case == "own" else dict(SETTINGS)
     if case == "padded":

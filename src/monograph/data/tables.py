@@ -61,10 +61,10 @@ def _text(value: Any, key: str) -> str | Fault:
 def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
     from pyarrow import parquet
 
+    _require_strings(pa, path, parquet.read_schema(path), key)
     # As a dictionary, a text that a file repeats a million times is in memory once.
     options = {"read_dictionary": [key], "pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        _require_strings(pa, path, file.schema_arrow, key)
         packed, unpacked = _sizes(file.metadata, key)
         if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * packed):
             raise Damaged(path, f"is a compression bomb: {packed:,} bytes of column {key!r} become {unpacked:,}")
