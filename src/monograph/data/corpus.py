@@ -17,7 +17,7 @@ from monograph.data.files import writing
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
-from monograph.data.store import Request, open_or_build
+from monograph.data.store import Request, Stored, open_or_build
 from monograph.data.tokenizer import Tokenizer, parse
 from monograph.errors import InputRefused, UsageError
 
@@ -136,10 +136,7 @@ def corpus(
         request = Request(found, held_out, asked, Reading(text_key, bad_records == "skip"))
         stored = open_or_build(request, cache, progress)
     weights = [file.weight for file in found.files]
-    packed, scratch = packing == "packed", stored.folder if os.access(stored.folder, os.W_OK) else None
-    with writing(scratch or Path(tempfile.gettempdir())):
-        train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
-        held = Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
+    train, held = _rows(stored, weights, sequence_length, packing == "packed")
     _check_size(found.name, train, held, held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
@@ -152,6 +149,14 @@ def corpus(
         notes=tuple(note for note in (*stored.notes, _skipped_note(found)) if note),
         folder=stored.folder,
     )
+
+
+def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
+    # Large plans lie beside the tokens, for a temporary folder may be memory; but a cache may be another person's.
+    scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
+    with writing(scratch):
+        train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
+        return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
 def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
