@@ -23,8 +23,8 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "contestants", "families", "first_run", "harness", "loss", "peer_litgpt", "peers", "rounds")
-SCRIPTS += ("start", "steps", "systems", "time_to_quality", "train", "train_peers")
+SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "harness", "loss", "peer_litgpt", "peers")
+SCRIPTS += ("rounds", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -130,6 +130,16 @@ def test_a_model_drawn_on_the_device_is_the_model(script):
     assert sum(p.numel() for p in model.parameters()) == config.parameter_count()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.05)
+
+
+def test_corpus(script, monkeypatch, tmp_path):
+    module = script("corpus")
+    monkeypatch.setattr(module, "measured", lambda folder: module.prepare(folder))  # a process takes seconds to begin
+    found = smoke(module, monkeypatch, tmp_path / "corpus.json")
+    assert found["schema"] == "monograph-benchmark-corpus-1"
+    assert [case["files"] for case in found["cases"]] == [4, 4]
+    small, large = found["cases"]
+    assert 1.5 < large["text_bytes"] / small["text_bytes"] < 2.5 and large["peak_bytes"] >= small["peak_heap_bytes"] > 0
 
 
 def test_train_shapes_are_the_promised_ones(script):

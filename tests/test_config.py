@@ -169,7 +169,6 @@ some_values = st.fixed_dictionaries(
     {},
     optional={
         "model.vocab_size": whole,
-        "model.rope_theta": positive,
         "model.tie_word_embeddings": st.booleans(),
         "data.source": words | st.lists(words, min_size=1, max_size=3),
         "data.tokenizer": words,

@@ -29,6 +29,16 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", "hollow"], 3, "hollow: no text to train on"),
     (["train", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8: 0xff"),
     (["train", "short.txt"], 3, "fewer than one row of 256"),
+    (
+        ["train", "bad.jsonl", *TINY[1:]],
+        3,
+        "bad.jsonl:2: 'text' is a number, not a string; correct or remove it, or set",
+    ),
+    (["train", "bad.jsonl", *TINY[1:], "data.text_key=body"], 3, "bad.jsonl:1: has no key 'body'; its keys are 'text'"),
+    (["train", "bad.jsonl@0", *TINY[1:]], 2, "bad.jsonl@0': a weight is how often an epoch sees the text"),
+    (["train", "bad.jsonl.gz", *TINY[1:]], 3, "bad.jsonl.gz: is not gzip; get the file again or leave it out"),
+    (["train", *TINY, "data.bad_records=keep"], 2, 'data.bad_records = "keep": expected refuse or skip'),
+    (["train", *TINY, "model.rope_theta=5"], 2, "there is no key model.rope_theta"),
     (["train", *TINY, "data.held_out=0.001"], 3, "held-out tokens, fewer than one row of 32"),
     (["train", *TINY, "data.held_out=0.9"], 2, "data.held_out = 0.9"),
     (["train", *TINY, "data.tokenizer=short.txt"], 3, "short.txt"),
@@ -77,6 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("hollow", "full"):
         (folder / name).mkdir()
     files = {"full/x": "1", "empty.txt": "", "short.txt": "hi there", "bad.toml": "[train\n", **MODULES}
+    files |= {"bad.jsonl": '{"text": "good"}\n{"text": 5}\n', "bad.jsonl.gz": "text"}
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes(b"abc\xff\xfe def\n" * 50)

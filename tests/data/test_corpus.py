@@ -11,6 +11,10 @@ from monograph.data.corpus import corpus
 from monograph.errors import InputRefused, UsageError
 
 
+def names(rows):
+    return [rows._side.name(document) for document in range(rows.documents)]
+
+
 def test_the_standard_library_from_nothing(tmp_path):
     calls = []
 
@@ -26,11 +30,11 @@ def test_the_standard_library_from_nothing(tmp_path):
     assert stages == ["sources", "tokenizer", "tokens", "verify"]
     assert all(done <= total for _, _, done, total in calls)
 
-    stats, modules = built.stats, {name.split("/")[0] for name in built.held_out._side.names}
+    stats, modules = built.stats, {name.split("/")[0] for name in names(built.held_out)}
     assert stats.held_out_bytes <= 0.05 * stats.bytes < stats.held_out_bytes * 1.2
-    assert not modules & {name.split("/")[0] for name in built.train._side.names} and len(modules) > 5
+    assert not modules & {name.split("/")[0] for name in names(built.train)} and len(modules) > 5
     assert stats.files == built.train.documents + built.held_out.documents > 300
-    assert stats.held_out_files == built.held_out.documents
+    assert stats.held_out_documents == built.held_out.documents and stats.documents == stats.files
     assert stats.bytes == built.train.bytes + built.held_out.bytes
     assert stats.bytes_per_token > 2.3 and stats.packed_share > 0.98
     assert built.notes == () and built.name == "stdlib" and built.vocab_size == 1024
@@ -100,7 +104,7 @@ def test_too_little_text_is_refused(tmp_path, text, settings, message):
         ({"packing": "dense"}, "data.packing = 'dense': must be 'packed' or 'padded'"),
         ({"sequence_length": 0}, "data.sequence_length = 0"),
         ({"held_out": 0.9}, "data.held_out = 0.9"),
-        ({"text_key": "body"}, "data.text_key = 'body'"),
+        ({"bad_records": "keep"}, "data.bad_records = 'keep': must be 'refuse' or 'skip'"),
         ({"tokenizer": "bpe:9"}, "data.tokenizer = 'bpe:9'"),
     ],
 )

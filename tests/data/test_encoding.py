@@ -2,95 +2,118 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from monograph.data import encoding, text
+from monograph.data.documents import Documents, Reading
 from monograph.data.encoding import encode_documents, train_tokenizer
 from monograph.data.progress import Meter
 from monograph.data.shards import open_shard, seal
-from monograph.data.split import Document
+from monograph.data.sources import find
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
+READING = Reading("text", skip_bad=False)
+
+
+def documents_of(source, tmp_path, held_out=0.0):
+    return Documents(find(source, tmp_path).files, READING, held_out)
+
 
 @pytest.fixture
-def documents(texts):
-    paths = sorted(texts.rglob("*.txt"))
-    return [Document(path.name, path, 0, path.stat().st_size) for path in paths]
+def documents(texts, tmp_path):
+    return documents_of(texts, tmp_path)
 
 
-def encoded(documents, tokenizer, folder):
+def encoded(documents, tokenizer, folder, files=40):
+    """(tokens, starts, records) of both sides, and their writers."""
     folder.mkdir()
     meter = Meter(None, "tokens", None)
-    count = encode_documents(documents, tokenizer, folder / "train", meter)
-    paths = [folder / f"train.{name}" for name in ("tokens", "starts", "bytes")]
-    arrays = [open_shard(path, tokenizer.hash, seal(path)) for path in paths]
-    assert count == len(arrays[0]) and meter.done == sum(document.bytes for document in documents)
-    return arrays
+    sides = encode_documents(documents, files, tokenizer, folder, meter)
+    found = {}
+    for name, side in sides.items():
+        paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
+        found[name] = [open_shard(path, tokenizer.hash, seal(path)) for path in paths]
+        assert side.tokens.count == len(found[name][0]) and sum(side.counts) == len(found[name][2])
+    assert meter.done == sum(side.bytes for side in sides.values()) == documents.text_bytes
+    return found, sides
 
 
-def test_a_document_is_bos_ids_eos(documents, trained, tmp_path):
-    tokens, starts, sizes = encoded(documents, trained, tmp_path / "a")
-    assert (starts[0], starts[-1], len(starts)) == (0, len(tokens), len(documents) + 1)
-    for i, document in enumerate(documents):
-        ids = trained.encode(document.path.read_text(encoding="utf-8"))
+def test_a_document_is_bos_ids_eos(documents, texts, trained, tmp_path):
+    found, sides = encoded(documents, trained, tmp_path / "a")
+    paths = sorted(texts.rglob("*.txt"), key=lambda path: path.relative_to(texts).as_posix())
+    tokens, starts, records = found["train"]
+    assert (starts[0], starts[-1], len(starts)) == (0, len(tokens), len(paths) + 1) and not records.any()
+    for i, path in enumerate(paths):
+        ids = trained.encode(path.read_text(encoding="utf-8"))
         assert tokens[starts[i] : starts[i + 1]].tolist() == [trained.bos_id, *ids, trained.eos_id]
-    assert sizes.tolist() == [document.bytes for document in documents]
+    assert sides["train"].bytes == sum(path.stat().st_size for path in paths)
+    assert sides["train"].counts[: len(paths)] == [1] * len(paths)
+    assert found["held_out"][1].tolist() == [0]
 
 
-def test_parts_and_batches_do_not_show(documents, trained, tmp_path, monkeypatch):
+def test_parts_and_batches_do_not_show(texts, trained, tmp_path, monkeypatch):
+    documents = documents_of(texts, tmp_path, held_out=0.3)
     whole = encoded(documents, trained, tmp_path / "whole")
     monkeypatch.setattr(text, "PART_CHARS", 200)
     monkeypatch.setattr(text, "BLOCK_BYTES", 77)
     monkeypatch.setattr(encoding, "_BATCH_CHARS", 450)
-    for one, other in zip(whole, encoded(documents, trained, tmp_path / "parts"), strict=True):
-        assert (one == other).all()
+    parts = encoded(documents, trained, tmp_path / "parts")
+    for side in ("train", "held_out"):
+        for one, other in zip(whole[0][side], parts[0][side], strict=True):
+            assert (one == other).all()
 
 
-def test_part_of_a_file_is_a_document(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"0123456789")
+def test_both_parts_of_a_file_are_documents(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456\n89")
     tokenizer = Tokenizer.bytes()
-    tokens, _, sizes = encoded([Document("a", path, 0, 7), Document("a", path, 7, 10)], tokenizer, tmp_path / "a")
-    assert tokenizer.decode_bytes(tokens.tolist()) == b"0123456789" and sizes.tolist() == [7, 3]
-    assert tokens[9] == tokenizer.bos_id and tokens[8] == tokenizer.eos_id
+    found, sides = encoded(documents_of(tmp_path / "a.txt", tmp_path, 0.4), tokenizer, tmp_path / "a")
+    for side, expected in (("train", b"0123456\n"), ("held_out", b"89")):
+        tokens = found[side][0].tolist()
+        assert tokenizer.decode_bytes(tokens) == expected and sides[side].bytes == len(expected)
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
 
 
 def test_large_vocabularies_need_four_bytes(monkeypatch, tmp_path):
     tokenizer = Tokenizer.bytes()
     monkeypatch.setattr(tokenizer, "vocab_size", 70_000)
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"abc")
-    assert encoded([Document("a", path, 0, 3)], tokenizer, tmp_path / "a")[0].dtype == np.uint32
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    found, _ = encoded(documents_of(tmp_path / "a.txt", tmp_path), tokenizer, tmp_path / "a")
+    assert found["train"][0].dtype == np.uint32
 
 
 def test_training_reads_the_documents_and_tells_what_fell_short(documents, trained):
     told = []
-    tokenizer, note = train_tokenizer(documents, 400, lambda *arguments: told.append(arguments))
-    assert tokenizer.hash == trained.hash and note is None
-    total = sum(document.bytes for document in documents)
+    tokenizer, notes = train_tokenizer(documents, 400, lambda *arguments: told.append(arguments))
+    assert tokenizer.hash == trained.hash and notes == ()
+    total = documents.text_bytes
     assert told[0] == ("tokenizer", 0, total) and told[-1] == ("tokenizer", total, total)
-    tokenizer, note = train_tokenizer(documents, 50_000, None)
-    assert (
-        note == f"the tokenizer has {tokenizer.vocab_size:,} entries, not 50,000: the text has no more pairs to merge"
-    )
+    tokenizer, notes = train_tokenizer(documents, 50_000, None)
+    reason = "the text has no more pairs to merge"
+    assert notes == (f"the tokenizer has {tokenizer.vocab_size:,} entries, not 50,000: {reason}",)
 
 
-def test_a_large_corpus_is_sampled(documents, monkeypatch):
+def test_a_large_corpus_is_sampled(documents, texts, tmp_path, monkeypatch):
+    lines = [json.dumps({"text": path.read_text(encoding="utf-8")}) for path in sorted(texts.rglob("*.txt"))]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines[:20]))
+    records = documents_of(tmp_path / "many.jsonl", tmp_path, held_out=0.2)
+    held = ["".join(part for part, _ in document.parts) for document in records if document.held_out]
+    for source in (documents, records):
+        assert list(source.sample(10**9))
+        chosen = "".join(source.sample(source.train_bytes // 3))
+        # Records are taken or left whole, by their hash: 20 of them vary more than files, of which the last is cut.
+        assert 0.1 * source.train_bytes < len(chosen.encode()) < 0.6 * source.train_bytes
+    assert held and not any(text in "".join(records.sample(10**9)) for text in held)
     monkeypatch.setattr(encoding, "TOKENIZER_SAMPLE_BYTES", 5000)
-    read = []
-    actual = encoding.read_text
-    monkeypatch.setattr(encoding, "read_text", lambda *where: read.append(where) or actual(*where))
-    _, note = train_tokenizer(documents, 300, None)
-    assert note and "was trained on" in note
-    sizes = [stop - start for _, start, stop in read]
-    assert 4000 < sum(sizes) < 5200 and len(sizes) > 1
-    assert [path for path, *_ in read] != [document.path for document in documents[: len(read)]]
+    _, notes = train_tokenizer(documents, 300, None)
+    assert "was trained on" in notes[0]
+    assert 4000 < len("".join(documents.sample(5000)).encode()) < 5200
 
 
 def test_bad_text_stops_training(tmp_path):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(b"fine\n\xff")
+    (tmp_path / "bad.txt").write_bytes(b"fine\n\xff")
     with pytest.raises(InputRefused, match=r"bad.txt: byte 5 \(line 2\) is not UTF-8"):
-        train_tokenizer([Document("bad", path, 0, 6)], 300, None)
+        train_tokenizer(documents_of(tmp_path / "bad.txt", tmp_path), 300, None)

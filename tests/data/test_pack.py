@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monograph.data import pack
 from monograph.data.pack import best_fit_decreasing, plan_rows
 
 
@@ -34,10 +35,21 @@ def test_rows_are_filled_as_by_best_fit_decreasing(data):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@given(documents=st.lists(st.integers(2, 90), max_size=40), length=st.integers(1, 33))
-def test_every_token_but_the_first_is_a_target_once(packed, documents, length):
+@given(
+    documents=st.lists(st.integers(2, 90), max_size=40),
+    length=st.integers(1, 33),
+    block=st.integers(1, 60),
+    border=st.integers(0, 40),
+)
+def test_every_token_but_the_first_is_a_target_once(packed, documents, length, block, border):
     starts = np.concatenate([[0], np.cumsum(documents, dtype=np.int64)])
-    plan = plan_rows(starts, length, packed)
+    parts = [min(border, len(documents)), len(documents) - min(border, len(documents))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "BLOCK_PIECES", block)  # a plan of more pieces lies in files
+        plan = plan_rows(starts, length, packed, parts)
+    assert sum(plan.rows) == len(plan.offsets) - 1
+    first, second = np.split(plan.starts, [plan.offsets[plan.rows[0]]])
+    assert (first < starts[parts[0]]).all() and (second >= starts[parts[0]]).all()
     inputs = [start + i for start, count in zip(plan.starts, plan.lengths, strict=True) for i in range(count)]
     last = set((starts[1:] - 1).tolist())
     assert sorted(inputs) == [token for token in range(sum(documents)) if token not in last]

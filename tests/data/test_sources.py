@@ -95,8 +95,10 @@ def test_the_hash_follows_the_text_and_not_the_place(folder, tmp_path):
         (None, "*.nothing", r"\*.nothing: no file matches"),
         ("", "empty.txt", "empty.txt: empty file"),
         ("a\0b", "nul.txt", "nul.txt: has NUL bytes"),
-        ("{}", "records.jsonl", "records.jsonl: .jsonl files are not read yet"),
-        ("PAR1", "table.PARQUET", "table.PARQUET: .PARQUET files are not read yet"),
+        ("", "records.jsonl", "records.jsonl: empty file"),
+        ("x", "backup.tar.gz", "backup.tar.gz: .tar files are not read"),
+        ("x", "table.parquet.GZ", "table.parquet.GZ: .parquet files are not read; convert it"),
+        ("x", "a.zip", "a.zip: .zip files are not read"),
     ],
 )
 def test_a_bad_source_is_refused_by_name(tmp_path, make, source, message):
@@ -106,12 +108,12 @@ def test_a_bad_source_is_refused_by_name(tmp_path, make, source, message):
         find(str(tmp_path / source), tmp_path)
 
 
-def test_a_folder_without_text_or_with_records_is_refused(tmp_path):
+def test_a_folder_without_text_or_with_archives_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     with pytest.raises(InputRefused, match="no text to train on"):
         find(tmp_path / "data", tmp_path)
     (tmp_path / "data" / "b.bin").write_bytes(b"\0")
-    with pytest.raises(InputRefused, match="b.bin: .bin files are not read yet"):
+    with pytest.raises(InputRefused, match="b.bin: .bin files are not read"):
         find(tmp_path / "data", tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputRefused, match="pipe: not a regular file"):

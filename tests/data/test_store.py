@@ -14,8 +14,8 @@ import pytest
 
 from faults.harness import FaultServer, unavailable
 from monograph.data import shards, store
+from monograph.data.documents import Reading
 from monograph.data.sources import find
-from monograph.data.split import split
 from monograph.data.store import Request, open_or_build
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused
@@ -23,12 +23,12 @@ from monograph.errors import DiskFull, InputRefused
 
 def request_for(folder, tokenizer=None, held_out=0.1):
     found = find(folder, folder)
-    return Request(found, split(found.files, held_out), held_out, tokenizer or Tokenizer.bytes())
+    return Request(found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False))
 
 
 def contents(stored):
     return [
-        (side.names, side.tokens.tolist(), side.starts.tolist(), side.bytes.tolist())
+        (side.files, side.first.tolist(), side.tokens.tolist(), side.starts.tolist(), side.records.tolist(), side.bytes)
         for side in (stored.train, stored.held_out)
     ]
 
@@ -46,7 +46,7 @@ def test_the_second_time_nothing_is_tokenised(texts, tmp_path, monkeypatch):
     assert second.notes == () and first.folder == second.folder
     assert sorted(path.name for path in first.folder.iterdir()) == sorted(
         ["manifest.json", "tokenizer.json"]
-        + [f"{side}.{name}" for side in ("train", "held_out") for name in ("tokens", "starts", "bytes")]
+        + [f"{side}.{name}" for side in ("train", "held_out") for name in ("tokens", "starts", "records")]
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from monograph.data import text
-from monograph.data.text import cut_for_tokens, cut_position, read_text
+from monograph.data.text import cut_for_tokens, cut_position, parts_of, read_text
 from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import InputRefused
 
@@ -35,27 +35,31 @@ def words(name: str, part: str) -> list[str]:
 @pytest.mark.parametrize("name", ["gpt2", *KNOWN_PATTERNS])
 @given(TEXTS, st.integers(1, 60))
 def test_a_cut_does_not_change_the_words(name, whole, limit):
-    cut = cut_for_tokens(whole, limit)
-    if cut < min(limit, len(whole)):
+    cut = cut_for_tokens(whole, limit, longest := limit + 20)
+    if cut < min(longest, len(whole)):
         assert words(name, whole[:cut]) + words(name, whole[cut:]) == words(name, whole)
 
 
 def test_a_place_to_cut_is_found_where_there_is_one():
-    assert cut_for_tokens("one two three four", 12) == 7
-    assert cut_for_tokens("數據 數據數據" + "x" * 5000, 5000) == 2
-    assert cut_for_tokens("x" * 100, 50) == 50
+    assert cut_for_tokens("one two three four", 12, 15) == 7
+    assert cut_for_tokens("數據 數據數據" + "x" * 5000, 5000, 9000) == 2
+    assert cut_for_tokens("one two three four", 2, 9) == 3
+    assert cut_for_tokens("x" * 100, 50, 70) == 70 and cut_for_tokens("x" * 60, 50, 70) == 60
 
 
-@given(TEXTS, st.integers(1, 9), st.integers(1, 7))
-def test_the_parts_are_the_text(tmp_path_factory, whole, block, part):
+@given(TEXTS, st.integers(1, 9), st.integers(1, 7), st.integers(0, 9))
+def test_the_parts_are_the_text(tmp_path_factory, whole, block, part, more):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(data := whole.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "BLOCK_BYTES", block)
         patch.setattr(text, "PART_CHARS", part)
+        patch.setattr(text, "LONGEST_PART_CHARS", part + more)
         parts = list(read_text(path, 0, len(data)))
+        # Blocks do not show: a record, whose text comes whole, is cut where the same text in a file is.
+        assert [part for part, _ in parts] == list(parts_of(whole))
     assert "".join(part for part, _ in parts).encode() == data
-    assert all(0 < len(part_text) <= part for part_text, _ in parts)
+    assert all(0 < len(part_text) <= part + more for part_text, _ in parts)
     assert [done for _, done in parts] == sorted(done for _, done in parts) and (not parts or parts[-1][1] == len(data))
 
 

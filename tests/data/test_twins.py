@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from monograph.data.sources import find
-from monograph.data.split import split
+from monograph.data.split import BUCKETS, split
 from monograph.data.twins import groups_with_twins
 
 LINES = [f"    result_{i} = compute_something_long({i}, {i * i})" for i in range(100)]
@@ -31,7 +33,7 @@ def test_a_share_of_long_lines_makes_twins_and_short_lines_do_not(tmp_path):
 
 def test_held_out_packages_of_the_standard_library_have_no_twin(tmp_path):
     files = find("stdlib", tmp_path).files
-    sides = split(files, 0.05)
-    twins = {file.name for file in files if file.twin}
-    assert twins and not twins & {document.name for document in sides.held_out}
-    assert sum(document.bytes for document in sides.held_out) > 0.04 * sum(file.size for file in files)
+    cuts = split(files, np.zeros(BUCKETS, dtype=np.int64), 0.05).cuts
+    held = [file for file, cut in zip(files, cuts, strict=True) if cut < file.size]
+    assert any(file.twin for file in files) and not any(file.twin for file in held)
+    assert sum(file.size for file in held) > 0.04 * sum(file.size for file in files)

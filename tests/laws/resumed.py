@@ -72,6 +72,8 @@ def write_inputs(folder: Path) -> None:
     for number in range(14):
         text = " ".join(draws.choice(words) for _ in range(24))
         (folder / "texts" / f"{number}.txt").write_text(text)
+    records = [json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)]
+    (folder / "records.jsonl").write_text("\n".join([*records, '{"text": 5}']))
     (folder / "own.py").write_text(OWN_MODULE)
 
 

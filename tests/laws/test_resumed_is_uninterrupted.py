@@ -30,7 +30,7 @@ def slower_machine(story: Story, update: int) -> None:
         story.session.shorten(14)
 
 
-@pytest.mark.parametrize("case", ["llama", "padded", "epochs", "own", "aot", "cooled"])
+@pytest.mark.parametrize("case", ["llama", "padded", "epochs", "own", "aot", "cooled", "mixed"])
 def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = OWN if case == "own" else dict(SETTINGS)
     if case == "padded":
@@ -38,6 +38,8 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
     if case == "epochs":
         settings |= {"train.epochs": 2}
         del settings["train.updates"]
+    if case == "mixed":
+        settings |= {"data.source": ["texts@0.5", "records.jsonl@2"], "data.bad_records": "skip"}
     if case == "aot":
         settings |= {"train.compile": "whole"}
         monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))

@@ -20,15 +20,15 @@ def show(settings: Settings, *, row: int | None) -> int:
     corpus = _open(settings)
     if row is None:
         stats = corpus.stats
-        print(
-            f"{corpus.name}: {counted(stats.files, 'file')}, {stats.bytes:,} bytes, {stats.tokens:,} tokens of "
-            f"{corpus.vocab_size:,} kinds"
-        )
-        print(
-            f"{counted(len(corpus.train), 'row')} of {settings.data.sequence_length}, {stats.packed_share:.1%} filled"
-        )
-        files, rows = counted(stats.held_out_files, "file"), counted(len(corpus.held_out), "row")
-        print(f"held out: {files}, {stats.held_out_bytes:,} bytes, {rows}")
+        texts = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
+        tokens = f"{stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
+        print(f"{corpus.name}: {texts}, {stats.bytes:,} bytes, {tokens}")
+        visits = corpus.train.per_epoch
+        epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
+        rows = f"{counted(len(corpus.train), 'row')} of {settings.data.sequence_length}"
+        print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
+        held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
+        print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
     print(render_row(corpus, row or 0, colour=takes_colour(sys.stdout)))
@@ -52,6 +52,7 @@ def _open(settings: Settings) -> Corpus:
             packing=data.packing,
             held_out=data.held_out,
             text_key=data.text_key,
+            bad_records=data.bad_records,
             progress=stage.report,
         )
     for line in corpus.notes:

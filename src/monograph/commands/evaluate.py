@@ -58,6 +58,8 @@ def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str, bool]:
         sequence_length=section.sequence_length,
         packing=section.packing,
         held_out=0.0 if data else section.held_out,
+        text_key=section.text_key,
+        bad_records=section.bad_records,
     )
     if not data and text.fingerprint != state["fingerprint"]:
         _warn(f"{text.name} changed since the run: what is held out now may have been trained on")

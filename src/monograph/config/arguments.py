@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, get_args
 
 from monograph.config.keys import KEYS, ModelSection
 from monograph.config.sources import COMMAND_LINE, require_known
+from monograph.data.places import HUB
+from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 
 _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
@@ -56,7 +58,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
 
 
 def _source(argument: str) -> str:
-    if argument in ("stdlib", "-") or os.path.exists(argument) or glob.glob(argument, recursive=True):
+    place, _ = weighted(argument)
+    if place in ("stdlib", "-") or place.startswith(HUB) or os.path.exists(place) or glob.glob(place, recursive=True):
         return argument
     if argument in _PRESETS:
         raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")

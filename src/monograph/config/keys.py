@@ -78,7 +78,6 @@ class ModelSection(Section):
     num_attention_heads: PositiveInt | None = _key(None, _SIZE, "query heads")
     num_key_value_heads: PositiveInt | None = _key(None, _SIZE, "key and value heads; divides num_attention_heads")
     max_position_embeddings: PositiveInt | None = _key(None, _SIZE, "longest sequence, in tokens")
-    rope_theta: PositiveFloat | None = _key(None, "a number above 0", "base of the rotary embedding's wavelengths")
     tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
 
     def sizes(self) -> dict[str, Any]:
@@ -89,12 +88,15 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which text, and how it becomes rows of tokens."""
 
-    source: Texts = _key("stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin")
+    source: Texts = _key(
+        "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
+    )
     tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
     sequence_length: Count = _key(256, _COUNT, "tokens per row")
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
     held_out: Fraction = _key(0.05, "a number between 0 and 1", "share of the bytes kept for evaluation")
-    text_key: Text = _key("text", "a name", "the field of a JSON line that holds the text")
+    text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
+    bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
 
 
 class OptimSection(Section):

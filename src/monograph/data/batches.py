@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monograph.data.order import rows_at
+from monograph.data.order import shares_at
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
 
@@ -23,17 +23,17 @@ class Batches:
     """The windows of a training run: an iterator of `Batch`, each with all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
-    `monograph.data.order.rows_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so a
-    window may hold the end of one and the beginning of the next. Nothing but (seed, position) decides a row: a run that
-    goes on from `state()`, with any tokens_per_update, sees the rows that it would have seen.
+    `monograph.data.order.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so
+    a window may hold the end of one and the beginning of the next. Nothing but (seed, position) decides a row: a run
+    that goes on from `state()`, with any tokens_per_update, sees the rows that it would have seen.
 
     Args:
         rows: what to draw from.
         tokens_per_update: positions of a window; at least one row's.
         seed: names the order.
         start: rows already consumed, counted from the beginning of the first epoch.
-        epochs: stop after this many times all rows, counted from the beginning of the first epoch, with a shorter last
-            window if need be; None never stops.
+        epochs: stop after this many epochs, counted from the beginning of the first, with a shorter last window if need
+            be; None never stops.
         pin: put windows into page-locked memory, so that copies to a GPU run beside computation; needs CUDA.
 
     Attributes:
@@ -66,7 +66,7 @@ class Batches:
             raise UsageError("there are no rows to draw from: nothing was held out")
         self.rows_consumed = start
         self._rows, self._seed, self._pin = rows, seed, pin
-        self._end = None if epochs is None else epochs * len(rows)
+        self._end = None if epochs is None else epochs * rows.per_epoch
         self._next = start
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
@@ -104,7 +104,7 @@ class Batches:
 
 
 def _window(rows: Rows, start: int, count: int, seed: int, pin: bool) -> Batch:
-    return _tensors(rows.window(rows_at(start, count, len(rows), seed)), pin)
+    return _tensors(rows.window(shares_at(start, count, rows.shares, seed)), pin)
 
 
 def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from monograph.data.documents import Reading
+from monograph.data.files import writing
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
-from monograph.data.split import split
-from monograph.data.store import FORMAT, Request, open_or_build
+from monograph.data.store import Request, Stored, open_or_build
 from monograph.data.tokenizer import Tokenizer, parse
 from monograph.errors import InputRefused, UsageError
 
@@ -28,20 +30,22 @@ class Stats:
     """Numbers about a corpus.
 
     Attributes:
-        files: text files in all, of which `held_out_files` are wholly or partly held out.
+        files: in all.
+        documents: texts and records in all, of which `held_out_documents` are held out (a text may be cut in two).
         bytes: bytes of text in all, of which `held_out_bytes` are held out.
-        tokens: training targets in one epoch; `held_out_tokens` are the held-out side's.
+        tokens: training targets, each counted once; `held_out_tokens` are the held-out side's.
         bytes_per_token: of the training side.
         packed_share: share of the training rows' positions that hold an input.
-        skipped: files that were found and not used, as {reason: count}.
+        skipped: files and records that were found and not used, as {reason: count}.
     """
 
     files: int
+    documents: int
     bytes: int
     tokens: int
     bytes_per_token: float
     packed_share: float
-    held_out_files: int
+    held_out_documents: int
     held_out_bytes: int
     held_out_tokens: int
     skipped: dict[str, int]
@@ -92,6 +96,7 @@ def corpus(
     packing: str = "packed",
     held_out: float = 0.05,
     text_key: str = "text",
+    bad_records: str = "refuse",
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
@@ -99,14 +104,18 @@ def corpus(
 
     Args:
         source: "stdlib" (the running Python's own standard library), "-" (standard input), a file, folder or glob
-            pattern, or a list of these. Each file is a document, in UTF-8; in folders, hidden, empty and binary files
-            are passed over and counted.
+            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A text file is a document,
+            in UTF-8, as it is or as .gz or .zst; so is each record of a .jsonl, .ndjson (these too as .gz or .zst),
+            .parquet or .arrow file or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files
+            are passed over and counted. "PATH@2" has an epoch see the text twice, "PATH@0.5" half of it.
         tokenizer: "bpe:N" trains one on the training part; "bytes"; the path of a tokenizer.json; or a `Tokenizer`.
         sequence_length: T, positions of a row.
         packing: "packed" puts pieces of several documents into a row; "padded" one.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
             see `monograph.data.split.split`. 0 for none.
-        text_key: the field of a record that holds its text; only "text" until record files (.jsonl, .parquet) are read.
+        text_key: the key or column of a record that holds its text.
+        bad_records: "refuse" makes the first bad record or damaged file of records an error; "skip" passes over and
+            counts them. A record with an empty text is passed over in both cases.
         cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
         progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
 
@@ -115,33 +124,43 @@ def corpus(
         InputRefused: text or tokenizer that cannot be used, named; too little text for one row.
         DiskFull: no room for the cache.
     """
-    if packing not in ("packed", "padded"):
-        raise UsageError(f"data.packing = {packing!r}: must be 'packed' or 'padded'")
-    if text_key != "text":
-        raise UsageError(
-            f"data.text_key = {text_key!r}: record files (.jsonl, .parquet) are not read yet, so it cannot be set"
-        )
-    if sequence_length < 1:
-        raise UsageError(f"data.sequence_length = {sequence_length}: must be at least 1")
+    _check_settings(packing, bad_records, sequence_length)
     asked, held_out = parse(tokenizer), float(held_out)
     with tempfile.TemporaryDirectory(prefix="monograph-") as spool:
         found = find(source, Path(spool), progress)
-        sides = split(found.files, held_out)
-        stored = open_or_build(Request(found, sides, held_out, asked), cache, progress)
-    train = Rows(stored.train, stored.tokenizer, sequence_length, packing == "packed")
-    held = Rows(stored.held_out, stored.tokenizer, sequence_length, packing == "packed")
+        request = Request(found, held_out, asked, Reading(text_key, bad_records == "skip"))
+        stored = open_or_build(request, cache, progress)
+    weights = [file.weight for file in found.files]
+    train, held = _rows(stored, weights, sequence_length, packing == "packed")
     _check_size(found.name, train, held, held_out)
-    decisive = [FORMAT, found.sha256, held_out, stored.tokenizer.hash, sequence_length, packing]
+    decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
         name=found.name,
         tokenizer=stored.tokenizer,
         train=train,
         held_out=held,
         fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        stats=_stats(found, train, held),
-        notes=tuple(note for note in (*stored.notes, sides.note, _skipped_note(found)) if note),
+        stats=_stats(found, stored.skipped, train, held),
+        notes=tuple(note for note in (*stored.notes, _skipped_note(found)) if note),
         folder=stored.folder,
     )
+
+
+def _check_settings(packing: str, bad_records: str, sequence_length: int) -> None:
+    choices = (("packing", packing, ("packed", "padded")), ("bad_records", bad_records, ("refuse", "skip")))
+    for key, value, (one, other) in choices:
+        if value not in (one, other):
+            raise UsageError(f"data.{key} = {value!r}: must be {one!r} or {other!r}")
+    if sequence_length < 1:
+        raise UsageError(f"data.sequence_length = {sequence_length}: must be at least 1")
+
+
+def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
+    # Large plans lie beside the tokens, for a temporary folder may be memory; but a cache may be another person's.
+    scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
+    with writing(scratch):
+        train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
+        return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
 def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
@@ -154,17 +173,18 @@ def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
 
-def _stats(found: Found, train: Rows, held: Rows) -> Stats:
+def _stats(found: Found, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
     return Stats(
         files=len(found.files),
-        bytes=found.bytes,
+        documents=train.documents + held.documents,
+        bytes=train.bytes + held.bytes,
         tokens=train.tokens,
         bytes_per_token=train.bytes / train.tokens,
         packed_share=train.filled,
-        held_out_files=held.documents,
+        held_out_documents=held.documents,
         held_out_bytes=held.bytes,
         held_out_tokens=held.tokens,
-        skipped=dict(Counter(reason for _, reason in found.skipped)),
+        skipped=dict(Counter(reason for _, reason in found.skipped) + Counter(skipped)),
     )
 
 

@@ -2,110 +2,154 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from monograph.data.documents import Document, Documents
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import ShardWriter, token_dtype
-from monograph.data.split import Document
-from monograph.data.text import cut_position, read_text
 from monograph.data.tokenizer import Tokenizer
 
 # Merges hardly change beyond this much text, and the time to count its words grows with it.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
+SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19
 _INDEX = np.dtype("<u8")
 
+Part = tuple[Document, str]
+
 
 def train_tokenizer(
-    documents: Sequence[Document], vocab_size: int, progress: Progress | None
-) -> tuple[Tokenizer, str | None]:
-    """A byte-level BPE trained on the documents, and a line for the person if it is not what was asked for.
+    documents: Documents, vocab_size: int, progress: Progress | None
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """A byte-level BPE trained on the training documents, and lines for the person if it is not what was asked for.
 
-    Beyond 128 MiB of text it is trained on a sample: documents in the order of sha256(name) up to that size.
+    Beyond 128 MiB of text it is trained on a sample of them.
     """
-    sample, note = _sample(documents)
     fed_bytes, stop = [0], threading.Event()
 
-    def texts() -> Iterator[str]:
-        for document in sample:
-            before = fed_bytes[0]
-            for part, done in read_text(document.path, document.start, document.stop):
-                if stop.is_set():
-                    return
-                fed_bytes[0] = before + done
-                yield part
+    def fed() -> Iterator[str]:
+        for text in documents.sample(TOKENIZER_SAMPLE_BYTES):
+            if stop.is_set():
+                return
+            yield text
+            fed_bytes[0] += len(text.encode())
 
-    meter = Meter(progress, "tokenizer", sum(document.bytes for document in sample))
+    meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
     # The library is silent while it merges, for seconds; a thread lets this one tell that work goes on.
     with ThreadPoolExecutor(1, thread_name_prefix="monograph-tokenizer") as pool:
-        training = pool.submit(Tokenizer.train_bpe, texts(), vocab_size)
+        training = pool.submit(Tokenizer.train_bpe, fed(), vocab_size)
         try:
             while not training.done():
                 wait([training], timeout=0.2)
-                meter.add(fed_bytes[0] - meter.done)
+                meter.add(min(fed_bytes[0], meter.total or 0) - meter.done)
         finally:
             stop.set()
-    tokenizer = training.result()
+    tokenizer, notes = training.result(), []
     meter.finish()
+    if documents.train_bytes > TOKENIZER_SAMPLE_BYTES:
+        notes = [f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"]
     if tokenizer.vocab_size < vocab_size:
         reason = "the text has no more pairs to merge"
-        note = f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"
-    return tokenizer, note
+        notes = [f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"]
+    return tokenizer, tuple(notes)
 
 
-def _sample(documents: Sequence[Document]) -> tuple[Sequence[Document], str | None]:
-    if sum(document.bytes for document in documents) <= TOKENIZER_SAMPLE_BYTES:
-        return documents, None
-    left, sample = TOKENIZER_SAMPLE_BYTES, []
-    for document in sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest()):
-        if document.bytes > left:
-            sample.append(replace(document, stop=cut_position(document.path, document.start + left, document.stop)))
-            break
-        sample.append(document)
-        left -= document.bytes
-    return sample, f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"
-
-
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, stem: Path, meter: Meter) -> int:
-    """Write STEM.tokens, STEM.starts and STEM.bytes; returns the number of tokens.
+class SideWriter:
+    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records.
 
     STEM.tokens has [bos] + ids + [eos] of every document, STEM.starts has D + 1 entries (the first token of each
-    document, and the end), STEM.bytes has D.
+    document, and the end), STEM.records has D: the line or row in its file, 0 for a text.
+
+    Attributes:
+        tokens: the shard of tokens.
+        bytes: of all texts so far.
+        counts: documents of each file.
     """
-    starts: list[int] = []
-    dtype = token_dtype(tokenizer.vocab_size)
-    with ShardWriter(stem.with_suffix(".tokens"), dtype, tokenizer.vocab_size, tokenizer.hash) as shard:
+
+    def __init__(self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack) -> None:
+        def shard(suffix: str, dtype: np.dtype[Any], vocab_size: int) -> ShardWriter:
+            return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype, vocab_size, tokenizer.hash))
+
+        self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size), tokenizer.vocab_size)
+        self._starts, self._records = shard(".starts", _INDEX, 0), shard(".records", _INDEX, 0)
+        self._bos, self._eos = tokenizer.bos_id, tokenizer.eos_id
+        self._document: Document | None = None
+        self.bytes, self.counts = 0, [0] * files
+        self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
+
+    def add(self, document: Document, ids: list[int]) -> None:
+        """The ids of the next part of a document."""
+        tokens, starts, records = self._pending
+        if document is not self._document:
+            tokens.extend([] if self._document is None else [self._eos])
+            starts.append(self.tokens.count + len(tokens))
+            records.append(document.record)
+            tokens.append(self._bos)
+            self._document = document
+            self.bytes += document.bytes
+            self.counts[document.file] += 1
+        tokens.extend(ids)
+
+    def write(self) -> None:
+        """Hand what was added to the shards."""
+        for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
+            shard.append(np.array(items, dtype=np.int64))
+            items.clear()
+
+    def end(self) -> None:
+        """The last document is complete."""
+        tokens, starts, _ = self._pending
+        tokens.extend([] if self._document is None else [self._eos])
+        starts.append(self.tokens.count + len(tokens))
+        self.write()
+
+
+def encode_documents(
+    documents: Iterable[Document], files: int, tokenizer: Tokenizer, folder: Path, meter: Meter
+) -> dict[str, SideWriter]:
+    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; returns the writers, for what they counted.
+
+    The tokenizer works on all cores, and here on the batch after the one that it works on.
+    """
+    with ExitStack() as stack:
+        sides = {side: SideWriter(folder / side, tokenizer, files, stack) for side in SIDES}
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="monograph-tokens"))
+        ahead: tuple[list[Part], Future[list[list[int]]]] | None = None
         for batch in _batches(documents, meter):
-            ids: list[int] = []
-            for (number, _), part_ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
-                if number == len(starts):
-                    ids.extend([tokenizer.eos_id] if starts else [])
-                    starts.append(shard.count + len(ids))
-                    ids.append(tokenizer.bos_id)
-                ids.extend(part_ids)
-            shard.append(np.array(ids))
-        shard.append(np.array([tokenizer.eos_id] if starts else []))
-    for suffix, items in ((".starts", [*starts, shard.count]), (".bytes", [document.bytes for document in documents])):
-        with ShardWriter(stem.with_suffix(suffix), _INDEX, 0, tokenizer.hash) as index:
-            index.append(np.array(items))
-    return shard.count
+            encoding = pool.submit(tokenizer.encode_batch, [text for _, text in batch])
+            _write(sides, ahead)
+            ahead = batch, encoding
+        _write(sides, ahead)
+        for side in sides.values():
+            side.end()
+    return sides
 
 
-def _batches(documents: Sequence[Document], meter: Meter) -> Iterator[list[tuple[int, str]]]:
-    """Parts of documents as (document number, text), enough at a time for all cores and for bounded memory."""
-    batch: list[tuple[int, str]] = []
+def _write(sides: dict[str, SideWriter], ahead: tuple[list[Part], Future[list[list[int]]]] | None) -> None:
+    if ahead is None:
+        return
+    batch, encoding = ahead
+    for (document, _), ids in zip(batch, encoding.result(), strict=True):
+        sides["held_out" if document.held_out else "train"].add(document, ids)
+    for side in sides.values():
+        side.write()
+
+
+def _batches(documents: Iterable[Document], meter: Meter) -> Iterator[list[Part]]:
+    """Parts of documents, enough at a time for all cores and for bounded memory."""
+    batch: list[Part] = []
     chars = 0
-    for number, document in enumerate(documents):
+    for document in documents:
         before = meter.done
-        for text, done in read_text(document.path, document.start, document.stop):
-            batch.append((number, text))
+        for text, done in document.parts:
+            batch.append((document, text))
             chars += len(text)
             if chars >= _BATCH_CHARS:
                 yield batch

@@ -5,12 +5,21 @@ Shape suffixes: D documents, P pieces, R rows, T positions of a row.
 
 from __future__ import annotations
 
+import mmap
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
+
+
+# Pieces are packed this many at a time, so that memory does not grow with the text; more would fill rows no better.
+BLOCK_PIECES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -22,26 +31,24 @@ class Plan:
             order.
         lengths: int64 [P], inputs (= targets) of each piece, 1..T.
         offsets: int64 [R + 1], row r has the pieces offsets[r] .. offsets[r+1]-1.
-        sequence_length: T.
+        rows: R of each part of the documents; parts share no row.
+        filled: share of the R·T positions that hold an input; 0 without rows.
     """
 
     starts: Int64
     lengths: Int64
     offsets: Int64
-    sequence_length: int
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return len(self.offsets) - 1
-
-    @property
-    def filled(self) -> float:
-        """Share of the R·T positions that hold an input; 0 without rows."""
-        return float(self.lengths.sum()) / max(1, self.rows * self.sequence_length)
+    rows: tuple[int, ...]
+    filled: float
 
 
-def plan_rows(document_starts: Int64, sequence_length: int, packed: bool) -> Plan:
+def plan_rows(
+    document_starts: Int64,
+    sequence_length: int,
+    packed: bool,
+    parts: Sequence[int] | None = None,
+    folder: Path | None = None,
+) -> Plan:
     """Cut every document into pieces and give each piece a row.
 
     A document of n tokens has n - 1 (input, target) pairs. Piece k of it has the inputs k·T .. min((k+1)·T, n-1)-1 and
@@ -52,21 +59,67 @@ def plan_rows(document_starts: Int64, sequence_length: int, packed: bool) -> Pla
         document_starts: int64 [D + 1], document d is tokens document_starts[d] .. document_starts[d+1]-1 of the shard,
             at least 2 each.
         sequence_length: T.
-        packed: several pieces to a row by best fit decreasing; else one.
+        packed: several pieces to a row by best fit decreasing, among each 262,144 that follow one another; else one.
+        parts: documents of each part, in order; without it all are one part.
+        folder: where a plan that is large lies, in files without a name that go away with it.
     """
-    pairs_D = np.diff(document_starts) - 1
-    pieces_D = -(-pairs_D // sequence_length)
-    document_P = np.repeat(np.arange(len(pairs_D)), pieces_D)
-    first_P = (np.cumsum(pieces_D) - pieces_D)[document_P]
-    begin_P = (np.arange(len(document_P)) - first_P) * sequence_length
-    starts_P = document_starts[:-1][document_P] + begin_P
-    lengths_P = np.minimum(sequence_length, pairs_D[document_P] - begin_P)
-    if not packed:
-        return Plan(starts_P, lengths_P, np.arange(len(starts_P) + 1), sequence_length)
-    row_P = best_fit_decreasing(lengths_P, sequence_length)
-    order_P = np.argsort(row_P, kind="stable")
-    offsets_R = np.concatenate([[0], np.cumsum(np.bincount(row_P))]).astype(np.int64)
-    return Plan(starts_P[order_P], lengths_P[order_P], offsets_R, sequence_length)
+    rows_of_parts, inputs, first = [], 0, 0
+    with _Column(folder) as starts, _Column(folder) as lengths, _Column(folder) as offsets:
+        offsets.append(np.zeros(1, dtype=np.int64))
+        for documents in [len(document_starts) - 1] if parts is None else parts:
+            rows_before = offsets.count
+            for starts_P, lengths_P in _pieces(document_starts[first : first + documents + 1], sequence_length):
+                ends_R = np.arange(1, len(starts_P) + 1)
+                if packed:
+                    row_P = best_fit_decreasing(lengths_P, sequence_length)
+                    order_P, ends_R = np.argsort(row_P, kind="stable"), np.cumsum(np.bincount(row_P))
+                    starts_P, lengths_P = starts_P[order_P], lengths_P[order_P]
+                offsets.append(starts.count + ends_R)
+                starts.append(starts_P)
+                lengths.append(lengths_P)
+                inputs += int(lengths_P.sum())
+            rows_of_parts.append(offsets.count - rows_before)
+            first += documents
+        filled = inputs / max(1, (offsets.count - 1) * sequence_length)
+        return Plan(starts.array(), lengths.array(), offsets.array(), tuple(rows_of_parts), filled)
+
+
+def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:
+    """(starts, lengths) of all pieces in order, at most BLOCK_PIECES at a time."""
+    for begin in range(0, len(document_starts) - 1, BLOCK_PIECES):
+        starts_D = document_starts[begin : begin + BLOCK_PIECES + 1]
+        pairs_D = np.diff(starts_D) - 1
+        ends_D = np.cumsum(-(-pairs_D // sequence_length))
+        firsts_D = np.concatenate([[0], ends_D[:-1]])
+        for piece in range(0, int(ends_D[-1]), BLOCK_PIECES):
+            index_P = np.arange(piece, min(piece + BLOCK_PIECES, int(ends_D[-1])))
+            document_P = np.searchsorted(ends_D, index_P, side="right")
+            begin_P = (index_P - firsts_D[document_P]) * sequence_length
+            yield starts_D[document_P] + begin_P, np.minimum(sequence_length, pairs_D[document_P] - begin_P)
+
+
+class _Column(AbstractContextManager["_Column"]):
+    """An int64 array that grows at its end; beyond one block it lies in a file, which memory is not used up by."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.count = 0
+        self._file = tempfile.SpooledTemporaryFile(max_size=8 * BLOCK_PIECES, dir=str(folder) if folder else None)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, values: Int64) -> None:
+        self.count += len(values)
+        self._file.write(values.astype(np.int64).tobytes())
+
+    def array(self) -> Int64:
+        """All of it, read-only."""
+        if self.count <= BLOCK_PIECES:
+            self._file.seek(0)
+            return np.frombuffer(self._file.read(), dtype=np.int64)
+        self._file.flush()
+        # The mapping keeps the file, which has no name, when it is closed.
+        return np.frombuffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.int64)
 
 
 def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:

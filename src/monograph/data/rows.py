@@ -5,13 +5,16 @@ Shape suffixes: D documents, P pieces, R rows, T positions of a row, N tokens of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.data.order import share
 from monograph.data.pack import Plan, plan_rows
 from monograph.data.store import Side
 from monograph.data.tokenizer import Tokenizer
@@ -40,24 +43,50 @@ class Rows:
     Attributes:
         sequence_length: T.
         packed: whether a row may hold several pieces; decides the keys of a batch.
+        shares: how often an epoch sees which rows.
         tokens: number of targets: every token but each document's first.
         bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
         documents: number of documents.
         filled: share of all positions that hold an input.
     """
 
-    def __init__(self, side: Side, tokenizer: Tokenizer, sequence_length: int, packed: bool) -> None:
+    def __init__(
+        self,
+        side: Side,
+        tokenizer: Tokenizer,
+        sequence_length: int,
+        packed: bool,
+        weights: Sequence[float] = (),
+        folder: Path | None = None,
+    ) -> None:
+        """The rows of a side.
+
+        Args:
+            side: its tokens.
+            tokenizer: what they are.
+            sequence_length: T.
+            packed: whether a row may hold several pieces.
+            weights: how often an epoch sees each file of the side; without it once.
+            folder: where a large plan may lie.
+        """
         self._side, self._tokenizer = side, tokenizer
-        self._plan: Plan = plan_rows(side.starts, sequence_length, packed)
+        parts = _parts(side, weights or [1.0] * len(side.files))
+        self._plan: Plan = plan_rows(side.starts, sequence_length, packed, [count for count, _ in parts], folder)
+        self.shares = [share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)]
         self.sequence_length, self.packed = sequence_length, packed
-        self.documents = len(side.names)
+        self.documents = len(side.starts) - 1
         self.tokens = len(side.tokens) - self.documents
-        self.bytes = int(side.bytes.sum())
+        self.bytes = side.bytes
         self.filled = self._plan.filled
 
     def __len__(self) -> int:
-        """Rows per epoch."""
-        return self._plan.rows
+        """How many different rows there are."""
+        return len(self._plan.offsets) - 1
+
+    @property
+    def per_epoch(self) -> int:
+        """Rows that an epoch visits: all of them once, if no weights were given."""
+        return sum(each.visits for each in self.shares)
 
     def row(self, index: int) -> dict[str, Int64]:
         """One row: arrays [T] under the keys of `window`."""
@@ -110,12 +139,13 @@ class Rows:
         for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             first, last = self._side.starts[document : document + 2].tolist()
-            found.append(Piece(self._side.names[document], int(start) - first, int(length), last - first))
+            found.append(Piece(self._side.name(document), int(start) - first, int(length), last - first))
         return found
 
     def texts(self) -> Iterator[bytes]:
         """The UTF-8 bytes of each document, decoded from its tokens (normalised if the tokenizer file has NFC)."""
-        for first, last in zip(self._side.starts[:-1].tolist(), self._side.starts[1:].tolist(), strict=True):
+        for document in range(self.documents):
+            first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
 
     def batches(
@@ -147,6 +177,14 @@ class Rows:
         targets = self.window(self.spread(limit))["targets"]
         targets = targets[targets != IGNORE]
         return len(targets), int(self._tokenizer.token_bytes[targets].sum())
+
+
+def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
+    """(documents, weight) of each run of files of one weight."""
+    runs = itertools.groupby(range(len(weights)), key=weights.__getitem__)
+    ends = [(list(files)[-1] + 1, weight) for weight, files in runs]
+    firsts = side.first[[0, *(end for end, _ in ends)]]
+    return [(int(count), weight) for count, (_, weight) in zip(np.diff(firsts), ends, strict=True)]
 
 
 def _ordinals(counts: Int64) -> Int64:

@@ -1,49 +1,43 @@
-"""Finds the text files that a `source` means: the standard library, files, folders, glob patterns, standard input."""
+"""What a `source` means: its files in a fixed order, each hashed, with the weight that it was given."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-import sys
-import sysconfig
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from monograph.data.files import writing
+from monograph.data.blocks import COMPRESSIONS, raw_blocks, read_blocks
+from monograph.data.places import Candidate, Skipped, locate
 from monograph.data.progress import Meter, Progress
-from monograph.data.text import BLOCK_BYTES, refuse_unreadable, sha256_of, status_of
-from monograph.data.twins import groups_with_twins
+from monograph.data.text import status_of
 from monograph.errors import InputRefused, UsageError
 
-# Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
-_NOT_LIBRARY = frozenset(
-    "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
-)
-_BUILD_TABLE = "_sysconfigdata"  # how this Python was compiled: a table that differs between machines
-
-
+LINES = frozenset((".jsonl", ".ndjson"))
+TABLES = frozenset((".parquet", ".arrow"))
 # Read as plain text these would train on their syntax or on nothing.
-_NOT_PLAIN_TEXT = frozenset(
-    ".jsonl .ndjson .parquet .arrow .gz .zst .bz2 .xz .lz4 .zip .tar .tgz .7z"
-    " .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
-)
+_NOT_READ = frozenset(
+    ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
+) | set(COMPRESSIONS)
+_LIGHTEST, _HEAVIEST = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One text file.
+    """One file: a text, or records.
 
     Attributes:
         name: what it is called in the corpus: relative to the folder or pattern it was found by, so that moving the
             data changes nothing.
         path: where it is read from.
-        size: bytes.
+        size: bytes of a text, decompressed; bytes of a file of records as it lies there.
         modified_ns: time of its last change, taken before it was hashed.
-        sha256: of its contents, hex.
+        sha256: of these bytes, hex.
         group: files of one group are never separated by the held-out split (a package; copies of one content).
         twin: near copies of the group's text are in other groups, so it is not held out (see `monograph.data.twins`).
+        weight: how many times an epoch sees it.
     """
 
     name: str
@@ -53,6 +47,17 @@ class SourceFile:
     sha256: str
     group: str
     twin: bool = False
+    weight: float = 1.0
+
+    @property
+    def suffix(self) -> str:
+        """What kind of file it is: the last part of its name, or the one before .gz and .zst, in lower case."""
+        return _suffix(self.path)
+
+    @property
+    def has_records(self) -> bool:
+        """Whether it holds many documents, each a record."""
+        return self.suffix in LINES | TABLES
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Found:
 
     @property
     def bytes(self) -> int:
-        """Bytes of text in all files."""
+        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
@@ -77,34 +82,29 @@ class Found:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    name: str
-    path: Path
-    # Named one by one: a fault in it is an error, where a folder's or pattern's file is passed over and counted.
-    chosen: bool
-    group: str = ""
-    twin: bool = False
-
-
 def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Found:
     """The files of `source`, hashed.
 
     Args:
         source: "stdlib", "-" (standard input), a file, a folder (searched recursively, hidden entries left out), a glob
-            pattern, or a list of these. A file called "-" or "stdlib" is meant by "./-", "./stdlib".
+            pattern, "hf://OWNER/NAME", or a list of these, each with "@WEIGHT" behind it or not. A file called "-" or
+            "stdlib" is meant by "./-", "./stdlib".
         spool: a folder for standard input's bytes; must live as long as the result.
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: nothing there, an unsupported kind of file, an empty or binary file named one by one, or no text
-            at all.
+        UsageError: a weight out of range, or two weights for one file.
+        InputRefused: nothing there, an unsupported kind of file, an empty or binary file named one by one, a damaged
+            compressed text, or no text at all.
     """
     items = [source] if isinstance(source, str | Path) else list(source)
     if not items:
         raise UsageError("data.source: an empty list; give 'stdlib', a file, a folder, a pattern or '-'")
-    skipped: list[tuple[str, str]] = []
-    candidates = [candidate for item in items for candidate in _locate(item, spool, skipped, progress)]
+    skipped: Skipped = []
+    candidates = []
+    for item in items:
+        place, weight = weighted(str(item))
+        candidates += [replace(each, weight=weight) for each in locate(place, spool, skipped, progress)]
     names = ["stdin" if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     files = _hashed(_once_each(candidates, skipped), skipped, progress)
@@ -114,141 +114,81 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     return Found(name=name, files=tuple(files), skipped=tuple(skipped))
 
 
-def _locate(
-    item: str | Path, spool: Path, skipped: list[tuple[str, str]], progress: Progress | None
-) -> list[_Candidate]:
-    if str(item) == "stdlib":
-        return _standard_library()
-    if str(item) == "-":
-        return [_Candidate("stdin", _spooled_stdin(spool, progress), chosen=True)]
-    path = Path(item).expanduser()
-    if os.path.isdir(path):
-        return _folder(path, skipped)
-    if os.path.isfile(path):
-        return [_Candidate(path.name, path, chosen=True)]
-    if os.path.exists(path):
-        raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
-    if any(mark in str(item) for mark in "*?["):
-        return _pattern(path, skipped)
-    raise InputRefused(f"{path}: no such file or folder (looked from {Path.cwd()})")
+def weighted(item: str) -> tuple[str, float]:
+    """("books/", 2.0) of "books/@2"; the weight is 1 where none is given, or where there is a file of the whole name.
 
-
-def _standard_library() -> list[_Candidate]:
-    root = Path(sysconfig.get_path("stdlib"))
-    packages: dict[str, list[tuple[str, Path]]] = {}
-    for name, path in _walk(root, [], leave_out=_NOT_LIBRARY):
-        if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE):
-            packages.setdefault(name.split("/")[0].removesuffix(".py"), []).append((name, path))
-    if not packages:
-        raise InputRefused(
-            f"{root}: this Python has no standard library as .py files; give your own text as data.source"
-        )
-    twins = groups_with_twins({package: [path for _, path in files] for package, files in packages.items()})
-    named = sorted((name, path, package) for package, files in packages.items() for name, path in files)
-    return [_Candidate(name, path, False, package, package in twins) for name, path, package in named]
-
-
-def _spooled_stdin(spool: Path, progress: Progress | None) -> Path:
-    if sys.stdin.isatty():
-        raise UsageError(
-            "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"
-        )
-    path, meter = spool / "stdin", Meter(progress, "stdin", None)
-    with writing(spool), open(path, "wb") as file:
-        while block := sys.stdin.buffer.read(BLOCK_BYTES):
-            file.write(block)
-            meter.add(len(block))
-    meter.finish()
-    return path
-
-
-def _folder(folder: Path, skipped: list[tuple[str, str]]) -> list[_Candidate]:
-    name = folder.resolve().name
-    return [_Candidate(f"{name}/{relative}", path, chosen=False) for relative, path in _walk(folder, skipped)]
-
-
-def _pattern(pattern: Path, skipped: list[tuple[str, str]]) -> list[_Candidate]:
-    fixed = next(parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?["))
-    found: list[_Candidate] = []
-    for hit in map(Path, sorted(glob.glob(str(pattern), recursive=True))):
-        if hit.is_dir():
-            # "texts/*" means the files; "**" reports folders beside the files that it finds inside them.
-            found.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
-        elif hit.is_file():
-            found.append(_Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
-        else:
-            skipped.append((str(hit), "not a regular file"))
-    if not found:
-        raise InputRefused(f"{pattern}: no file matches this pattern (looked from {Path.cwd()})")
-    return found
-
-
-def _walk(
-    folder: Path, skipped: list[tuple[str, str]], leave_out: frozenset[str] = frozenset()
-) -> list[tuple[str, Path]]:
-    """(relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
-    found: list[tuple[str, Path]] = []
-    pending, entered = [(folder, "")], set()
+    Raises:
+        UsageError: a weight out of range.
+    """
+    place, _, weight = item.rpartition("@")
+    if not place or not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", weight) or os.path.exists(item):
+        return item, 1.0
     try:
-        while pending:
-            current, prefix = pending.pop()
-            status = os.stat(current)
-            if (status.st_dev, status.st_ino) in entered:
-                continue
-            entered.add((status.st_dev, status.st_ino))
-            for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
-                if entry.name in leave_out:
-                    continue
-                if entry.name.startswith(".") or entry.name == "__pycache__":
-                    skipped.append((entry.path, "hidden"))
-                elif os.path.isdir(entry.path):
-                    pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
-                elif os.path.isfile(entry.path):
-                    found.append((prefix + entry.name, Path(entry.path)))
-                else:
-                    skipped.append((entry.path, "not a regular file"))
-    except OSError as error:
-        raise refuse_unreadable(Path(error.filename or folder), error) from None
-    return sorted(found)
+        value = float(weight)
+    except ValueError:
+        return item, 1.0
+    if not _LIGHTEST <= value <= _HEAVIEST:
+        bounds = f"from {_LIGHTEST:g} to {_HEAVIEST:g}"
+        raise UsageError(f"data.source {item!r}: a weight is how often an epoch sees the text, {bounds}")
+    return place, value
 
 
-def _once_each(candidates: Iterable[_Candidate], skipped: list[tuple[str, str]]) -> list[_Candidate]:
+def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
     # A file reached by two ways is one document: twice would double its weight, or put it on both sides of the held-out
     # split.
-    unique: dict[str, _Candidate] = {}
+    unique: dict[str, Candidate] = {}
     for candidate in candidates:
-        real = os.path.realpath(candidate.path)
-        if real in unique:
-            skipped.append((str(candidate.path), "the same file as another"))
-        else:
-            unique[real] = candidate
+        first = unique.setdefault(os.path.realpath(candidate.path), candidate)
+        if first is candidate:
+            continue
+        if first.weight != candidate.weight:
+            weights = f"{first.weight:g} and {candidate.weight:g}"
+            raise UsageError(f"data.source: {candidate.path} has the weights {weights}; leave it out at one place")
+        skipped.append((str(candidate.path), "the same file as another"))
     return list(unique.values())
 
 
-def _hashed(
-    candidates: list[_Candidate], skipped: list[tuple[str, str]], progress: Progress | None
-) -> list[SourceFile]:
+def _suffix(path: Path) -> str:
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return inner.suffix.lower()
+
+
+def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | None) -> list[SourceFile]:
     for candidate in candidates:
-        if candidate.path.suffix.lower() in _NOT_PLAIN_TEXT:
+        path, kind = candidate.path, _suffix(candidate.path)
+        if kind in _NOT_READ or (kind in TABLES and path.suffix.lower() in COMPRESSIONS):
             remedy = "convert it to plain text, or choose other files with a pattern"
-            raise InputRefused(f"{candidate.path}: {candidate.path.suffix} files are not read yet; {remedy}")
+            raise InputRefused(f"{path}: {kind} files are not read; {remedy}")
     meter = Meter(progress, "sources", sum(status_of(candidate.path).st_size for candidate in candidates))
     files = []
     for candidate in candidates:
-        modified_ns = status_of(candidate.path).st_mtime_ns
-        sha256, size, has_nul = sha256_of(candidate.path, meter)
-        fault = "empty" if size == 0 else "binary" if has_nul else ""
+        file, fault = _opened(candidate, meter)
         if fault and candidate.chosen:
             raise InputRefused(f"{_shown(candidate)}: {_FAULTS[fault]}")
         if fault:
             skipped.append((str(candidate.path), fault))
-            continue
-        name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
-        files.append(
-            SourceFile(name, candidate.path, size, modified_ns, sha256, candidate.group or sha256, candidate.twin)
-        )
+        else:
+            files.append(file)
     meter.finish()
     return files
+
+
+def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
+    """One pass over a file: what it is, and why it cannot be text, if so."""
+    path, digest, size, has_nul = candidate.path, hashlib.sha256(), 0, False
+    records = _suffix(path) in LINES | TABLES
+    modified_ns = status_of(path).st_mtime_ns
+    for block in (raw_blocks if records else read_blocks)(path, meter):
+        # The rule by which git calls a file binary.
+        has_nul = has_nul or (size == 0 and b"\0" in block[:8192])
+        digest.update(block)
+        size += len(block)
+    sha256 = digest.hexdigest()
+    name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
+    file = SourceFile(
+        name, path, size, modified_ns, sha256, candidate.group or sha256, candidate.twin, candidate.weight
+    )
+    return file, "empty" if size == 0 else "binary" if has_nul and not records else ""
 
 
 _FAULTS = {
@@ -257,5 +197,5 @@ _FAULTS = {
 }
 
 
-def _shown(candidate: _Candidate) -> str:
+def _shown(candidate: Candidate) -> str:
     return "standard input" if candidate.name == "stdin" else str(candidate.path)

@@ -5,90 +5,122 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from monograph.data.sources import SourceFile
 from monograph.data.text import cut_position
 from monograph.errors import UsageError
 
 _KEY = b"monograph held out 1"
+# Records are held out by the bucket that their text falls into: millions of them need no more memory than a few do.
+BUCKETS = 1 << 16
 
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Bytes [start, stop) of a text file: what gets one beginning and one end token."""
-
-    name: str
-    path: Path
-    start: int
-    stop: int
-
-    @property
-    def bytes(self) -> int:
-        """Length in bytes of UTF-8."""
-        return self.stop - self.start
+Group = TypeVar("Group", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The documents of both sides in source order, and a line for the person if a document had to be cut."""
+    """Which documents are held out, and lines for the person if it could not be done as it should.
 
-    train: tuple[Document, ...]
-    held_out: tuple[Document, ...]
-    note: str | None
+    Attributes:
+        cuts: by the index of a file of text, the byte from which on it is held out: 0, or its size for none of it.
+        buckets: bool [BUCKETS], which records are.
+        notes: what was cut, or held out beyond the share that was asked for.
+    """
+
+    cuts: tuple[int, ...]
+    buckets: NDArray[np.bool_]
+    notes: tuple[str, ...]
 
 
-def split(files: Sequence[SourceFile], fraction: float) -> Split:
-    """Hold out about `fraction` of the bytes.
+def fingerprint(text: bytes) -> bytes:
+    """The keyed hash of a record's text: equal texts are never separated by the split."""
+    return hashlib.sha256(_KEY + b"\0" + text).digest()
 
-    Groups of files (a package; copies of one content) that have no near copy elsewhere are taken in the order of
-    sha256(key, group) while they fit the budget of fraction · bytes. If less than half of it can be filled that way,
-    one more group is taken whole where it is no larger than the budget; where every group left is larger (a single
-    file, for one) the end of the largest is cut off at a line end.
+
+def bucket(digest: bytes) -> int:
+    """The bucket of a text with this fingerprint."""
+    return int.from_bytes(digest[:2])
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuses a share that cannot be held out.
 
     Raises:
-        UsageError: fraction outside [0, 0.5].
+        UsageError: outside [0, 0.5].
     """
     if not 0 <= fraction <= 0.5:
         raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to 0.5, such as 0.05")
-    groups: dict[str, list[SourceFile]] = defaultdict(list)
-    for file in files:
-        groups[file.group].append(file)
-    sizes = {group: sum(file.size for file in members) for group, members in groups.items()}
+
+
+def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
+    """Hold out about `fraction` of the bytes of the texts, and about as much of the records'.
+
+    Groups of texts (a package; copies of one content) that have no near copy elsewhere are taken in the order of
+    sha256(key, group), and buckets of records in order, while they fit the budget of fraction · bytes. If less than
+    half of it can be filled that way, one more is taken whole where it is no larger than the budget. Where every one
+    left is larger, the end of the largest text is cut off at a line end instead; the records remain at what fits, or
+    else at the smallest bucket.
+
+    Args:
+        files: all files; those with records are passed over here.
+        bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
+        fraction: from 0 to 0.5.
+    """
+    texts = [index for index, file in enumerate(files) if not file.has_records]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index in texts:
+        groups[files[index].group].append(index)
+    sizes = {group: sum(files[index].size for index in members) for group, members in groups.items()}
     budget = math.floor(fraction * sum(sizes.values()))
-    candidates = [group for group, members in groups.items() if not any(file.twin for file in members)] or list(groups)
-    order = sorted(candidates, key=lambda group: hashlib.sha256(_KEY + b"\0" + group.encode()).digest())
-    held: set[str] = set()
+    alone = [group for group, members in groups.items() if not any(files[index].twin for index in members)]
+    order = sorted(alone or groups, key=lambda group: fingerprint(group.encode()))
+    held, enough = _taken(order, sizes, budget)
+    cuts, notes = [file.size for file in files], []
+    for index in [index for group in held if enough for index in groups[group]]:
+        cuts[index] = 0
+    if not enough:
+        largest = groups[max(order, key=lambda group: sizes[group])]
+        for index in largest:
+            file, tail = files[index], budget // len(largest)
+            cuts[index] = cut_position(file.path, max(1, file.size - tail), file.size)
+            if cuts[index] < file.size:
+                end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
+                notes = [f"held out: {end} (too few documents to hold out whole)"]
+    buckets, record_note = _held_buckets(bucket_bytes, fraction)
+    return Split(tuple(cuts), buckets, (*notes, *record_note))
+
+
+def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    order = np.flatnonzero(bucket_bytes).tolist()
+    sizes = {each: int(bucket_bytes[each]) for each in order}
+    total, notes = sum(sizes.values()), tuple[str, ...]()
+    held, enough = _taken(order, sizes, math.floor(fraction * total))
+    if not enough and len(order) > 1:
+        held = held or {min(order, key=lambda each: sizes[each])}
+        share = sum(sizes[each] for each in held) / total
+        notes = (f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",)
+    buckets = np.zeros(BUCKETS, dtype=np.bool_)
+    buckets[list(held)] = True
+    return buckets, notes
+
+
+def _taken(order: Sequence[Group], sizes: Mapping[Group, int], budget: int) -> tuple[set[Group], bool]:
+    """Which groups are held out, and whether they are at least half of the budget."""
+    held: set[Group] = set()
     taken = 0
     for group in order:
         if taken + sizes[group] <= budget:
             held.add(group)
             taken += sizes[group]
-    left = [group for group in order if group not in held]
-    cut_group = None
     if 2 * taken < budget:
-        fitting = next((group for group in left if sizes[group] <= budget), None)
-        if fitting is not None:
-            held.add(fitting)
-        else:
-            held, cut_group = set(), max(left, key=lambda group: sizes[group])
-    return _documents(files, held, cut_group, budget // len(groups[cut_group]) if cut_group is not None else 0)
-
-
-def _documents(files: Sequence[SourceFile], held: set[str], cut_group: str | None, tail_bytes: int) -> Split:
-    train: list[Document] = []
-    held_out: list[Document] = []
-    note = None
-    for file in files:
-        whole = Document(file.name, file.path, 0, file.size)
-        if file.group != cut_group:
-            (held_out if file.group in held else train).append(whole)
-            continue
-        cut = cut_position(file.path, max(1, file.size - tail_bytes), file.size)
-        train.append(Document(file.name, file.path, 0, cut))
-        if cut < file.size:
-            held_out.append(Document(file.name, file.path, cut, file.size))
-            note = f"held out: the last {file.size - cut:,} bytes of {file.name} (too few documents to hold out whole)"
-    return Split(tuple(train), tuple(held_out), note)
+        fitting = next((group for group in order if group not in held and sizes[group] <= budget), None)
+        if fitting is None:
+            return held, False
+        held.add(fitting)
+    return held, True

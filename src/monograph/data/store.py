@@ -21,17 +21,17 @@ import tokenizers
 from numpy.typing import NDArray
 
 from monograph.data import encoding
+from monograph.data.documents import Documents, Reading
 from monograph.data.files import sync_folder, write_durably, writing
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import open_shard, seal
 from monograph.data.sources import Found
-from monograph.data.split import Split
+from monograph.data.split import check_fraction
 from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
-FORMAT = 1
-_SIDES = ("train", "held_out")
+FORMAT = 2
 _POLL_S = 0.2
 
 
@@ -41,43 +41,60 @@ class Side:
 
     Attributes:
         tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document.
-        starts: int64 [D + 1], first token of each document, and the end.
-        bytes: int64 [D], UTF-8 bytes of each document's text.
-        names: [D].
+        starts: int64 [D + 1], memory-mapped: first token of each document, and the end.
+        records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text.
+        bytes: UTF-8 bytes of all texts.
+        files: names of the files [F].
+        first: int64 [F + 1], first document of each file, and the end.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
-    bytes: NDArray[np.int64]
-    names: tuple[str, ...]
+    records: NDArray[np.int64]
+    bytes: int
+    files: tuple[str, ...]
+    first: NDArray[np.int64]
+
+    def name(self, document: int) -> str:
+        """What a document is called: its file, and its line or row there."""
+        file = self.files[int(np.searchsorted(self.first, document, side="right")) - 1]
+        record = int(self.records[document])
+        return f"{file}:{record}" if record else file
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tokenised corpus and the folder that it was read from."""
+    """A tokenised corpus and the folder that it was read from; `skipped` counts records that were passed over."""
 
     folder: Path
     tokenizer: Tokenizer
     train: Side
     held_out: Side
+    skipped: dict[str, int]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What decides the tokens: the text, the split, and a tokenizer or the size of the one to train."""
+    """What decides the tokens: the text, how it is read and split, and a tokenizer or the size of the one to train."""
 
     found: Found
-    split: Split
     held_out: float
     tokenizer: Tokenizer | int
+    reading: Reading
+
+    @property
+    def sources(self) -> list[Any]:
+        """What decides the documents: files and, where some have records, how these are read."""
+        records = any(file.has_records for file in self.found.files)
+        reading = [self.reading.text_key, self.reading.skip_bad] if records else None
+        return [FORMAT, self.found.sha256, self.held_out, reading]
 
     @property
     def key(self) -> str:
         """Hex name of the folder; equal requests have equal keys."""
         asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
-        decisive = [FORMAT, self.found.sha256, self.held_out, asked]
-        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([*self.sources, asked]).encode()).hexdigest()[:32]
 
 
 def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
@@ -90,9 +107,11 @@ def open_or_build(request: Request, cache: str | Path | None = None, progress: P
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: the text cannot be read, or the chosen cache cannot be written.
+        UsageError: a share to hold out that is out of range.
+        InputRefused: the text cannot be read or has a bad record, or the chosen cache cannot be written.
         DiskFull: no room in the cache.
     """
+    check_fraction(request.held_out)
     root, chosen = _root(cache)
     folder = root / "corpora" / request.key
     damage: tuple[str, ...] = ()
@@ -171,17 +190,16 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
 
 
 def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
-    note = None
+    files, reading, notes = request.found.files, request.reading, tuple[str, ...]()
+    documents = Documents(files, reading, request.held_out, progress)
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer, note = encoding.train_tokenizer(request.split.train, tokenizer, progress)
-    documents = {"train": request.split.train, "held_out": request.split.held_out}
-    meter = Meter(progress, "tokens", request.found.bytes)
-    tokens = {side: encoding.encode_documents(documents[side], tokenizer, building / side, meter) for side in _SIDES}
+        tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
+    meter = Meter(progress, "tokens", documents.text_bytes)
+    sides = encoding.encode_documents(documents, len(files), tokenizer, building, meter)
     meter.finish()
-    for file in request.found.files:
-        status = status_of(file.path)
-        if (status.st_size, status.st_mtime_ns) != (file.size, file.modified_ns):
+    for file in files:
+        if status_of(file.path).st_mtime_ns != file.modified_ns:
             raise InputRefused(f"{file.path}: changed while it was being read; run again when it no longer changes")
     text = tokenizer.to_json()
     write_durably(building / "tokenizer.json", text)
@@ -189,27 +207,32 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
         "format": FORMAT,
         "key": request.key,
         "sources": {"name": request.found.name, "sha256": request.found.sha256, "bytes": request.found.bytes},
-        "settings": {"held_out": request.held_out},
+        "settings": {"held_out": request.held_out, "text_key": reading.text_key, "skip_bad": reading.skip_bad},
         "tokenizer": {
             "sha256": tokenizer.hash,
             "bos": tokenizer.bos_id,
             "eos": tokenizer.eos_id,
             "trained_by": f"tokenizers {tokenizers.__version__}",
         },
-        "tokens": tokens,
-        "documents": {side: [document.name for document in documents[side]] for side in _SIDES},
+        "names": [file.name for file in files],
+        "sides": {
+            name: {"tokens": side.tokens.count, "bytes": side.bytes, "documents": side.counts}
+            for name, side in sides.items()
+        },
+        "skipped": documents.survey.skipped,
+        "notes": documents.notes,
         "files": {
             "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
-            **{path.name: seal(path) for side in _SIDES for path in _shards(building, side)},
+            **{path.name: seal(path) for side in encoding.SIDES for path in _shards(building, side)},
         },
     }
     write_durably(building / "manifest.json", json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False))
     sync_folder(building)
-    return () if note is None else (note,)
+    return notes
 
 
 def _shards(folder: Path, side: str) -> list[Path]:
-    return [folder / f"{side}.{suffix}" for suffix in ("tokens", "starts", "bytes")]
+    return [folder / f"{side}.{suffix}" for suffix in ("tokens", "starts", "records")]
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -224,18 +247,22 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
-    paths = {side: _shards(folder, side) for side in _SIDES}
+    paths = {side: _shards(folder, side) for side in encoding.SIDES}
     meter = Meter(
-        progress, "verify", sum(path.stat().st_size for side in _SIDES for path in paths[side] if path.exists())
+        progress, "verify", sum(path.stat().st_size for side in encoding.SIDES for path in paths[side] if path.exists())
     )
     sides = {}
-    for side in _SIDES:
-        tokens, starts, sizes = (
+    for side in encoding.SIDES:
+        tokens, starts, records = (
             open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side]
         )
-        sides[side] = Side(tokens, starts.astype(np.int64), sizes.astype(np.int64), tuple(manifest["documents"][side]))
+        kept = manifest["sides"][side]
+        first = np.cumsum([0, *kept["documents"]])
+        index = starts.view(np.int64), records.view(np.int64)
+        sides[side] = Side(tokens, *index, kept["bytes"], tuple(manifest["names"]), first)
     meter.finish()
-    return Stored(folder, tokenizer, sides["train"], sides["held_out"], notes)
+    notes = (*notes, *manifest["notes"])
+    return Stored(folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes)
 
 
 def _manifest(folder: Path, key: str) -> dict[str, Any]:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from monograph.data.progress import Meter
+from monograph.data.blocks import BLOCK_BYTES, COMPRESSIONS, read_blocks, refuse_unreadable
 from monograph.errors import InputRefused
 
-BLOCK_BYTES = 1 << 20
-PART_CHARS = 1 << 15
+# Tokenizers work fastest on parts of about PART_CHARS, and take longer ones where there is no place to cut.
+PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15
 
 # Between a letter or digit and a space or line feed that a letter or digit follows. Every split pattern that
 # `tokenizer_file` accepts ends a word there whatever stands further left or right, so a text cut there has the tokens
 # of the uncut text.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 _NEAR_END_CHARS = 2000
-
-
-def refuse_unreadable(path: Path, error: OSError) -> InputRefused:
-    """The error to raise for a source that the operating system does not let us read."""
-    return InputRefused(f"{path}: cannot be read ({error.strerror or error}); check its permissions or leave it out")
 
 
 def status_of(path: Path) -> os.stat_result:
@@ -35,30 +28,12 @@ def status_of(path: Path) -> os.stat_result:
         raise refuse_unreadable(path, error) from None
 
 
-def sha256_of(path: Path, meter: Meter) -> tuple[str, int, bool]:
-    """One pass over a file: (hex sha256, size in bytes, whether a NUL byte is among its first 8 KiB)."""
-    digest, size, has_nul = hashlib.sha256(), 0, False
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                # The rule by which git calls a file binary.
-                has_nul = has_nul or (size == 0 and b"\0" in block[:8192])
-                digest.update(block)
-                size += len(block)
-                meter.add(len(block))
-    except OSError as error:
-        raise refuse_unreadable(path, error) from None
-    return digest.hexdigest(), size, has_nul
-
-
 def cut_position(path: Path, wanted: int, size: int) -> int:
     """Where to cut a text file in two: after the first line feed from `wanted` on, else between two characters.
 
     Returns `size` where there is no such place (the file is one character long).
     """
-    with open(path, "rb") as file:
-        file.seek(wanted)
-        window = file.read(1 << 16)
+    window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
     line_end = window.find(b"\n")
     if line_end >= 0 and wanted + line_end + 1 < size:
         return wanted + line_end + 1
@@ -67,29 +42,31 @@ def cut_position(path: Path, wanted: int, size: int) -> int:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
-    """The text of bytes [start, stop) of a UTF-8 file, in parts of at most `PART_CHARS` characters.
+    """The text of bytes [start, stop) of a UTF-8 file, decompressed if it is compressed, in parts.
 
     Yields (part, bytes read so far in this range). Line ends and byte order marks are kept as they are. Parts end at a
-    place where tokens end too, except in a stretch of `PART_CHARS` characters that has none (such as 32 Ki letters
-    without a space): there one word is cut in two.
+    place where tokens end too, except in a stretch of `LONGEST_PART_CHARS` characters that has none (such as 32 Ki
+    letters without a space): there one word is cut in two.
 
     Raises:
-        InputRefused: not UTF-8 (names file, byte and line), shorter than `stop`, or not readable.
+        InputRefused: not UTF-8 (names file, byte and line), shorter than `stop`, damaged, or not readable.
     """
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            yield from _parts(_decoded(file, path, start, stop))
-    except OSError as error:
-        raise refuse_unreadable(path, error) from None
+    carry, done = "", 0
+    for text, done in _decoded(path, start, stop):
+        carry += text
+        begin = 0
+        while len(carry) - begin > LONGEST_PART_CHARS:
+            end = begin + cut_for_tokens(carry[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
+            yield carry[begin:end], done
+            begin = end
+        carry = carry[begin:]
+    for part in parts_of(carry):
+        yield part, done
 
 
-def _decoded(file: BinaryIO, path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
+def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
     rest, offset = b"", start
-    while offset + len(rest) < stop:
-        block = file.read(min(BLOCK_BYTES, stop - offset - len(rest)))
-        if not block:
-            raise InputRefused(f"{path}: became shorter while it was being read; run again when it no longer changes")
+    for block in _stretch(path, start, stop):
         data = rest + block
         try:
             text, rest = data.decode("utf-8"), b""
@@ -100,36 +77,57 @@ def _decoded(file: BinaryIO, path: Path, start: int, stop: int) -> Iterator[tupl
             text, rest = data[: error.start].decode("utf-8"), data[error.start :]
         offset += len(data) - len(rest)
         yield text, offset - start
+    if offset < stop:
+        raise InputRefused(f"{path}: became shorter while it was being read; run again when it no longer changes")
+
+
+def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """Bytes [start, stop) of the content, in blocks, or what there is of them."""
+    if path.suffix.lower() in COMPRESSIONS:
+        place = 0
+        for block in read_blocks(path):
+            wanted = block[max(0, start - place) : max(0, stop - place)]
+            place += len(block)
+            if wanted:
+                yield wanted
+        return
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            while start < stop and (block := file.read(min(BLOCK_BYTES, stop - start))):
+                start += len(block)
+                yield block
+    except OSError as error:
+        raise refuse_unreadable(path, error) from None
 
 
 def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:
-    line = 1
-    with open(path, "rb") as file:
-        remaining = offset
-        while block := file.read(min(BLOCK_BYTES, remaining)):
-            line += block.count(b"\n")
-            remaining -= len(block)
+    line = 1 + sum(block.count(b"\n") for block in _stretch(path, 0, offset))
     return InputRefused(
         f"{path}: byte {offset} (line {line}) is not UTF-8: 0x{byte:02x}; convert the file to UTF-8 or leave it out"
     )
 
 
-def _parts(texts: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    carry, done = "", 0
-    for text, done in texts:
-        carry += text
-        while len(carry) > PART_CHARS:
-            cut = cut_for_tokens(carry, PART_CHARS)
-            yield carry[:cut], done
-            carry = carry[cut:]
-    if carry:
-        yield carry, done
+def parts_of(text: str) -> Iterator[str]:
+    """A text in the parts that `read_text` would give of it."""
+    begin = 0
+    while len(text) - begin > PART_CHARS:
+        # One character more than a part may have: whether a cut is safe depends on what follows it.
+        end = begin + cut_for_tokens(text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
+        yield text[begin:end]
+        begin = end
+    if begin < len(text):
+        yield text[begin:]
 
 
-def cut_for_tokens(text: str, limit: int) -> int:
-    """The last place in text[:limit] where a cut does not change the tokens; `limit` if there is none."""
-    for low in (max(0, limit - _NEAR_END_CHARS), 0):
-        cuts = [match.start() for match in _SAFE_CUT.finditer(text, low, limit) if match.start() > 0]
+def cut_for_tokens(text: str, wanted: int, longest: int) -> int:
+    """Where to cut a text so that its tokens stay: the last such place up to `wanted`, else the first one after it.
+
+    `longest`, or the end of the text, if there is none.
+    """
+    for low in (max(0, wanted - _NEAR_END_CHARS), 0):
+        cuts = [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]
         if cuts:
             return cuts[-1]
-    return limit
+    later = _SAFE_CUT.search(text, wanted)
+    return min(later.start() if later else len(text), longest)

@@ -47,13 +47,13 @@ def sized(settings: Settings) -> Settings:
 def fix_length(session: Session, progress: Progress) -> None:
     """Turn minutes, tokens or epochs into updates, once; and what follows from their number."""
     train, rows = session.settings.train, session.batches.rows_per_window
-    per_epoch = -(-len(session.corpus.train) // rows)
+    per_epoch = -(-session.corpus.train.per_epoch // rows)
     if train.updates:
         updates = train.updates
     elif train.tokens:
         updates = _updates_of(train.tokens, session.settings)
     elif train.epochs:
-        updates = -(-train.epochs * len(session.corpus.train) // rows)
+        updates = -(-train.epochs * session.corpus.train.per_epoch // rows)
     else:
         with progress.stage("calibrate", "a few updates, thrown away") as stage:
             seconds = calibrate(session)

@@ -42,6 +42,7 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
             packing=data.packing,
             held_out=data.held_out,
             text_key=data.text_key,
+            bad_records=data.bad_records,
             progress=stage.report,
         )
         stats = found.stats
@@ -52,7 +53,7 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
         "tokens",
         f"{count(stats.tokens)} of {found.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
         f"packed {stats.packed_share:.1%}; "
-        f"held out: {counted(stats.held_out_files, 'file')}, {stats.held_out_bytes / 1e6:.2f} MB",
+        f"held out: {counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes / 1e6:.2f} MB",
     )
     return found
 

@@ -171,6 +171,7 @@ class Story:
             "device": machine.name,
             "dtype": session.settings.train.precision,
             "params": session.params,
+            "passed_over": session.corpus.stats.skipped,
         }
 
     def _standing(self) -> str:

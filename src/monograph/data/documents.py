@@ -1,0 +1,207 @@
+"""The documents of a source in their order, as often as they are asked for: texts, stretches of texts, and records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.data.blocks import Damaged
+from monograph.data.progress import Meter, Progress
+from monograph.data.records import Fault, Record, json_lines
+from monograph.data.sources import LINES, SourceFile
+from monograph.data.split import BUCKETS, Split, bucket, fingerprint, split
+from monograph.data.tables import table_rows
+from monograph.data.text import cut_position, parts_of, read_text
+from monograph.errors import InputRefused
+
+EMPTY = "empty text"
+_REMEDY = "correct or remove it, or set data.bad_records=skip"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """What gets one beginning and one end token.
+
+    Attributes:
+        file: index of its source file.
+        record: its line or row in the file, from 1; 0 for a text.
+        held_out: whether it is.
+        bytes: of its text in UTF-8.
+        parts: its text, to be read once: (part, bytes read so far) each.
+    """
+
+    file: int
+    record: int
+    held_out: bool
+    bytes: int
+    parts: Iterator[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are read: the key of their text, and whether a bad one is an error or passed over."""
+
+    text_key: str
+    skip_bad: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a first pass over all records found.
+
+    Attributes:
+        bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
+        unusable: indices of the files that were passed over whole.
+        skipped: {reason: records passed over}, and files.
+        notes: a line for the person about them.
+    """
+
+    bucket_bytes: NDArray[np.int64]
+    unusable: frozenset[int]
+    skipped: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
+    """Read every record once, before any is used: a compressed file or a table is sound only if its end is.
+
+    Raises:
+        InputRefused: a bad record or a damaged file, named, unless they are to be skipped.
+    """
+    bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
+    unusable: set[int] = set()
+    skipped: Counter[str] = Counter()
+    first_bad, records = "", 0
+    for index, file in enumerate(files):
+        if not file.has_records:
+            continue
+        before = bucket_bytes.copy()
+        reasons: Counter[str] = Counter()
+        try:
+            for number, text in _records(file, reading):
+                records += 1
+                if isinstance(text, Fault):
+                    line = f"{file.path}{':' if file.suffix in LINES else ', row '}{number}: {text.detail}"
+                    if not reading.skip_bad:
+                        raise InputRefused(f"{line}; {_REMEDY}")
+                    first_bad = first_bad or line
+                    reasons[text.reason] += 1
+                elif text:
+                    content = text.encode()
+                    bucket_bytes[bucket(fingerprint(content))] += len(content)
+                    meter.add(len(content))
+                else:
+                    reasons[EMPTY] += 1
+        except Damaged as error:
+            if not reading.skip_bad:
+                raise
+            # What was read of it before the damage may be damage, too.
+            bucket_bytes, reasons = before, Counter({"damaged file": 1})
+            first_bad = first_bad or f"{file.path}: {error.fault}"
+            unusable.add(index)
+        skipped += reasons
+    return Survey(bucket_bytes, frozenset(unusable), dict(skipped), _note(skipped, records, first_bad))
+
+
+def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
+    if not skipped:
+        return ()
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
+    first = f"; the first: {first_bad}" if first_bad else ""
+    return (f"skipped of {records:,} records: {reasons}{first}",)
+
+
+def _records(file: SourceFile, reading: Reading) -> Iterator[Record]:
+    return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
+
+
+class Documents:
+    """All documents of some files, divided; making it reads every record once.
+
+    Attributes:
+        survey: what was found in the records.
+        split: which documents are held out.
+        notes: lines for the person about both.
+
+    Raises:
+        InputRefused: a bad record or a damaged file, named, unless they are to be skipped.
+    """
+
+    def __init__(
+        self, files: Sequence[SourceFile], reading: Reading, held_out: float, progress: Progress | None = None
+    ) -> None:
+        self._files, self._reading = files, reading
+        has_records = any(file.has_records for file in files)
+        meter = Meter(progress if has_records else None, "records", None)
+        self.survey = survey(files, reading, meter)
+        meter.finish()
+        self.split: Split = split(files, self.survey.bucket_bytes, held_out)
+        self.notes = (*self.survey.notes, *self.split.notes)
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """Bytes of all texts in UTF-8."""
+        return sum(file.size for file in self._files if not file.has_records) + int(self.survey.bucket_bytes.sum())
+
+    @cached_property
+    def train_bytes(self) -> int:
+        """Bytes of the texts that are not held out."""
+        return self._train_file_bytes + int(self.survey.bucket_bytes[~self.split.buckets].sum())
+
+    @cached_property
+    def _train_file_bytes(self) -> int:
+        cuts = zip(self._files, self.split.cuts, strict=True)
+        return sum(cut for file, cut in cuts if not file.has_records)
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents in the order of their files; the parts of one are read before the next is asked for."""
+        for index, file in enumerate(self._files):
+            if file.has_records:
+                for number, text, size, digest in self._good(index):
+                    held_out = bool(self.split.buckets[bucket(digest)])
+                    yield Document(index, number, held_out, size, _record_parts(text, size))
+                continue
+            cut = self.split.cuts[index]
+            for start, stop in ((0, cut), (cut, file.size)):
+                if start < stop:
+                    yield Document(index, 0, start == cut, stop - start, read_text(file.path, start, stop))
+
+    def sample(self, budget_bytes: int) -> Iterator[str]:
+        """About `budget_bytes` of the training texts: files in the order of sha256(name), and records by their hash."""
+        share = min(1.0, budget_bytes / max(1, self.train_bytes))
+        left = round(share * self._train_file_bytes)
+        order: Sequence[int] = range(len(self._files))
+        if share < 1:
+            order = sorted(order, key=lambda index: hashlib.sha256(self._files[index].name.encode()).digest())
+        for index in order:
+            file, stop = self._files[index], self.split.cuts[index]
+            if file.has_records:
+                for _, text, _, digest in self._good(index):
+                    if not self.split.buckets[bucket(digest)] and int.from_bytes(digest[2:6]) < share * 2**32:
+                        yield from parts_of(text)
+            elif stop and left > 0:
+                stop = stop if stop <= left else cut_position(file.path, left, stop)
+                left -= stop
+                yield from (part for part, _ in read_text(file.path, 0, stop))
+
+    def _good(self, index: int) -> Iterator[tuple[int, str, int, bytes]]:
+        """(number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
+        if index in self.survey.unusable:
+            return
+        for number, text in _records(self._files[index], self._reading):
+            if text and not isinstance(text, Fault):
+                content = text.encode()
+                yield number, text, len(content), fingerprint(content)
+
+
+def _record_parts(text: str, size: int) -> Iterator[tuple[str, int]]:
+    chars = 0
+    for part in parts_of(text):
+        chars += len(part)
+        yield part, size * chars // len(text)

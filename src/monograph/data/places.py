@@ -1,0 +1,141 @@
+"""Where the files of a source lie: the standard library, folders, patterns, saved datasets, the hub, standard input."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from monograph.data.blocks import BLOCK_BYTES, refuse_unreadable
+from monograph.data.files import writing
+from monograph.data.progress import Meter, Progress
+from monograph.data.tables import hub_tables, saved_tables
+from monograph.data.twins import groups_with_twins
+from monograph.errors import InputRefused, UsageError
+
+# Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
+_NOT_LIBRARY = frozenset(
+    "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
+)
+_BUILD_TABLE = "_sysconfigdata"  # how this Python was compiled: a table that differs between machines
+
+HUB = "hf://"
+Skipped = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A file that a source means, before it is opened; `chosen` says that it was named one by one.
+
+    A fault of a chosen file is an error, where a folder's or pattern's file is passed over and counted.
+    """
+
+    name: str
+    path: Path
+    chosen: bool
+    group: str = ""
+    twin: bool = False
+    weight: float = 1.0
+
+
+def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
+    """The files that one item of a source means; what is passed over is added to `skipped` as (path, reason)."""
+    if item == "stdlib":
+        return _standard_library()
+    if item == "-":
+        return [Candidate("stdin", _spooled_stdin(spool, progress), chosen=True)]
+    if item.startswith(HUB):
+        return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
+    path = Path(item).expanduser()
+    if os.path.isdir(path):
+        return _folder(path, skipped)
+    if os.path.isfile(path):
+        return [Candidate(path.name, path, chosen=True)]
+    if os.path.exists(path):
+        raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
+    if any(mark in item for mark in "*?["):
+        return _pattern(path, skipped)
+    raise InputRefused(f"{path}: no such file or folder (looked from {Path.cwd()})")
+
+
+def _standard_library() -> list[Candidate]:
+    root = Path(sysconfig.get_path("stdlib"))
+    packages: dict[str, list[tuple[str, Path]]] = {}
+    for name, path in _walk(root, [], leave_out=_NOT_LIBRARY):
+        if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE):
+            packages.setdefault(name.split("/")[0].removesuffix(".py"), []).append((name, path))
+    if not packages:
+        raise InputRefused(
+            f"{root}: this Python has no standard library as .py files; give your own text as data.source"
+        )
+    twins = groups_with_twins({package: [path for _, path in files] for package, files in packages.items()})
+    named = sorted((name, path, package) for package, files in packages.items() for name, path in files)
+    return [Candidate(name, path, False, package, package in twins) for name, path, package in named]
+
+
+def _spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+    if sys.stdin.isatty():
+        raise UsageError(
+            "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"
+        )
+    path, meter = spool / "stdin", Meter(progress, "stdin", None)
+    with writing(spool), open(path, "wb") as file:
+        while block := sys.stdin.buffer.read(BLOCK_BYTES):
+            file.write(block)
+            meter.add(len(block))
+    meter.finish()
+    return path
+
+
+def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
+    name = folder.resolve().name
+    return [Candidate(f"{name}/{relative}", path, chosen=False) for relative, path in _walk(folder, skipped)]
+
+
+def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
+    fixed = next(parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?["))
+    found: list[Candidate] = []
+    for hit in map(Path, sorted(glob.glob(str(pattern), recursive=True))):
+        if hit.is_dir():
+            # "texts/*" means the files; "**" reports folders beside the files that it finds inside them.
+            found.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
+        elif hit.is_file():
+            found.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
+        else:
+            skipped.append((str(hit), "not a regular file"))
+    if not found:
+        raise InputRefused(f"{pattern}: no file matches this pattern (looked from {Path.cwd()})")
+    return found
+
+
+def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
+    """(relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
+    found: list[tuple[str, Path]] = []
+    pending, entered = [(folder, "")], set()
+    try:
+        while pending:
+            current, prefix = pending.pop()
+            status = os.stat(current)
+            if (status.st_dev, status.st_ino) in entered:
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            if (tables := saved_tables(current)) is not None:
+                found.extend((prefix + path.relative_to(current).as_posix(), path) for path in tables)
+                continue
+            for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
+                if entry.name in leave_out:
+                    continue
+                if entry.name.startswith(".") or entry.name == "__pycache__":
+                    skipped.append((entry.path, "hidden"))
+                elif os.path.isdir(entry.path):
+                    pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
+                elif os.path.isfile(entry.path):
+                    found.append((prefix + entry.name, Path(entry.path)))
+                else:
+                    skipped.append((entry.path, "not a regular file"))
+    except OSError as error:
+        raise refuse_unreadable(Path(error.filename or folder), error) from None
+    return sorted(found)

@@ -1,0 +1,136 @@
+"""Records, each of which is a document: the lines of a JSON file, the rows of a table; and what makes one bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monograph.data.blocks import read_blocks
+
+# Parsing a line can take some twenty times its size.
+LONGEST_BYTES = 1 << 25
+
+
+class Fault(NamedTuple):
+    """What is wrong with a record: `reason` for counting, `detail` completes "FILE:LINE: "."""
+
+    reason: str
+    detail: str
+
+
+Record = tuple[int, str | Fault]
+
+_TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
+_KINDS: dict[type, str] = {
+    dict: "an object", list: "an array", float: "a number", str: "a string", bool: "a boolean", type(None): "null",
+}  # fmt: skip
+
+
+class _KeyTwice(Exception):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _KeyTwice(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
+# Numbers become floats unseen: Python refuses to read integers of thousands of digits, and no text is a number.
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=float, parse_constant=_no_constant)
+
+
+def json_lines(path: Path, key: str) -> Iterator[Record]:
+    """(line number from 1, text under `key` or what is wrong) of every line that is not blank.
+
+    A byte order mark at the beginning of the file is no part of its first line.
+
+    Raises:
+        Damaged: the file's compression is damaged.
+        InputRefused: not readable.
+    """
+    for number, line in enumerate(_lines(path), 1):
+        if line is None:
+            yield number, _TOO_LONG
+        elif not line.isspace() and line:
+            yield number, _parsed(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, key)
+
+
+def checked(text: Any, key: str) -> str | Fault:
+    """`text` if it is one that can be trained on, or empty; else what is wrong with it."""
+    if not isinstance(text, str):
+        return Fault("text is no string", f"{_short(key)} is {_KINDS[type(text)]}, not a string")
+    if "\0" in text:
+        return Fault("NUL in the text", f"{_short(key)} has a NUL character at {text.index(chr(0))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Fault("lone surrogate", f"{_short(key)} has a lone surrogate at character {error.start}")
+    return text
+
+
+def not_utf8(error: UnicodeDecodeError) -> Fault:
+    """The fault of bytes that are not UTF-8."""
+    return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
+
+
+def _parsed(line: bytes, key: str) -> str | Fault:
+    fault = Fault("not JSON", "is nested too deeply")
+    try:
+        record = _JSON.decode(line.decode())
+        if not isinstance(record, dict):
+            fault = Fault("not an object", f"is {_KINDS[type(record)]}, not an object")
+        elif key not in record:
+            fault = Fault("no text", f"has no key {_short(key)}; its keys are {_few(list(record))}")
+        else:
+            return checked(record[key], key)
+    except UnicodeDecodeError as error:
+        fault = not_utf8(error)
+    except _KeyTwice as error:
+        fault = Fault("a key twice", f"has the key {_short(str(error))} twice in one object")
+    except json.JSONDecodeError as error:
+        fault = Fault("not JSON", f"is not JSON: {error.msg}, at character {error.pos + 1}")
+    except ValueError as error:
+        fault = Fault("not JSON", f"is not JSON: {error}")
+    except RecursionError:
+        pass
+    return fault
+
+
+def _short(name: str) -> str:
+    # What a file says may hold terminal commands; ascii() shows them as letters.
+    return ascii(name if len(name) <= 40 else name[:40] + "...")
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(map(_short, names[:6])) or "none"
+    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _lines(path: Path) -> Iterator[bytes | None]:
+    """The lines without their line feeds; None for one of more than LONGEST_BYTES, which is not kept."""
+    parts: list[bytes] = []
+    size = 0
+
+    def line() -> bytes | None:
+        return b"".join(parts) if size <= LONGEST_BYTES else None
+
+    for block in read_blocks(path):
+        *ends, rest = block.split(b"\n")
+        for end in ends:
+            size += len(end)
+            parts.append(end)
+            yield line()
+            parts, size = [], 0
+        size += len(rest)
+        parts = [*parts, rest] if size <= LONGEST_BYTES else []
+    if size:
+        yield line()

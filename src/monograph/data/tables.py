@@ -1,0 +1,184 @@
+"""The text column of a .parquet or .arrow file, row by row, read by pyarrow; and folders of saved datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from monograph.data.blocks import Damaged, missing, refuse_unreadable
+from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
+from monograph.errors import InputRefused
+
+_BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
+# No text shrinks a thousandfold; a page of that kind would be unpacked whole before a row of it is seen.
+_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 1000
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
+_STATE, _INFO, _DICTIONARY = "state.json", "dataset_info.json", "dataset_dict.json"
+
+
+def table_rows(path: Path, key: str) -> Iterator[Record]:
+    """(row number from 1, text of column `key` or what is wrong) of every row.
+
+    Raises:
+        Damaged: the file is damaged, or has no column `key` of strings.
+        InputRefused: not readable, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise missing(path, "pyarrow", "parquet") from None
+    columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
+    number = 0
+    try:
+        for column in columns(pa, path, key):
+            for value in column:
+                number += 1
+                yield number, _text(value, key)
+    # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
+    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise refuse_unreadable(path, error) from None
+        raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
+
+
+def _text(value: Any, key: str) -> str | Fault:
+    """The text of a pyarrow scalar."""
+    value = value.value if hasattr(value, "dictionary") else value
+    if value is None or not value.is_valid:
+        return checked(None, key)
+    content = value.as_buffer()
+    if content.size > LONGEST_BYTES:
+        return Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
+    try:
+        return checked(content.to_pybytes().decode(), key)
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+
+
+def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    _require_strings(pa, path, parquet.read_schema(path), key)
+    # As a dictionary, a text that a file repeats a million times is in memory once.
+    options = {"read_dictionary": [key], "pre_buffer": False, "buffer_size": 1 << 20}
+    with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+        packed, unpacked = _sizes(file.metadata, key)
+        if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * packed):
+            raise Damaged(path, f"is a compression bomb: {packed:,} bytes of column {key!r} become {unpacked:,}")
+        rows = file.metadata.num_rows
+        batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, unpacked)))
+        seen = 0
+        for part in file.iter_batches(batch, columns=[key], use_threads=False):
+            seen += part.num_rows
+            yield part.column(part.schema.get_field_index(key))
+        if seen != rows:
+            raise Damaged(path, f"has {seen:,} rows, not the {rows:,} that it says")
+
+
+def _sizes(metadata: Any, key: str) -> tuple[int, int]:
+    """Bytes of a column packed and unpacked."""
+    packed = unpacked = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema == key:
+                packed, unpacked = packed + column.total_compressed_size, unpacked + column.total_uncompressed_size
+    return packed, unpacked
+
+
+def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+    with open(path, "rb") as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(-min(8, path.stat().st_size), 2)
+        if not is_file and file.read() != _END_OF_STREAM:
+            raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")
+    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
+        _require_strings(pa, path, reader.schema, key)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            column = batch.column(batch.schema.get_field_index(key))
+            if not pa.types.is_dictionary(column.type):
+                # Each row's UTF-8 is looked at on its own; what is left to verify are the offsets: pyarrow trusts them.
+                column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+            column.validate(full=True)
+            yield column
+
+
+def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
+    found = schema.get_all_field_indices(key)
+    if len(found) != 1:
+        names = ", ".join(map(ascii, schema.names[:8]))
+        many = "several columns" if found else "no column"
+        raise Damaged(path, f"has {many} {key!r}; its columns are {names}", _NAME_ANOTHER)
+    kind = schema.field(key).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise Damaged(path, f"column {key!r} holds {kind}, not strings", _NAME_ANOTHER)
+
+
+def saved_tables(folder: Path) -> list[Path] | None:
+    """The .arrow files, in order, of a folder that Hugging Face's `save_to_disk` wrote; None if it is no such folder.
+
+    Raises:
+        InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
+    """
+    if (folder / _DICTIONARY).is_file() and not (folder / _STATE).is_file():
+        splits = _read(folder / _DICTIONARY).get("splits")
+        if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
+            if len(splits) > 1:
+                choice = f"give one of them, such as {folder / splits[0]}"
+                raise InputRefused(f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}")
+            return saved_tables(folder / splits[0])
+    if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
+        return None
+    state = _read(folder / _STATE)
+    try:
+        names = [each["filename"] for each in state["_data_files"]]
+        paths = [folder / name for name in names]
+    except (KeyError, TypeError):
+        raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes; save the dataset again") from None
+    if state.get("_indices_data_files"):
+        raise InputRefused(f"{folder}: saved with an order of its own; call flatten_indices() and save it again")
+    for path in paths:
+        if path.parent != folder or path.suffix != ".arrow" or not path.is_file():
+            raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there; save the dataset again")
+    return paths
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise refuse_unreadable(path, error) from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise InputRefused(f"{path}: is not a JSON object; save the dataset again")
+    return content
+
+
+def hub_tables(name: str) -> list[Path]:
+    """The .arrow files of the training split of a dataset of the Hugging Face hub, fetched by `datasets` if need be.
+
+    Args:
+        name: hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION.
+
+    Raises:
+        InputRefused: datasets is not installed, or what it says is wrong (no network, no such dataset).
+    """
+    owner, _, rest = name.removeprefix("hf://").partition("/")
+    dataset, _, configuration = rest.partition("/")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise missing(name, "datasets", "hub") from None
+    try:
+        loaded = load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
+        return [Path(each["filename"]) for each in loaded.cache_files]
+    except Exception as error:  # the library and the network raise whatever they like
+        said = " ".join(str(error).split())[:160] or type(error).__name__
+        raise InputRefused(
+            f"{name}: cannot be fetched: {said}; or save it to a folder elsewhere, and give that"
+        ) from None

@@ -1,0 +1,290 @@
+# Run: pytest tests/data/test_records.py
+"""Records become documents; a bad one is refused by its place or passed over and counted; memory stays bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from monograph.data import blocks, records, tables
+from monograph.data.corpus import corpus
+from monograph.data.documents import Documents, Reading
+from monograph.data.records import json_lines
+from monograph.data.sources import find
+from monograph.errors import InputRefused
+
+TEXTS = [f"text number {i} " + "word " * (i % 30) for i in range(200)]
+LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+
+def saved(folder, texts, files=2):
+    """A folder as `save_to_disk` of Hugging Face's datasets writes it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
+    for i, name in enumerate(names):
+        part = pa.table({"text": texts[i * len(texts) // files : (i + 1) * len(texts) // files]})
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
+            writer.write_table(part, max_chunksize=30)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """The same texts in every form."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "a.ndjson.gz").write_bytes(gzip.compress(LINES[:900]) + gzip.compress(LINES[900:]) + bytes(5))
+    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(LINES[:900]) + zstandard.compress(LINES[900:]))
+    pq.write_table(pa.table({"id": range(200), "text": TEXTS}), folder / "a.parquet", row_group_size=64)
+    saved(folder / "saved", TEXTS)
+    whole = pa.table({"text": pa.array(TEXTS).dictionary_encode()})
+    with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_file(file, whole.schema) as writer:
+        writer.write_table(whole)
+    return folder
+
+
+def read(path, skip=False, key="text"):
+    """[(record, text)] and the survey."""
+    documents = Documents(find(path, path.parent).files, Reading(key, skip), 0.0)
+    return [(d.record, "".join(part for part, _ in d.parts)) for d in documents], documents.survey
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "saved"])
+def test_every_form_gives_the_same_documents(sources, name):
+    found, survey = read(sources / name)
+    assert [text for _, text in found] == TEXTS and survey.skipped == {}
+    numbers = [number for number, _ in found]
+    assert numbers == (list(range(1, 201)) if name != "saved" else 2 * list(range(1, 101)))
+    built = corpus(sources / name, tokenizer="bytes", sequence_length=32, held_out=0.2)
+    texts = sorted(text.decode() for rows in (built.train, built.held_out) for text in rows.texts())
+    assert texts == sorted(TEXTS) and built.stats.documents == 200
+    assert 0.1 < built.stats.held_out_bytes / built.stats.bytes < 0.3
+    pieces = {built.train.pieces(i)[0].document for i in range(len(built.train))}
+    files = ("data-00000-of-00002.arrow:", "data-00001-of-00002.arrow:") if name == "saved" else (f"{name}:",)
+    assert all(any(file in piece for file in files) for piece in pieces)
+
+
+def test_the_split_follows_the_text_and_nothing_else(sources):
+    held = []
+    for name in ("a.jsonl", "a.parquet", "saved", "a.ndjson.gz"):
+        built = corpus(sources / name, tokenizer="bytes", sequence_length=32, held_out=0.2)
+        held.append(sorted(built.held_out.texts()))
+    assert held[0] == held[1] == held[2] == held[3] and 10 < len(held[0]) < 90
+    lines = LINES.decode().splitlines(keepends=True)
+    (sources / "twice.jsonl").write_text("".join(lines[::-1] + lines))
+    twice = corpus(sources / "twice.jsonl", tokenizer="bytes", sequence_length=32, held_out=0.2)
+    assert not set(twice.held_out.texts()) & set(twice.train.texts())  # copies stay on one side
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "said"),
+    [
+        (b'{"text": "a"', "not JSON", "is not JSON: Expecting ',' delimiter, at character 13"),
+        (b"[" * 5000, "not JSON", "nested too deeply"),
+        (b'{"text": NaN}', "not JSON", "NaN is no JSON value"),
+        (b'["text"]', "not an object", "is an array, not an object"),
+        (b'{"body": "a", "title": ""}', "no text", "has no key 'text'; its keys are 'body', 'title'"),
+        (b"{}", "no text", "its keys are none"),
+        (b'{"text": 5}', "text is no string", "'text' is a number, not a string"),
+        (b'{"text": null}', "text is no string", "'text' is null, not a string"),
+        (b'{"text": "a\\u0000"}', "NUL in the text", "'text' has a NUL character at 1"),
+        (b'{"text": "ab\\ud800"}', "lone surrogate", "'text' has a lone surrogate at character 2"),
+        (b'{"text": "\xe9"}', "not UTF-8", "byte 10 is not UTF-8: 0xe9"),
+        (b'{"text": "a", "text": "b"}', "a key twice", "has the key 'text' twice in one object"),
+        (b'{"\\u001b[31m": 1, "\\u001b[31m": 2}', "a key twice", r"has the key '\x1b[31m' twice"),
+        (b'{"text": "' + b"x" * 5000 + b'"}', "too long", "is longer than 0 MiB"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, line, reason, said):
+    if reason == "too long":
+        monkeypatch.setattr(records, "LONGEST_BYTES", 4096)
+        monkeypatch.setattr(records, "_TOO_LONG", records.Fault("too long", "is longer than 0 MiB"))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n \n' + line + b'\n{"text": ""}\n{"text": "two"}')
+    with pytest.raises(InputRefused) as refused:
+        read(path)
+    assert f"{path}:3: " in str(refused.value) and said in str(refused.value)
+    assert str(refused.value).endswith("; correct or remove it, or set data.bad_records=skip")
+    found, survey = read(path, skip=True)
+    assert found == [(1, "one"), (5, "two")] and survey.skipped == {reason: 1, "empty text": 1}
+    (note,) = survey.notes
+    assert note.startswith("skipped of 4 records: 1 ") and f"the first: {path}:3: " in note
+
+
+def test_a_line_may_end_anywhere_in_a_block(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    for size in (1, 7, 64, 1000):
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
+        assert list(json_lines(path, "text")) == list(enumerate(TEXTS, 1))
+
+
+def test_skipped_records_are_in_the_stats_and_said_whenever_the_corpus_is_opened(sources):
+    (sources / "a.jsonl").write_bytes(LINES + b'{"text": 1}\nnothing\nnothing\n')
+    for _ in range(2):
+        built = corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32, held_out=0.2, bad_records="skip")
+        assert built.stats.skipped == {"not JSON": 2, "text is no string": 1}
+        assert built.notes[0].startswith("skipped of 203 records: 2 not JSON, 1 text is no string; the first: ")
+    with pytest.raises(InputRefused, match=r"a.jsonl:201: 'text' is a number"):
+        corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("a.ndjson.gz", lambda data: data[:-30], "is cut short: it ends inside a gzip member"),
+        ("a.ndjson.gz", lambda data: data + b"more", "has bytes after its end"),
+        ("a.ndjson.gz", lambda data: b"no" + data, "is not gzip"),
+        ("a.ndjson.gz", lambda data: data[:-20] + b"\1" + data[-19:], "is damaged"),
+        ("a.jsonl.zst", lambda data: data[:-3], "is cut short: it ends inside a zstd frame"),
+        ("a.jsonl.zst", lambda data: data + b"more than it should have", "is damaged (zstd decompress"),
+        ("a.parquet", lambda data: data[:-8], "is damaged"),
+        ("a.parquet", lambda data: data[:100], "is damaged"),
+        ("a.arrow", lambda data: data[:-8], "is damaged"),
+        ("saved/data-00000-of-00002.arrow", lambda data: data[:-8], "does not end with Arrow's end-of-stream mark"),
+        ("saved/data-00000-of-00002.arrow", lambda data: data[:9] + data[10:], "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
+    path = sources / name
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(InputRefused) as refused:
+        read(path)
+    assert said in str(refused.value) and str(path) in str(refused.value)
+    assert str(refused.value).endswith("; get the file again or leave it out")
+    found, survey = read(path, skip=True)
+    assert found == [] and survey.skipped == {"damaged file": 1}
+    # The other file of a corpus is whole, and stays.
+    (sources / "other.jsonl").write_bytes(LINES)
+    documents = Documents(find([path, sources / "other.jsonl"], sources).files, Reading("text", True), 0.0)
+    assert len(list(documents)) == 200
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([1, 2]), "column 'text' holds int64, not strings"),
+        (pa.array([b"a", b"b"]), "column 'text' holds binary, not strings"),
+        (pa.array([["a"], ["b"]]), "column 'text' holds list<"),
+        (pa.array(["a", None]), ", row 2: 'text' is null, not a string"),
+        (pa.array(["a", "b\0"]), ", row 2: 'text' has a NUL character at 1"),
+        (pa.array([b"a", b"b\xff"]).view(pa.string()), ", row 2: byte 1 is not UTF-8: 0xff"),
+    ],
+)
+def test_a_bad_column_is_refused_by_name_and_row(tmp_path, column, said):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as w,
+    ):
+        w.write_table(pa.table({"text": column}))  # fmt: skip
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(InputRefused) as refused:
+            read(tmp_path / name)
+        assert f"{tmp_path / name}" in str(refused.value) and said in str(refused.value)
+        with pytest.raises(InputRefused, match=r"has no column 'body'; its columns are 'text'; name the one with"):
+            read(tmp_path / name, key="body")
+
+
+def test_a_parquet_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
+    texts = pa.array(["a" * 9_000_000])
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(InputRefused, match="is a compression bomb: [0-9,]+ bytes of column 'text' become 9,000"):
+        read(tmp_path / "a.parquet")
+
+
+def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):
+    """150 MiB of one line, and a million empty ones, from a few kilobytes."""
+    for name, unit in (("long", b"x"), ("empty", b"\n")):
+        packer = zstandard.ZstdCompressor(level=1).compressobj()
+        block = unit * ((1 << 20) // len(unit))
+        packed = b"".join(packer.compress(block) for _ in range(150 if name == "long" else 1)) + packer.flush()
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(packed)
+        if name == "long":
+            (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(block * 150, compresslevel=1))
+    script = """
+import sys
+from pathlib import Path
+from monograph.data.records import json_lines
+for name in sys.argv[1:]:
+    count = sum(1 for _ in json_lines(Path(name), "text"))
+status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(count, int(status["VmHWM"].split()[0]) // 1024)
+"""
+    for name, count in (("long.jsonl.zst", 1), ("long.jsonl.gz", 1), ("empty.jsonl.zst", 0)):
+        found, peak_mib = map(int, python(script, str(tmp_path / name)).split())
+        assert found == count and peak_mib < 220, name
+
+
+def test_a_missing_extra_is_one_line(sources, monkeypatch):
+    for module, name, extra in (("zstandard", "a.jsonl.zst", "zstd"), ("pyarrow", "a.parquet", "parquet")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(
+            InputRefused, match=rf"{name}: reading it needs {module}, .*pip install 'monograph\[{extra}\]'"
+        ):
+            read(sources / name)  # fmt: skip
+
+
+def test_saved_datasets(sources, tmp_path):
+    both = tmp_path / "both"
+    saved(both / "train", TEXTS[:50])
+    (both / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert len(read(both)[0]) == 50
+    saved(both / "test", TEXTS[50:])
+    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(InputRefused, match=r"both: a saved dataset with the splits train, test; give one of them"):
+        read(both)
+    mixed = tmp_path / "mixed"
+    saved(mixed / "deeper", TEXTS)
+    (mixed / "a.txt").write_text("a text")
+    files = find(mixed, tmp_path).files
+    assert [file.name for file in files] == [
+        "mixed/a.txt", "mixed/deeper/data-00000-of-00002.arrow", "mixed/deeper/data-00001-of-00002.arrow"
+    ]  # fmt: skip
+    state = sources / "saved" / "state.json"
+    for content, said in (
+        ("[]", "is not a JSON object"),
+        ("{", "is not a JSON object"),
+        ('{"_data_files": 1}', "is not what save_to_disk writes"),
+        ('{"_data_files": [{"filename": "../a.arrow"}]}', "lists a.arrow, which is not there"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "lists gone.arrow, which is not there"),
+        ('{"_data_files": [], "_indices_data_files": [1]}', "saved with an order of its own"),
+    ):
+        state.write_text(content)
+        with pytest.raises(InputRefused, match=said):
+            find(sources / "saved", tmp_path)
+
+
+def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(sources, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputRefused, match=r"hf://owner/name: reading it needs datasets, .*'monograph\[hub\]'"):
+        find("hf://owner/name", tmp_path)
+    asked = []
+
+    def load_dataset(name, configuration, split):
+        asked.append((name, configuration, split))
+        if name == "owner/gone":
+            raise ConnectionError("Couldn't reach\n the hub")
+        files = sorted((sources / "saved").glob("*.arrow"))
+        return types.SimpleNamespace(cache_files=[{"filename": str(file)} for file in files])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found = find(["hf://owner/name@2", "hf://owner/name/plain@2"], tmp_path)
+    assert asked == [("owner/name", None, "train"), ("owner/name", "plain", "train")]
+    assert [(file.name, file.weight) for file in found.files] == [
+        ("hf://owner/name/data-00000-of-00002.arrow", 2.0), ("hf://owner/name/data-00001-of-00002.arrow", 2.0)
+    ]  # fmt: skip
+    with pytest.raises(InputRefused, match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; or save it"):
+        find("hf://owner/gone", tmp_path)
