@@ -69,8 +69,6 @@ def test_at_most_12000_lines_of_code() -> None:
 def test_what_counts_as_a_line_of_code() -> None:
     documented = '"""One."""\n\n# two\ndef f() -> str:\n    """Three.\n\n    Four.\n    """\n'
     assert lines_of_code(documented + '    return """a\nb"""\n') == 3
-        == 3
-    )
 
 
 def test_files_have_at_most_300_lines() -> None:
