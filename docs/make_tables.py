@@ -23,6 +23,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.compile": {"whole": COMPILED, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
+    "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
     "optim.transfer": {"none": "tests/test_optim.py"},

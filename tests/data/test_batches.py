@@ -104,6 +104,7 @@ def worker_threads():
 
 
 def test_the_thread_ends_with_its_batches(small):
+    gc.collect()  # batches that the tests before left behind
     batches = small().batches(64)
     next(batches)
     assert worker_threads()

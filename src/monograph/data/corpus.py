@@ -114,8 +114,7 @@ def corpus(
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
             see `monograph.data.split.split`. 0 for none.
         text_key: the key or column of a record that holds its text.
-        bad_records: "refuse" makes the first bad record or damaged file of records an error; "skip" passes over and
-            counts them. A record with an empty text is passed over in both cases.
+        bad_records: whether a bad record or a damaged file of records is an error, or passed over ("skip") and counted.
         cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
         progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
 
