@@ -16,7 +16,8 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the weight's whole
 # gradient, [V, D]. Eight are enough for an eighth of what dense logits take (benchmarks/loss.py).
 MAX_CHUNKS = 8
-SOFTMAX_BYTES = 8 * 2**20  # of fp32 logits that are normalised at once where that is done in place
+# What works in place does so on parts of this size in fp32: small enough for a CPU's cache.
+BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 
 
 def linear_cross_entropy(
@@ -51,14 +52,13 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
-    weight_VD = weight_VD.to(hidden_ND.dtype)
     kept_N = targets_N != ignore_index
     count = kept_N.sum()
     # A target that is not predicted still indexes a row of logits; its term is multiplied by zero.
     safe_N = torch.where(kept_N, targets_N, 0)
     weights_N = kept_N.to(_sum_dtype(hidden_ND.dtype))
     if impl == "reference":
-        logits_NV = (hidden_ND @ weight_VD.T).to(weights_N.dtype)
+        logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(weights_N.dtype)
         return torch.nn.functional.cross_entropy(
             logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"
         ), count
@@ -76,25 +76,26 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
 
+def _block_bytes(tensor: Tensor) -> int:
+    return BLOCK_BYTES.get(tensor.device.type, BLOCK_BYTES["cuda"])
+
+
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunk_terms(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor) -> Tensor:
     logits_CV = (hidden_CD @ weight_VD.T).to(weights_C.dtype)
-    lse_C = logits_CV.logsumexp(-1)
-    picked_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    return ((lse_C - picked_C) * weights_C).sum(), logits_CV, lse_C
+    chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
+    return ((logits_CV.logsumexp(-1) - chosen_C) * weights_C).sum()
 
 
 def _loss_only(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int) -> Tensor:
     pieces = zip(
         hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
     )
-    terms = [_chunk_terms(h, weight_VD, t, w)[0] for h, t, w in pieces]
-    return torch.stack(terms).sum()
+    weight_VD = weight_VD.to(hidden_ND.dtype)
+    return torch.stack([_chunk_loss(h, weight_VD, t, w) for h, t, w in pieces]).sum()
 
 
 def _chunk_gradients(
@@ -122,11 +123,10 @@ def _chunk_gradients(
 # all of them, [V, D] each.
 @torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T @ right to `total`, over any leading dimensions."""
-    if total.ndim == 2 and total.dtype == left.dtype:
-        total.addmm_(left.mT, right)
-    else:
-        total.add_(left.mT @ right)
+    """Add left^T @ right to `total`, over any leading dimensions, some rows of `total` at a time."""
+    rows = max(1, _block_bytes(total) // (4 * total.shape[-1]))
+    for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
+        part.add_(columns.mT @ right)
 
 
 @_add_product_.register_fake
@@ -157,14 +157,17 @@ def _traced_difference(
 def _eager_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The same in place: a fresh [C, V] tensor costs a CPU more in page faults than the arithmetic on it."""
-    log_CV = (hidden_CD @ weight_VD.T).to(dtype)
-    for rows in log_CV.split(max(1, SOFTMAX_BYTES // (4 * weight_VD.shape[0]))):
-        rows.copy_(rows.log_softmax(-1))
-    chosen_C1 = targets_C.unsqueeze(-1)
-    losses_C = -log_CV.gather(-1, chosen_C1).squeeze(-1)
-    minus_one_C1 = torch.full_like(losses_C, -1.0).unsqueeze(-1)
-    return losses_C, log_CV.exp_().scatter_add_(-1, chosen_C1, minus_one_C1).to(hidden_CD.dtype)
+    """The same in place, some rows at a time: a fresh [C, V] tensor costs a CPU more than the arithmetic on it."""
+    logits_CV = hidden_CD @ weight_VD.T
+    rows = max(1, _block_bytes(logits_CV) // (4 * weight_VD.shape[0]))
+    losses: list[Tensor] = []
+    for logits_RV, targets_R in zip(logits_CV.split(rows), targets_C.split(rows), strict=True):
+        log_RV = logits_RV.to(dtype).log_softmax(-1)
+        chosen_R1 = targets_R.unsqueeze(-1)
+        losses_R1 = -log_RV.gather(-1, chosen_R1)
+        losses.append(losses_R1.squeeze(-1))
+        logits_RV.copy_(log_RV.exp_().scatter_add_(-1, chosen_R1, torch.full_like(losses_R1, -1.0)))
+    return torch.cat(losses), logits_CV
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -181,6 +184,7 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: list[Tensor] = []
         grads: list[Tensor] = []
         grad_weight_VD = None
+        weight_VD = weight_VD.to(hidden_ND.dtype)  # in here, so that its gradient is not rounded to that dtype
         pieces = zip(
             hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
         )
