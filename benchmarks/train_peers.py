@@ -87,8 +87,8 @@ def documents(case: Case) -> list[Tensor]:
 
 def rows(case: Case, texts: list[Tensor]) -> Rows:
     """The documents as the data room holds them: packed where they are ragged, else one to a row."""
-    starts = np.cumsum([0, *(len(text) for text in texts)])
-    side = Side(torch.cat(texts).numpy(), starts, np.zeros(len(texts), dtype=np.int64), ("",) * len(texts))
+    starts, records = np.cumsum([0, *(len(text) for text in texts)]), np.zeros(len(texts), dtype=np.int64)
+    side = Side(torch.cat(texts).numpy(), starts, records, 0, ("random",), np.array([0, len(texts)]))
     return Rows(side, SimpleNamespace(pad_id=0), case.shape.length, packed=case.ragged)  # type: ignore[arg-type]
 
 

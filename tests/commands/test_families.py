@@ -83,7 +83,6 @@ def test_the_articles_checkpoint_is_trained_on_and_exported(server: CommandServe
     ("given", "code", "said"),
     [
         (["model.hidden_size=64"], 3, "model.hidden_size = 64, but the weights in model.pth have 48"),
-        (["model.rope_theta=5e5"], 3, "rotary_emb.cos is not that of rope_theta = 500000"),
         (["data.sequence_length=64"], 3, "longer than the model's max_position_embeddings = 40"),
         (["model.max_position_embeddings=64", "data.sequence_length=64"], 0, ""),
         (["data.tokenizer=auto"], 3, "model.pth: there is no tokenizer.json; put the model's beside its weights"),

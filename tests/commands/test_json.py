@@ -12,13 +12,13 @@ from commands.forked import CommandServer
 from commands.inputs import TINY, newest, with_texts
 
 TRAIN = (
-    "schema run update tokens train_loss eval_loss eval_bits_per_byte tokens_per_s mfu peak_memory_bytes wall_s "
-    "compile_s graph_breaks recompiles device dtype params"
+    "schema run update tokens train_loss eval_loss eval_bits_per_byte eval_weights tokens_per_s mfu peak_memory_bytes "
+    "wall_s compile_s graph_breaks recompiles device dtype params passed_over"
 )
 COMMANDS = {
     "train --resume run": TRAIN,
     "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s",
-    "evaluate run": "schema bits_per_byte perplexity loss tokens",
+    "evaluate run": "schema bits_per_byte perplexity loss tokens weights",
     "check run": "schema run checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
     "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle monograph_version torch_version python_version",

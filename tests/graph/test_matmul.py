@@ -39,11 +39,6 @@ def test_captured_gradients_are_as_exact_as_eager_ones(monkeypatch):
         taken.append(len(graph.find_nodes(op="call_function", target=torch.ops.monograph.matmul.default)))
 
     monkeypatch.setattr(matmul, "rewrite", counting)
-    for config, cache in (
-        (torch._inductor.config, "fx_graph_cache"),
-        (torch._functorch.config, "enable_autograd_cache"),
-    ):
-        monkeypatch.setattr(config, cache, False)  # a graph from a cache is not rewritten again
     torch.manual_seed(0)
     hidden, weight = torch.randn(512, 256), torch.randn(128, 256)
 
@@ -55,7 +50,10 @@ def test_captured_gradients_are_as_exact_as_eager_ones(monkeypatch):
     def loss(x, w):
         return (x @ w.T).square().sum()
 
-    captured, eager = gradients(compiled(loss)), gradients(loss)
+    # A graph from a cache is not rewritten again.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        captured = gradients(compiled(loss))
+    eager = gradients(loss)
     assert taken == [1, 2]  # forward, and the backward's two
     assert error_within(captured, eager, gradients(loss, torch.float64))
 

@@ -101,6 +101,14 @@ def test_without_tables_heads_and_positions_come_from_the_keys_or_the_preset(tmp
     assert torch_file.read(_saved(path, state), {})[0] == LlamaConfig.preset("llama-179m")
 
 
+def test_the_rotary_base_is_read_off_the_tables(tmp_path):
+    state = Pretraining().state_dict()
+    angles = torch.arange(40)[:, None] * 5e5 ** (-torch.arange(0, 8, 2) / 8)
+    state |= {f"base_model.rotary_emb.{name}": torch.cat([getattr(angles, name)()] * 2, -1) for name in ("cos", "sin")}
+    config, _ = torch_file.read(_saved(tmp_path / "model.pth", state), {})
+    assert config.rope_theta == 5e5
+
+
 def test_a_head_that_is_not_stored_can_be_said_to_be_the_embedding(tmp_path):
     path = _saved(tmp_path / "base.pth", _without(_state(), "lm_head"))
     config, tensors = torch_file.read(path, {"tie_word_embeddings": True})

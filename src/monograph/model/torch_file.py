@@ -7,6 +7,7 @@ shows comes from the keys of [model] or, for weights of its shape, from the pres
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,6 +92,7 @@ def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) ->
     queries, keys = (shape(f"model.layers.0.self_attn.{name}_proj.weight")[0] for name in "qk")
     if "model.rotary_emb.cos" in state:
         shown["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
+        sizes = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **sizes}
     else:
         head_dim = _head_dim(shown, queries, path, sizes)
     shown |= {"num_attention_heads": queries // head_dim, "num_key_value_heads": keys // head_dim}
@@ -116,6 +118,17 @@ def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping
     raise InputRefused(f"{path}: its tensors do not show how many heads there are: give model.num_attention_heads")
 
 
+def _rope_theta(cos_TE: Tensor) -> float:
+    """The base whose second frequency, theta ^ (-2 / E), the table's second position has; whatever else if it has none.
+
+    Four digits of it: the table's own rounding is in the sixth. `_check_rotary` then looks at the whole table.
+    """
+    usual = LlamaConfig.rope_theta
+    if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
+        return usual
+    return float(f"{math.acos(float(cos_TE[1, 1])) ** (-cos_TE.shape[1] / 2):.4g}")
+
+
 def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) -> None:
     """Whether the tables that the weights were trained with are those that will be computed."""
     if "model.rotary_emb.cos" not in state:
@@ -126,5 +139,5 @@ def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) 
         if theirs is None or theirs.shape != ours.shape or not bool(((theirs - ours).abs() < _TABLE_ERROR).all()):
             raise InputRefused(
                 f"{path}: rotary_emb.{name} is not that of rope_theta = {config.rope_theta:g}, so the model would "
-                "compute something else here: give model.rope_theta, or save the model that was trained"
+                "compute something else here: save the model that was trained"
             )
