@@ -102,7 +102,9 @@ class DataSection(Section):
 class OptimSection(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "muon"] = _key("adamw", "adamw or muon", "the update rule")
+    name: Literal["auto", "adamw", "muon"] = _key(
+        "auto", "auto, adamw or muon", "the update rule; muon for matrices of blocks; auto: muon for a new model"
+    )
     lr: Auto | PositiveFloat = _key("auto", "a number above 0, or auto", "peak learning rate")
     weight_decay: NonNegativeFloat = _key(0.1, "a number, 0 or more", "decoupled decay of the matrices")
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(

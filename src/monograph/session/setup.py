@@ -80,11 +80,13 @@ def make_engine(
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     model, loss = build(recipe)
     _require_fit(model, text, settings)
-    known = planner.known_learning_rate(preset, optim.name) if preset != "auto" else 1e-3
+    name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
+    known = planner.known_learning_rate(preset, name) if preset != "auto" else 1e-3
     lr = known if optim.lr == "auto" else optim.lr
     tokens = int(train.tokens_per_update)
     rows = tokens // settings.data.sequence_length
     fixed: dict[str, Any] = {
+        "optim.name": name,
         "optim.lr": lr,
         "train.tokens_per_update": tokens,
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
