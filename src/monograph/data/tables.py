@@ -89,6 +89,7 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
         _require_strings(pa, path, reader.schema, key)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:
+            batch.validate()
             column = batch.column(batch.schema.get_field_index(key))
             if not pa.types.is_dictionary(column.type):
                 # Each row's UTF-8 is looked at on its own; what is left to verify are the offsets: pyarrow trusts them.
