@@ -231,15 +231,20 @@ def table_texts(read: Callable[[], pa.Table]) -> tuple[Texts, int]:
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             return None, 0
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(kind)
-        rows = column.cast(pa.large_binary()) if pa.types.is_large_string(kind) else column.cast(pa.binary())
-        rows.validate(full=True)
-        rows = rows.to_pylist()
+        rows = [row for chunk in column.chunks for row in _bytes(chunk, pa.types.is_large_string(kind))]
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError):
         return None, 0
     texts = [_decoded(row) for row in rows]
     return [text for text in texts if text], sum(text is None for text in texts)
+
+
+def _bytes(chunk: pa.Array, large: bool) -> list[bytes | None]:
+    if pa.types.is_dictionary(chunk.type):
+        chunk.validate(full=True)  # before anything follows its indices
+        return [None if row is None else row.encode() for row in chunk.to_pylist()]
+    chunk = chunk.view(pa.large_binary() if large else pa.binary())
+    chunk.validate(full=True)  # before anything follows its offsets
+    return chunk.to_pylist()
 
 
 def _decoded(row: bytes | None) -> str | None:

@@ -201,7 +201,7 @@ def test_a_parquet_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
     texts = pa.array(["a" * 9_000_000])
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
-    with pytest.raises(InputRefused, match="is a compression bomb: [0-9,]+ bytes of column 'text' become 9,000"):
+    with pytest.raises(InputRefused, match="is a compression bomb: [0-9,]+ bytes become 9,000"):
         read(tmp_path / "a.parquet")
 
 
