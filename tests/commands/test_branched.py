@@ -36,6 +36,19 @@ def test_from_a_run(server: CommandServer, here: Path) -> None:
     assert done.code == 0 and (here / "c/tokenizer.json").read_bytes() == (here / "b/tokenizer.json").read_bytes()
 
 
+def test_a_new_run_whose_model_is_that_of_the_last_one(server: CommandServer, here: Path) -> None:
+    assert server.run(here, "train", *TINY, figures=0).code == 0
+    parent = next((here / "runs").iterdir())
+    text = ["texts", *(setting for setting in OWN[2:] if "updates" not in setting)]
+    done = server.run(here, "train", *text, "model.init=last", "train.updates=2", "--json", figures=0)
+    assert done.code == 0, done.err
+    run = here / json.loads(done.out)["run"]
+    assert run != parent and f'init = "runs/{parent.name}"' in (run / "config.toml").read_text()
+    (begun,) = (checkpointing.load(path) for path in (run / "checkpoints").glob("step-00000000"))
+    weights = checkpointing.load(newest(parent)).model
+    assert all(torch.equal(begun.model[name], tensor) for name, tensor in weights.items())
+
+
 def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Path) -> None:
     (here / "own.py").write_text(POISON.replace("len(calls) < 14", "len(calls) != 6"))
     assert server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "a", figures=0).code == 0

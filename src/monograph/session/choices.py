@@ -15,7 +15,7 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, tokenizer_of
+from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 from monograph.session.setup import calibrate
@@ -26,12 +26,14 @@ _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.war
 
 
 def sized(settings: Settings) -> Settings:
-    """Fix preset, tokenizer and tokens per update where the settings leave them open.
+    """Fix preset, tokenizer and tokens per update where the settings leave them open, and which run `last` is.
 
     Raises:
         InputRefused: a model that cannot be built, before any text is read.
     """
     model, chosen = settings.model, dict[str, object]()
+    if model.init and (other := run_named(model.init)):  # as soon as this run has begun, `last` is itself
+        chosen["model.init"] = str(other.folder)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
