@@ -157,11 +157,14 @@ def record_parent(run: Run, parent: Run, at: int | None) -> None:
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
-    """What `record_parent` wrote down, None for a run that branches from none."""
+    """What `record_parent` wrote down, None for a run that branches from none; raises InputRefused if it is damaged."""
     if not run.parent_file.exists():
         return None
-    record = json.loads(run.parent_file.read_text())
-    return Run.open(record["run"]), record["update"]
+    try:
+        record = json.loads(run.parent_file.read_bytes())
+        return Run(Path(record["run"])), record["update"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
 
 
 def discard(run: Run) -> None:

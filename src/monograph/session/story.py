@@ -12,6 +12,7 @@ from typing import Any
 from monograph import compat
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
@@ -238,7 +239,9 @@ class Story:
 
 def finished(run: Run) -> dict[str, Any] | None:
     """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
-    last: dict[str, Any] = next(reversed(run.rows()), {})
+    last: dict[str, Any] = {}
+    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
+        last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
     if summary and not (run.checkpoints / f"step-{summary['update']:08d}").is_dir():
         return None
