@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from commands.inputs import OWN, SLOW, TINY
+from commands.inputs import OWN, SLOW, TINY, over
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_before_it_began_is_started_in_its_folder(server: 
 
 
 def test_one_of_anything_is_singular(server: CommandServer, here: Path) -> None:
-    one = [*TINY[1:], "texts/0.txt", "train.updates=1", "train.tokens_per_update=32", "train.micro_batch=1"]
+    one = over(TINY[1:], "texts/0.txt", "train.updates=1", "train.tokens_per_update=32", "train.micro_batch=1")
     said = ""
     for arguments in (
         ["train", *one, "--out", "run"],
