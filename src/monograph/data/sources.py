@@ -120,7 +120,7 @@ def _locate(
     if str(item) == "stdlib":
         return _standard_library()
     if str(item) == "-":
-        return [_Candidate("stdin", _spooled_stdin(spool, progress), chosen=True)]
+        return [_Candidate("stdin", spooled_stdin(spool, progress), chosen=True)]
     path = Path(item).expanduser()
     if os.path.isdir(path):
         return _folder(path, skipped)
@@ -148,7 +148,8 @@ def _standard_library() -> list[_Candidate]:
     return [_Candidate(name, path, False, package, package in twins) for name, path, package in named]
 
 
-def _spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+    """Write standard input to the file `stdin` in a folder; raises UsageError for a terminal."""
     if sys.stdin.isatty():
         raise UsageError(
             "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"

@@ -11,6 +11,7 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
+from monograph.data.sources import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
@@ -44,6 +45,18 @@ def sized(settings: Settings) -> Settings:
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
     return settings.resolve(chosen, "plan")
+
+
+def keeping_stdin(run: Run, settings: Settings, progress: Progress) -> Settings:
+    """Keep the text of standard input in the run's folder: resume, evaluation and branches read it there again."""
+    source = settings.data.source
+    named = [source] if isinstance(source, str) else source
+    if "-" not in named:
+        return settings
+    with progress.stage("text", "standard input") as stage:
+        kept = str(spooled_stdin(run.folder, stage.report))
+        stage.result = f"kept as {kept}"
+    return settings.resolve({"data.source": [kept if name == "-" else name for name in named]}, "plan")
 
 
 def fix_length(session: Session, progress: Progress) -> None:
@@ -169,7 +182,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    written = [run.config, run.parent_file, run.tokenizer, run.lock_file]
+    written = [run.config, run.parent_file, run.tokenizer, run.folder / "stdin", run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):
