@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,18 @@ def test_the_last_lines_work_as_printed(here: Path) -> None:
         done = subprocess.run(line, shell=True, cwd=here, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (line, done.stderr)
     assert (here / "out/config.json").is_file()
+
+
+def test_a_prompt_that_begins_with_a_dash_is_no_option(server: CommandServer, here: Path) -> None:
+    """Text with front matter: its first words are the prompt of the command that is printed."""
+    for path in (here / "texts").iterdir():
+        path.write_text(f"--- title: {path.name}\n" + path.read_text())
+    done = server.run(here, "train", *TINY, figures=0)
+    [line] = [line for line in done.err.splitlines() if " generate " in line]
+    arguments = shlex.split(line)
+    arguments = arguments[arguments.index("generate") :]
+    assert arguments[:3] == ["generate", "last", "--"] and arguments[3].startswith("--- title:")
+    assert server.run(here, *arguments).code == 0
 
 
 def test_a_run_that_fails_is_not_the_last_one(server: CommandServer, here: Path) -> None:

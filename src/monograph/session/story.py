@@ -195,8 +195,8 @@ class Story:
         longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
-            prompt = "class Cache:" if self.python else self.prompt
-            more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]
+            prompt = ("class Cache:",) if self.python else ("--", self.prompt)[not self.prompt.startswith("-") :]
+            more = [("generate", name, *prompt), ("export", name, "--to", _free()), *more]
         else:
             more = [("evaluate", name), *more]
         for index, arguments in enumerate(more):
