@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -11,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands.forked import PROGRAM, CommandServer
 from commands.inputs import OWN, SLOW, TINY, over
+from monograph import load
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -88,6 +91,25 @@ def test_a_prompt_that_begins_with_a_dash_is_no_option(server: CommandServer, he
     arguments = arguments[arguments.index("generate") :]
     assert arguments[:3] == ["generate", "last", "--"] and arguments[3].startswith("--- title:")
     assert server.run(here, *arguments).code == 0
+
+
+def test_less_text_than_a_row_is_scored(server: CommandServer, here: Path) -> None:
+    """By hand: the loss of its tokens in a row of their own, without padding."""
+    assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
+    (here / "small.txt").write_text("alpha beta gamma")
+    done = server.run(here, "evaluate", "run", "--data", "small.txt", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    model, tokenizer = load(here / "run")
+    ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("alpha beta gamma"), tokenizer.eos_id]])
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(
+            model.eval().logits(model(ids[:, :-1]))[0], ids[0, 1:], reduction="sum"
+        )
+    assert found["tokens"] == 17
+    assert found["bits_per_byte"] == pytest.approx(float(nats) / math.log(2) / 16, rel=1e-5)
+    done = server.run(here, "train", "--from", "run", "small.txt", "data.held_out=0.2", "--out", "b")
+    assert done.code == 3 and "fewer than one row of 32" in done.err.splitlines()[-1]
 
 
 def test_a_run_that_fails_is_not_the_last_one(server: CommandServer, here: Path) -> None:

@@ -112,7 +112,7 @@ def corpus(
 
     Raises:
         UsageError: a setting out of range.
-        InputRefused: text or tokenizer that cannot be used, named; too little text for one row.
+        InputRefused: text or tokenizer that cannot be used, named; too little to hold out one row.
         DiskFull: no room for the cache.
     """
     if packing not in ("packed", "padded"):
@@ -130,7 +130,7 @@ def corpus(
         stored = open_or_build(Request(found, sides, held_out, asked), cache, progress)
     train = Rows(stored.train, stored.tokenizer, sequence_length, packing == "packed")
     held = Rows(stored.held_out, stored.tokenizer, sequence_length, packing == "packed")
-    _check_size(found.name, train, held, held_out)
+    _check_size(found.name, held, held_out)
     decisive = [FORMAT, found.sha256, held_out, stored.tokenizer.hash, sequence_length, packing]
     return Corpus(
         name=found.name,
@@ -144,11 +144,8 @@ def corpus(
     )
 
 
-def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
-    length = train.sequence_length
-    if train.tokens < length:
-        remedy = "give more text or shorten sequence_length"
-        raise InputRefused(f"{name}: {train.tokens} training tokens, fewer than one row of {length}; {remedy}")
+def _check_size(name: str, held: Rows, held_out: float) -> None:
+    length = held.sequence_length
     if held_out and held.tokens < length:
         remedy = "give more text, raise held_out, shorten sequence_length, or set held_out = 0"
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
