@@ -93,6 +93,15 @@ def test_a_prompt_that_begins_with_a_dash_is_no_option(server: CommandServer, he
     assert server.run(here, *arguments).code == 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_evaluated_at_its_own_precision(precision: str, server: CommandServer, here: Path) -> None:
+    settings = over(TINY, f"train.precision={precision}", "train.updates=60", "optim.lr=1e-2")
+    trained = server.run(here, "train", *settings, "--out", "run", "--json", figures=0)
+    scored = server.run(here, "evaluate", "run", "--json")
+    found = json.loads(scored.out.splitlines()[-1])["bits_per_byte"]
+    assert found == pytest.approx(json.loads(trained.out)["eval_bits_per_byte"], rel=1e-6)
+
+
 def test_less_text_than_a_row_is_scored(server: CommandServer, here: Path) -> None:
     """By hand: the loss of its tokens in a row of their own, without padding."""
     assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
