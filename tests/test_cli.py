@@ -267,3 +267,10 @@ def test_red_only_on_a_terminal_that_takes_it(
     monkeypatch.setenv(variable, value)
     monograph_("check")
     assert capsys.readouterr().err == "error: no\n"
+
+
+@pytest.mark.parametrize("prompt", ["--- title", "-title", "--title"])
+def test_text_that_begins_with_a_dash(prompt: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monograph_("generate", "last", prompt) == 2
+    assert "text that begins with a dash goes after --" in capsys.readouterr().err
+    assert monograph_("generate", "last", "--", prompt) == 0 and calls[0][0] == ("last", [prompt])

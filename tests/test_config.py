@@ -83,6 +83,8 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ('[optim]\n\nlr = "3e-4"', ["run.toml:3", "optim.lr", '"3e-4"', "a number above 0", "without quotes"]),
         ('[train]\nseed = "1"', ["run.toml:2", "train.seed", "without quotes"]),
         ('[train]\nupdates = "100"', ["train.updates", "without quotes"]),
+        ("[train]\nseed = -1", ["train.seed = -1", "a whole number, 0 or more"]),
+        ("[train]\nminutes = 1e300", ["train.minutes = 1e+300", "above 0, at most 1e7"]),
         ("[train]\nseed = true", ["train.seed = true", "a whole number"]),
         ("[train]\nseed = 1.5", ["train.seed = 1.5", "a whole number"]),
         ("[train]\nupdates = 0", ["train.updates = 0", "above 0"]),
@@ -209,6 +211,13 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
     assert prints == {settings_of(train__seed=5).fingerprint}
 
 
+@pytest.mark.parametrize("broken", ['["a",', "['a'", '["a" "b"]', '[ "a'])
+def test_a_list_that_is_broken_off_is_no_name(broken: str) -> None:
+    with pytest.raises(UsageError, match="expected a path, a glob, or a list of them"):
+        settings_of(data__source=broken)
+    assert settings_of(data__source="[ab]*.txt").data.source == "[ab]*.txt"
+
+
 SOURCES = str(Path(sys.modules["monograph"].__file__ or "").parents[1])
 
 
@@ -238,6 +247,8 @@ def test_arguments_are_told_apart_in_any_order() -> None:
         (["*.md"], InputRefused, "no file matches"),
         (["run.toml", "other.toml"], UsageError, "both configurations"),
         (["texts", "data.source=stdlib"], UsageError, "both name the data"),
+        (["optim.lr=1e-3", "optim.lr=2e-3"], UsageError, "optim.lr is given twice, as 1e-3 and as 2e-3"),
+        (["data.source=texts", "data.source=texts"], UsageError, "data.source is given twice"),
     ],
 )
 def test_an_argument_that_is_nothing_known_is_refused(

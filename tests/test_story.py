@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import TINY, with_texts
+from commands.inputs import TINY, over, with_texts
 from monograph import Sampling, checkpointing, generate, load
 
-SETTINGS = [*TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2"]
+SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
 SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
 
 

@@ -240,7 +240,10 @@ def _wrong_arguments(error: Any) -> str:
     near = difflib.get_close_matches(
         getattr(error, "option_name", ""), getattr(error, "possibilities", None) or (), n=1
     )
-    return f"{error.message}; did you mean {near[0]}?" if near else error.format_message().rstrip(".")
+    if near:
+        return f"{error.message}; did you mean {near[0]}?"
+    text = "; text that begins with a dash goes after --" if hasattr(error, "option_name") else ""
+    return error.format_message().rstrip(".") + text
 
 
 def _fail(message: str, code: int) -> int:

@@ -86,9 +86,15 @@ class CommandServer:
         self._texts.cleanup()
 
     def start(
-        self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
+        self,
+        folder: Path,
+        *arguments: str,
+        program: str = PROGRAM,
+        env: Mapping[str, str] | None = None,
+        stdin: Path | None = None,
+        **limits: int,
     ) -> Command:
-        """Begin a command in `folder`.
+        """Begin a command in `folder`, with the file `stdin` as its standard input.
 
         `file_bytes` limits the size of its files, `figures=0` leaves them out, `reader=0` gives it a standard output
         that nobody reads any more, and `terminal=1` a terminal for both streams, whose text comes back as `out`.
@@ -100,15 +106,22 @@ class CommandServer:
             "texts": str(texts),
             "argv": [program, *arguments],
             "env": {**(env or {})},
+            "stdin": str(stdin or os.devnull),
             **limits,
         }
         print(json.dumps(case), file=self._server.stdin, flush=True)
         return Command(self._server, int(self._server.stdout.readline()), texts)
 
     def run(
-        self, folder: Path, *arguments: str, program: str = PROGRAM, env: Mapping[str, str] | None = None, **limits: int
+        self,
+        folder: Path,
+        *arguments: str,
+        program: str = PROGRAM,
+        env: Mapping[str, str] | None = None,
+        stdin: Path | None = None,
+        **limits: int,
     ) -> Done:
-        return self.start(folder, *arguments, program=program, env=env, **limits).wait()
+        return self.start(folder, *arguments, program=program, env=env, stdin=stdin, **limits).wait()
 
 
 def carry_out(case: dict[str, object]) -> None:
@@ -121,6 +134,8 @@ def carry_out(case: dict[str, object]) -> None:
 
     os.chdir(str(case["folder"]))
     os.environ.update(case["env"])  # type: ignore[call-overload]
+    os.dup2(os.open(str(case["stdin"]), os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0, closefd=False)  # what the server has read ahead is not this command's
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(str(case["texts"]), name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     if not case.get("reader", 1):

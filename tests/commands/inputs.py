@@ -9,6 +9,13 @@ from typing import Any
 from monograph import checkpointing
 from monograph.run.folder import Run
 
+
+def over(settings: list[str], *others: str) -> list[str]:
+    """The settings with others in the place of theirs: a key that is given twice is refused."""
+    keys = {other.partition("=")[0] for other in others}
+    return [setting for setting in settings if setting.partition("=")[0] not in keys] + list(others)
+
+
 # A run of a second: two epochs and a half of a few words.
 TINY = [
     "texts", "data.tokenizer=bytes", "data.sequence_length=32", "data.held_out=0.2",
@@ -33,7 +40,7 @@ def loss(model, batch):
     logits = model(batch["tokens"]).flatten(0, 1)
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 """
-LONG = [*OWN, "train.updates=400", "train.save_every=200", "model.init=slow.py:build", "--out", "run"]
+LONG = [*over(OWN, "train.updates=400", "train.save_every=200", "model.init=slow.py:build"), "--out", "run"]
 # The same, but fast, and from its 14th call on its loss is no number.
 POISON = SLOW.replace("time.sleep(0.05)", "calls.append(1)").replace("def build", "calls = []\n\ndef build")
 POISON = POISON.replace('reduction="sum"), (', 'reduction="sum") * (1 if len(calls) < 14 else float("nan")), (')

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import OWN, TINY, with_texts
+from commands.inputs import OWN, TINY, over, with_texts
 
 MODULES = {
     "fails.py": "x = 1\ndef build():\n    raise ValueError('no')\n",
@@ -39,21 +39,25 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", "bad.jsonl.gz", *TINY[1:]], 3, "bad.jsonl.gz: is not gzip; get the file again or leave it out"),
     (["train", *TINY, "data.bad_records=keep"], 2, 'data.bad_records = "keep": expected refuse or skip'),
     (["train", *TINY, "model.rope_theta=5"], 2, "there is no key model.rope_theta"),
-    (["train", *TINY, "data.held_out=0.001"], 3, "held-out tokens, fewer than one row of 32"),
-    (["train", *TINY, "data.held_out=0.9"], 2, "data.held_out = 0.9"),
-    (["train", *TINY, "data.tokenizer=short.txt"], 3, "short.txt"),
-    (["train", *TINY, "data.tokenizer=bpe:10"], 2, "bpe:N needs a whole number from 259"),
+    (["train", *over(TINY, "data.held_out=0.001")], 3, "held-out tokens, fewer than one row of 32"),
+    (["train", *over(TINY, "data.held_out=0.9")], 2, "data.held_out = 0.9"),
+    (["train", *over(TINY, "data.tokenizer=short.txt")], 3, "short.txt"),
+    (["train", *over(TINY, "data.tokenizer=bpe:10")], 2, "bpe:N needs a whole number from 259"),
     (["data", "show", "texts", "data.sequence_length=16", "data.tokenizer=bytes", "--row", "99999"], 2, "--row 99999"),
     # settings
     (["train", "optim.lrr=3"], 2, "did you mean optim.lr?"),
     (["train", "optim.lr=abc"], 2, 'optim.lr = "abc": expected a number above 0'),
     (["train", "bad.toml"], 2, "bad.toml: not TOML"),
-    (["train", *TINY, "train.tokens_per_update=8"], 2, "less than one row of data.sequence_length = 32"),
+    (["train", *over(TINY, "train.tokens_per_update=8")], 2, "less than one row of data.sequence_length = 32"),
     # model
-    (["train", *TINY, "model.num_attention_heads=3"], 3, "is not a multiple of num_attention_heads = 3"),
+    (["train", *over(TINY, "model.num_attention_heads=3")], 3, "is not a multiple of num_attention_heads = 3"),
     (["train", *TINY, "model.vocab_size=100"], 3, "smaller than the tokenizer's 259"),
     (["train", *TINY, "model.max_position_embeddings=16"], 3, "longer than the model's max_position_embeddings = 16"),
-    (["train", *TINY, "data.sequence_length=9999", "train.tokens_per_update=9999"], 3, "fewer than one row of 9999"),
+    (
+        ["train", *over(TINY, "data.sequence_length=9999", "train.tokens_per_update=9999")],
+        3,
+        "fewer than one row of 9999",
+    ),
     (["train", *OWN, "model.init=fails.py:build"], 3, "fails.py failed: ValueError: no"),
     (["train", *OWN, "model.init=fails.py:x"], 3, "fails.py has no function 'x'"),
     (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import OWN, POISON, SLOW, TINY, newest, rows
+from commands.inputs import OWN, POISON, SLOW, TINY, newest, over, rows
 from monograph import checkpointing
 from monograph.model import hub
 
 
 def test_from_a_run(server: CommandServer, here: Path) -> None:
-    root = [*TINY, "optim.lr=3e-3", "data.tokenizer=bpe:300"]
+    root = over(TINY, "optim.lr=3e-3", "data.tokenizer=bpe:300")
     assert server.run(here, "train", *root, figures=0).code == 0
     parent = next((here / "runs").iterdir())
     at_6 = checkpointing.load(parent / "checkpoints/step-00000006")
@@ -34,6 +34,19 @@ def test_from_a_run(server: CommandServer, here: Path) -> None:
     (here / "more/x.txt").write_text("delta gamma " * 80)
     done = server.run(here, "train", "--from", "b", "more", "train.updates=2", "--out", "c", figures=0)
     assert done.code == 0 and (here / "c/tokenizer.json").read_bytes() == (here / "b/tokenizer.json").read_bytes()
+
+
+def test_a_new_run_whose_model_is_that_of_the_last_one(server: CommandServer, here: Path) -> None:
+    assert server.run(here, "train", *TINY, figures=0).code == 0
+    parent = next((here / "runs").iterdir())
+    text = ["texts", *(setting for setting in OWN[2:] if "updates" not in setting)]
+    done = server.run(here, "train", *text, "model.init=last", "train.updates=2", "--json", figures=0)
+    assert done.code == 0, done.err
+    run = here / json.loads(done.out)["run"]
+    assert run != parent and f'init = "runs/{parent.name}"' in (run / "config.toml").read_text()
+    (begun,) = (checkpointing.load(path) for path in (run / "checkpoints").glob("step-00000000"))
+    weights = checkpointing.load(newest(parent)).model
+    assert all(torch.equal(begun.model[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Path) -> None:
@@ -86,7 +99,7 @@ def test_changed_data_changed_settings_changed_module(server: CommandServer, her
 
 def test_from_a_hugging_face_folder(server: CommandServer, here: Path) -> None:
     """Its tokenizer, its shape; weights that are stored in bf16 are trained as fp32."""
-    assert server.run(here, "train", *TINY, "data.tokenizer=bpe:270", "--out", "a", figures=0).code == 0
+    assert server.run(here, "train", *over(TINY, "data.tokenizer=bpe:270"), "--out", "a", figures=0).code == 0
     assert server.run(here, "export", "a", "--to", "hf").code == 0
     model = hub.load_model(here / "hf", torch.bfloat16)
     shutil.copy(here / "hf/tokenizer.json", here / "tokenizer.json")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import OWN
+from commands.inputs import OWN, over
 from monograph.data.tokenizer import Tokenizer
 from monograph.model.torch_file import read
 from reference.article import Pretraining
 
-SHORT = [*OWN, "train.updates=3", "optim.lr=1e-2"]
+SHORT = over(OWN, "train.updates=3", "optim.lr=1e-2")
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 16,

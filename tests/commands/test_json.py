@@ -19,7 +19,7 @@ COMMANDS = {
     "train --resume run": TRAIN,
     "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s",
     "evaluate run": "schema bits_per_byte perplexity loss tokens weights",
-    "check run": "schema run checkpoints",
+    "check run": "schema run files checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
     "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle monograph_version torch_version python_version",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from commands.inputs import LONG, OWN, POISON, SLOW, TINY, newest, rows, sound
+from commands.inputs import LONG, OWN, POISON, SLOW, TINY, newest, over, rows, sound
 from monograph import checkpointing
 
 # ---- stopped -------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_folder_in_use(server: CommandServer, here: Path) -> None:
 @pytest.mark.parametrize("file_bytes", [20_000, 2000, 400])
 def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandServer, here: Path) -> None:
     """Files that may not grow: first the checkpoints, then metrics, then the settings do not fit."""
-    small = [*TINY, "train.updates=40", "train.keep=2", "model.intermediate_size=8"]
+    small = over(TINY, "train.updates=40", "train.keep=2", "model.intermediate_size=8")
     limit = {"file_bytes": file_bytes}
     done = server.run(here, "train", *small, "--out", "run", figures=0, **limit)
     assert done.code == 7 and "Traceback" not in done.err, done.err
@@ -104,7 +104,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandS
 
 def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path) -> None:
     """The metrics grow until they may not; what was saved before stays, and a resume ends as if nothing had been."""
-    long = [*TINY, "train.updates=420", "train.save_every=50", "--out", "run"]
+    long = [*over(TINY, "train.updates=420", "train.save_every=50"), "--out", "run"]
     done = server.run(here, "train", *long, figures=0, file_bytes=65_000)
     assert done.code == 7 and "cannot write run/metrics.jsonl" in done.err.splitlines()[-1], done.err
     assert 0 < sound(here / "run") < 420
@@ -114,7 +114,9 @@ def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path)
 
 def test_diverged_by_a_poisoned_loss(server: CommandServer, here: Path) -> None:
     (here / "slow.py").write_text(POISON)
-    done = server.run(here, "train", *OWN, "train.updates=60", "model.init=slow.py:build", "--out", "run", figures=0)
+    done = server.run(
+        here, "train", *over(OWN, "train.updates=60", "model.init=slow.py:build"), "--out", "run", figures=0
+    )
     assert done.code == 5 and "20 updates in a row" in done.err.splitlines()[-1]
     skipped = [row["skipped"] for row in rows(here / "run")]
     assert skipped[-20:] == [True] * 20 and not any(skipped[:-20])
@@ -122,7 +124,7 @@ def test_diverged_by_a_poisoned_loss(server: CommandServer, here: Path) -> None:
 
 
 def test_diverged_by_an_absurd_learning_rate(server: CommandServer, here: Path) -> None:
-    arguments = [*TINY, "optim.lr=1e6", "optim.schedule=constant", "train.updates=200", "train.save_every=1"]
+    arguments = over(TINY, "optim.lr=1e6", "optim.schedule=constant", "train.updates=200", "train.save_every=1")
     done = server.run(here, "train", *arguments, "--out", "run", figures=0)
     assert done.code == 5 and "lower optim.lr" in done.err.splitlines()[-1], done.err
     for path in (here / "run/checkpoints").glob("step-*"):

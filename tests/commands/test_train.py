@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands.forked import PROGRAM, CommandServer
-from commands.inputs import OWN, SLOW, TINY
+from commands.inputs import OWN, SLOW, TINY, over
+from monograph import load
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -77,6 +81,46 @@ def test_the_last_lines_work_as_printed(here: Path) -> None:
     assert (here / "out/config.json").is_file()
 
 
+def test_a_prompt_that_begins_with_a_dash_is_no_option(server: CommandServer, here: Path) -> None:
+    """Text with front matter: its first words are the prompt of the command that is printed."""
+    for path in (here / "texts").iterdir():
+        path.write_text(f"--- title: {path.name}\n" + path.read_text())
+    done = server.run(here, "train", *TINY, figures=0)
+    [line] = [line for line in done.err.splitlines() if " generate " in line]
+    arguments = shlex.split(line)
+    arguments = arguments[arguments.index("generate") :]
+    assert arguments[:3] == ["generate", "last", "--"] and arguments[3].startswith("--- title:")
+    assert server.run(here, *arguments).code == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_evaluated_at_its_own_precision(precision: str, server: CommandServer, here: Path) -> None:
+    settings = over(TINY, f"train.precision={precision}", "train.updates=60", "optim.lr=1e-2")
+    trained = server.run(here, "train", *settings, "--out", "run", "--json", figures=0)
+    scored = server.run(here, "evaluate", "run", "--json")
+    found = json.loads(scored.out.splitlines()[-1])["bits_per_byte"]
+    assert found == pytest.approx(json.loads(trained.out)["eval_bits_per_byte"], rel=1e-6)
+
+
+def test_less_text_than_a_row_is_scored(server: CommandServer, here: Path) -> None:
+    """By hand: the loss of its tokens in a row of their own, without padding."""
+    assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
+    (here / "small.txt").write_text("alpha beta gamma")
+    done = server.run(here, "evaluate", "run", "--data", "small.txt", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    model, tokenizer = load(here / "run")
+    ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("alpha beta gamma"), tokenizer.eos_id]])
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(
+            model.eval().logits(model(ids[:, :-1]))[0], ids[0, 1:], reduction="sum"
+        )
+    assert found["tokens"] == 17
+    assert found["bits_per_byte"] == pytest.approx(float(nats) / math.log(2) / 16, rel=1e-5)
+    done = server.run(here, "train", "--from", "run", "small.txt", "data.held_out=0.2", "--out", "b")
+    assert done.code == 3 and "fewer than one row of 32" in done.err.splitlines()[-1]
+
+
 def test_a_run_that_fails_is_not_the_last_one(server: CommandServer, here: Path) -> None:
     assert server.run(here, "train", *TINY, figures=0).code == 0
     assert server.run(here, "train", *TINY, "model.vocab_size=20").code == 3
@@ -94,7 +138,7 @@ def test_a_run_that_was_killed_before_it_began_is_started_in_its_folder(server: 
 
 
 def test_one_of_anything_is_singular(server: CommandServer, here: Path) -> None:
-    one = [*TINY[1:], "texts/0.txt", "train.updates=1", "train.tokens_per_update=32", "train.micro_batch=1"]
+    one = over(TINY[1:], "texts/0.txt", "train.updates=1", "train.tokens_per_update=32", "train.micro_batch=1")
     said = ""
     for arguments in (
         ["train", *one, "--out", "run"],

@@ -88,7 +88,7 @@ def test_what_was_passed_over_is_said(texts, tmp_path):
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ("tiny", {}, "a.txt: 5 training tokens, fewer than one row of 256"),
+        ("tiny " * 30, {}, "a.txt: .* held-out tokens, fewer than one row of 256"),
         ("word " * 300, {}, "a.txt: .* held-out tokens, fewer than one row of 256; .* or set held_out = 0"),
     ],
 )
@@ -96,6 +96,13 @@ def test_too_little_text_is_refused(tmp_path, text, settings, message):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(InputRefused, match=message):
         corpus(tmp_path / "a.txt", tokenizer="bytes", **settings)
+
+
+def test_text_shorter_than_a_row_is_a_padded_row(tmp_path):
+    (tmp_path / "a.txt").write_text("tiny")
+    rows = corpus(tmp_path / "a.txt", tokenizer="bytes", held_out=0).train
+    assert (len(rows), rows.tokens, rows.bytes) == (1, 5, 4) and rows.filled == 5 / 256
+    assert (rows.row(0)["targets"] != -100).sum() == 5
 
 
 @pytest.mark.parametrize(

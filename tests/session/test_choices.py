@@ -140,3 +140,16 @@ def test_a_shape_by_its_sizes_is_not_sized_again() -> None:
     assert chosen.model.preset == "auto" and chosen.data.tokenizer.startswith("bpe:")
     with pytest.raises(InputRefused, match="not a multiple"):
         sized(settings(SHAPE | {"model.num_attention_heads": 3}))
+
+
+def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parent = Run.create()
+    write_config(parent, settings(SHAPE | FIXED))
+    parent.tokenizer.touch()
+    chosen = sized(settings({"model.init": "last"}))
+    child = Run.create()
+    write_config(child, chosen)
+    assert Run.open("last").folder == child.folder
+    assert settings_of(child, settings({})).model.init == str(parent.folder)
+    assert sized(chosen) == chosen and chosen.data.tokenizer == str(parent.tokenizer)

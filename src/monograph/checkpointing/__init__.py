@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, load, verify
+from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, load, load_state, verify
 from monograph.checkpointing.rotation import newest, save
 
-__all__ = ["Checkpoint", "CheckpointDamaged", "load", "newest", "save", "verify"]
+__all__ = ["Checkpoint", "CheckpointDamaged", "load", "load_state", "newest", "save", "verify"]

@@ -118,6 +118,11 @@ def load(folder: Path) -> Checkpoint:
     )
 
 
+def load_state(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's state without its tensors; raises CheckpointDamaged as `verify`."""
+    return _load_state(folder / STATE, read_manifest(folder).files[STATE])
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest and check all that is cheap: its own digest, the folder's name, the list and lengths of files.
 

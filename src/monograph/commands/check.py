@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import json as jsonlib
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from monograph import __version__, checkpointing
+from monograph.config import load as load_settings
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
-from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.run.folder import Run
+from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
+from monograph.run.folder import Run, serial
+from monograph.run.models import own_tokenizer
+from monograph.session.choices import recorded_parent
 
 
 def run(run: str | None, *, json: bool) -> int:
     """Say what was found, one fact a line; with `json`, the same as numbers whose names have their units."""
-    found, lines, in_order = _machine() if run is None else _run(Run.open(run))
+    found, lines, error = (*_machine(), None) if run is None else _run(Run.open(run))
     for name, text in lines.items():
         print(f"{name:<14}{text}")
     if json:
         print(jsonlib.dumps({"schema": "monograph.check/1", **found}))
-    return 0 if in_order else InputRefused.exit_code
+    if error:
+        raise error
+    return 0
 
 
-def _machine() -> tuple[dict[str, Any], dict[str, str], bool]:
+def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     device, machine, obstacle = default_device(), describe(), compiler_obstacle()
     rates = {
         name: measured_matmul_flops(device, dtype)
@@ -52,20 +59,41 @@ def _machine() -> tuple[dict[str, Any], dict[str, str], bool]:
         "compiler_obstacle": obstacle,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
-    return found, lines, True
+    return found, lines
 
 
-def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], bool]:
-    """Verify every checkpoint of the run, byte by byte."""
-    faults: dict[str, str | None] = {}
-    for path in sorted(folder.checkpoints.glob("step-*")) if folder.checkpoints.is_dir() else []:
-        try:
-            checkpointing.verify(path)
-            faults[path.name] = None
-        except checkpointing.CheckpointDamaged as error:
-            faults[path.name] = str(error)
-    lines = {name: "sound" if fault is None else f"damaged: {fault}" for name, fault in faults.items()}
-    if None not in faults.values():
-        raise NoValidCheckpoint(f"{folder.checkpoints}: no sound checkpoint: {lines or 'none was saved'}")
-    checkpoints = [{"name": name, "fault": fault} for name, fault in faults.items()]
-    return {"run": str(folder.folder), "checkpoints": checkpoints}, lines, not any(faults.values())
+def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Verify every file that anything is read from again: the report and its figures are drawn from these."""
+    found = sorted(folder.checkpoints.glob("step-*"))
+    checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
+    sound = [path for path in found if checkpoints[path.name] is None]
+    saved = checkpointing.load_state(sound[-1]) if sound else {}
+    files = {
+        "run.lock": _fault(lambda: serial(folder.folder) > 0, True),
+        "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
+        "tokenizer.json": _fault(lambda: own_tokenizer(folder).hash, saved.get("tokenizer")),
+        "metrics.jsonl": _fault(
+            lambda: isinstance(folder.rows(), list) and folder.metrics_offset >= saved.get("metrics_offset", 0), True
+        ),
+    }
+    if folder.parent_file.exists():
+        files["from.json"] = _fault(lambda: recorded_parent(folder))
+    tables = {"files": files, "checkpoints": checkpoints}
+    lines = {name: f"damaged: {fault}" if fault else "sound" for name, fault in (files | checkpoints).items()}
+    error: MonographError | None = None
+    if not sound:
+        why = next(filter(None, reversed(checkpoints.values())), "none was saved")
+        error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; put a copy of one back")
+    elif damaged := [name for name, line in lines.items() if line != "sound"]:
+        error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
+    listed = {key: [{"name": name, "fault": fault} for name, fault in table.items()] for key, table in tables.items()}
+    return {"run": str(folder.folder), **listed}, lines, error
+
+
+def _fault(read: Callable[[], object], recorded: object = None) -> str | None:
+    """What is wrong with a file: the error when it is read, or that `read` does not give what was recorded."""
+    try:
+        found = read()
+    except MonographError as error:
+        return str(error)
+    return None if recorded in (None, found) else "not what it was when the newest sound checkpoint was saved"

@@ -13,6 +13,7 @@ from monograph.data.corpus import corpus as open_corpus
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
+from monograph.graph.precision import Precision
 from monograph.loss import Batch, Loss, token_loss
 from monograph.measure.quantities import counted
 from monograph.run.folder import Run
@@ -23,14 +24,15 @@ LONGEST_ROW = 4096
 
 
 class _Scores:
-    """A bare model and its loss as something that evaluates."""
+    """A bare model and its loss as something that evaluates, at a precision."""
 
-    def __init__(self, model: nn.Module, loss: Loss):
-        self.model, self.loss = model.to(default_device()).eval(), loss
+    def __init__(self, model: nn.Module, loss: Loss, precision: Precision):
+        self.model, self.loss, self.precision = model.to(default_device()).eval(), loss, precision
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.loss(self.model, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+        with self.precision.context(default_device().type):
+            return self.loss(self.model, {name: tensor.to(default_device()) for name, tensor in batch.items()})
 
 
 def run(run: str, *, data: list[str], json: bool) -> int:
@@ -51,7 +53,8 @@ def run(run: str, *, data: list[str], json: bool) -> int:
 
 def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str, bool]:
     model, loss, tokenizer, state, averaged = load_trained(run, _warn)
-    section = load_settings(run.config, {}, {}).data
+    settings = load_settings(run.config, {}, {})
+    section, precision = settings.data, Precision(settings.train.precision)  # the run's own, or the figures differ
     text = open_corpus(
         data or section.source,
         tokenizer=tokenizer,
@@ -63,7 +66,7 @@ def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str, bool]:
     )
     if not data and text.fingerprint != state["fingerprint"]:
         _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    return evaluate(_Scores(model, loss), text.train if data else text.held_out), text.name, averaged
+    return evaluate(_Scores(model, loss, precision), text.train if data else text.held_out), text.name, averaged
 
 
 def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
@@ -72,7 +75,7 @@ def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
         raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     text = open_corpus(data, tokenizer=tokenizer, sequence_length=length, held_out=0.0)
-    return evaluate(_Scores(model, token_loss), text.train), text.name
+    return evaluate(_Scores(model, token_loss, Precision("fp32")), text.train), text.name
 
 
 def _warn(line: str) -> None:

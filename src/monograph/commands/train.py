@@ -62,6 +62,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
 
     settings = choices.sized(settings)
     if not folder.begun:
+        settings = choices.keeping_stdin(folder, settings, progress)
         choices.write_config(folder, settings)
     session = open_session(folder, settings, open_corpus(settings, progress), default_device(), describe())
     if not folder.tokenizer.exists():

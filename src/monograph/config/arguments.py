@@ -32,7 +32,7 @@ def classify(arguments: Iterable[str]) -> Arguments:
     A path that contains `=` is written `./a=b`.
 
     Raises:
-        UsageError: two TOML files, an unknown key, data named twice.
+        UsageError: two TOML files, an unknown key, a key or the data given twice.
         InputRefused: a path that does not exist or a pattern that matches nothing.
     """
     files: list[Path] = []
@@ -41,6 +41,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and key in KEYS:
+            if key in overrides:
+                raise UsageError(f"{COMMAND_LINE}: {key} is given twice, as {overrides[key]} and as {value}")
             overrides[key] = value
         elif argument.endswith(".toml") and os.path.isfile(argument):
             files.append(Path(argument))

@@ -31,12 +31,13 @@ def _pair(value: Any) -> Any:
 
 
 def _strings(value: Any) -> Any:
-    """`'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text stays one string."""
+    """`'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as `[ab]*.txt`, stays one string."""
     if isinstance(value, str) and value.startswith("["):
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            return value
+            if re.match(r"\[\s*[\"']", value):  # a list that is broken off: no file's name has such a beginning
+                raise
     return value
 
 
@@ -44,6 +45,7 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -115,7 +117,9 @@ class OptimSection(Section):
     schedule: Literal["cosine", "constant", "wsd"] = _key(
         "cosine", "cosine, constant or wsd", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
     )
-    warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key("auto", "a whole number or auto", "linear warm-up")
+    warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key(
+        "auto", "a whole number, 0 or more, or auto", "linear warm-up"
+    )
     ema: Literal["none"] | Fraction = _key(
         "none", "a number between 0 and 1, or none", "decay of an average of the weights: what is scored and exported"
     )
@@ -128,10 +132,10 @@ class TrainSection(Section):
     updates: Count | None = _key(None, _COUNT, "stop after so many updates")
     tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")
     epochs: PositiveInt | None = _key(None, _SIZE, "stop after so many passes over the data")
-    minutes: PositiveFloat | None = _key(None, "a number above 0", "stop after about this long; default: 3")
+    minutes: Minutes | None = _key(None, "a number above 0, at most 1e7", "stop after about this long; default: 3")
     tokens_per_update: Auto | Count = _key("auto", _COUNT + ", or auto", "tokens of one optimizer update")
     micro_batch: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "rows on the device at once")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number", "of weights and data order")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number, 0 or more", "of weights and data order")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key("auto", "auto, fp32 or bf16", "of the arithmetic")
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
         "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"

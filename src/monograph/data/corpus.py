@@ -120,7 +120,7 @@ def corpus(
 
     Raises:
         UsageError: a setting out of range.
-        InputRefused: text or tokenizer that cannot be used, named; too little text for one row.
+        InputRefused: text or tokenizer that cannot be used, named; too little to hold out one row.
         DiskFull: no room for the cache.
     """
     _check_settings(packing, bad_records, sequence_length)
@@ -131,7 +131,7 @@ def corpus(
         stored = open_or_build(request, cache, progress)
     weights = [file.weight for file in found.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
-    _check_size(found.name, train, held, held_out)
+    _check_size(found.name, held, held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
         name=found.name,
@@ -162,11 +162,8 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
-    length = train.sequence_length
-    if train.tokens < length:
-        remedy = "give more text or shorten sequence_length"
-        raise InputRefused(f"{name}: {train.tokens} training tokens, fewer than one row of {length}; {remedy}")
+def _check_size(name: str, held: Rows, held_out: float) -> None:
+    length = held.sequence_length
     if held_out and held.tokens < length:
         remedy = "give more text, raise held_out, shorten sequence_length, or set held_out = 0"
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")

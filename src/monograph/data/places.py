@@ -46,7 +46,7 @@ def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) 
     if item == "stdlib":
         return _standard_library()
     if item == "-":
-        return [Candidate("stdin", _spooled_stdin(spool, progress), chosen=True)]
+        return [Candidate("stdin", spooled_stdin(spool, progress), chosen=True)]
     if item.startswith(HUB):
         return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
     path = Path(item).expanduser()
@@ -76,7 +76,8 @@ def _standard_library() -> list[Candidate]:
     return [Candidate(name, path, False, package, package in twins) for name, path, package in named]
 
 
-def _spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+    """Write standard input to the file `stdin` in a folder; raises UsageError for a terminal."""
     if sys.stdin.isatty():
         raise UsageError(
             "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"

@@ -22,7 +22,13 @@ from typing import Any
 from monograph.errors import DiskFull, InputRefused, RunInUse
 
 DEFAULT_ROOT = Path("runs")
-_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial"}  # all that a folder may hold until then
+_BEFORE_IT_BEGAN = {
+    "run.lock",
+    "from.json",
+    "from.partial",
+    "config.partial",
+    "stdin",
+}  # all that it may hold till then
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -63,7 +69,7 @@ class Run:
         with _explained(folder):
             run = cls(_claim_new_folder(folder) if out is None else _claim_given_folder(folder))
             others = _locked_in(run.folder.parent)
-            record = {"serial": 1 + (_serial(others[-1]) if others else 0)}
+            record = {"serial": 1 + (serial(others[-1]) if others else 0)}
             with _exclusive(run.lock_file) as descriptor:
                 if not _is_as_good_as_empty(run.folder):
                     raise _already_a_run(run.folder)
@@ -113,7 +119,7 @@ class Run:
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
                 raise _already_a_run(self.folder)
-            holder = {"serial": _serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
+            holder = {"serial": serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
             with _explained(self.lock_file):
                 _overwrite(descriptor, json.dumps(holder).encode())
             yield
@@ -138,11 +144,16 @@ class Run:
                 os.close(descriptor)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows logged so far, oldest first; a last line without its end, cut by a power failure, is left out."""
-        if not self.metrics.exists():
-            return []
-        complete, _, _ = self.metrics.read_bytes().rpartition(b"\n")
-        return [json.loads(line) for line in complete.splitlines()]
+        """The rows so far, but for a last line cut by a power failure; raises InputRefused where one is damaged."""
+        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        return self._parsed(content[: content.rfind(b"\n") + 1])
+
+    def _parsed(self, content: bytes) -> list[dict[str, Any]]:
+        rows = [_object(line) for line in content.splitlines()]
+        if {} in rows:
+            place, remedy = f"{self.metrics}:{rows.index({}) + 1}", "put the file back, or start a new run with --from"
+            raise InputRefused(f"{place}: not a row of metrics; {remedy}")
+        return rows
 
     @property
     def metrics_offset(self) -> int:
@@ -157,13 +168,14 @@ class Run:
         return self.metrics_offset
 
     def truncate_metrics(self, offset: int) -> None:
-        """Drop the rows after byte `offset`: a resumed run logs them again. Raises InputRefused if some are missing."""
+        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged."""
         if self.metrics_offset < offset:
             raise InputRefused(
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
                 "missing; put the file back, or start a new run from this one with --from"
             )
         if self.metrics.exists():
+            self._parsed(self.metrics.read_bytes()[:offset])
             with _explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
@@ -233,7 +245,7 @@ def _already_a_run(folder: Path) -> InputRefused:
 
 def _in_use(folder: Path) -> RunInUse:
     record = _record(folder)
-    who = f"process {record['pid']} on {record['host']}" if "pid" in record else "another process"
+    who = f"process {record['pid']} on {record['host']}" if {"pid", "host"} <= record.keys() else "another process"
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
 
 
@@ -244,7 +256,7 @@ def _runs_in(root: Path) -> list[Path]:
 
 def _locked_in(root: Path) -> list[Path]:
     """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name."""
-    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (_serial(run), _natural(run.name)))
+    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (serial(run), _natural(run.name)))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -252,17 +264,24 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _serial(folder: Path) -> int:
-    return int(_record(folder).get("serial", 0))
+def serial(folder: Path) -> int:
+    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say."""
+    number = _record(folder).get("serial")
+    return number if isinstance(number, int) else 0
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What run.lock says; nothing while another process is between creating the file and writing it."""
-    try:
-        record = json.loads((folder / "run.lock").read_bytes())
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it."""
+    with suppress(OSError):
+        return _object((folder / "run.lock").read_bytes())
+    return {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _finite(value: Any) -> Any:

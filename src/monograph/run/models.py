@@ -122,7 +122,8 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: none of these, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder))
+    model, run = _load(folder, warn, None, {}), run_named(folder)
+    return model, own_tokenizer(run) if run else Tokenizer.from_file(tokenizer_of(folder))
 
 
 def _load(
@@ -165,13 +166,23 @@ def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
         model, loss = Llama(LlamaConfig.from_hf(checkpoint.state["model_config"])), token_loss
     average = averages(checkpoint)
     load_weights(model, {**checkpoint.model, **average})
-    return Trained(model, loss, Tokenizer.from_file(run.tokenizer), checkpoint.state, bool(average))
+    return Trained(model, loss, own_tokenizer(run), checkpoint.state, bool(average))
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The averaged weights of a run that kept an average, by the parameters' names; of another run none."""
     kept = checkpoint.optimizer.items()
     return {name.removeprefix("ema."): tensor for name, tensor in kept if name.startswith("ema.")}
+
+
+def own_tokenizer(run: Run) -> Tokenizer:
+    """A run's tokenizer; raises InputRefused, with where to find another copy, if its file is damaged."""
+    try:
+        return Tokenizer.from_file(run.tokenizer)
+    except InputRefused as error:
+        fault = str(error).rpartition("; ")[0]
+        copy = f"the folder that `monograph data build {run.config}` prints has a copy"
+        raise InputRefused(f"{fault}; put it back: {copy}") from None
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:

@@ -11,11 +11,12 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
+from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, tokenizer_of
+from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 from monograph.session.setup import calibrate
@@ -26,12 +27,14 @@ _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.war
 
 
 def sized(settings: Settings) -> Settings:
-    """Fix preset, tokenizer and tokens per update where the settings leave them open.
+    """Fix preset, tokenizer and tokens per update where the settings leave them open, and which run `last` is.
 
     Raises:
         InputRefused: a model that cannot be built, before any text is read.
     """
     model, chosen = settings.model, dict[str, object]()
+    if model.init and (other := run_named(model.init)):  # as soon as this run has begun, `last` is itself
+        chosen["model.init"] = str(other.folder)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
@@ -42,6 +45,18 @@ def sized(settings: Settings) -> Settings:
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
     return settings.resolve(chosen, "plan")
+
+
+def keeping_stdin(run: Run, settings: Settings, progress: Progress) -> Settings:
+    """Keep the text of standard input in the run's folder: resume, evaluation and branches read it there again."""
+    source = settings.data.source
+    named = [source] if isinstance(source, str) else source
+    if "-" not in named:
+        return settings
+    with progress.stage("text", "standard input") as stage:
+        kept = str(spooled_stdin(run.folder, stage.report))
+        stage.result = f"kept as {kept}"
+    return settings.resolve({"data.source": [kept if name == "-" else name for name in named]}, "plan")
 
 
 def fix_length(session: Session, progress: Progress) -> None:
@@ -155,16 +170,19 @@ def record_parent(run: Run, parent: Run, at: int | None) -> None:
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
-    """What `record_parent` wrote down, None for a run that branches from none."""
+    """What `record_parent` wrote down, None for a run that branches from none; raises InputRefused if it is damaged."""
     if not run.parent_file.exists():
         return None
-    record = json.loads(run.parent_file.read_text())
-    return Run.open(record["run"]), record["update"]
+    try:
+        record = json.loads(run.parent_file.read_bytes())
+        return Run(Path(record["run"])), record["update"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
 
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    written = [run.config, run.parent_file, run.tokenizer, run.lock_file]
+    written = [run.config, run.parent_file, run.tokenizer, run.folder / "stdin", run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):

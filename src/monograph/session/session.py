@@ -112,6 +112,7 @@ class Session:
             "elapsed_s": self.spent_s,
             "metrics_offset": self.run.sync_metrics(),
             "fingerprint": self.corpus.fingerprint,
+            "tokenizer": self.corpus.tokenizer.hash,
             "settings": self.settings.fingerprint,
             "recipe": self.recipe._asdict(),
             "model_config": self._model_config(),

@@ -28,7 +28,10 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is
 
 
 def open_corpus(settings: Settings, progress: Progress) -> Corpus:
-    """The text that the settings name, tokenised and packed, with what a person should know of it."""
+    """The text that the settings name, tokenised and packed, with what a person should know of it.
+
+    Raises InputRefused where it is too little to train on.
+    """
     data, named = settings.data, settings.data.source
     if named == "stdlib":
         named = "Python's standard library"
@@ -45,7 +48,10 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
             bad_records=data.bad_records,
             progress=stage.report,
         )
-        stats = found.stats
+        stats, length = found.stats, data.sequence_length
+        if stats.tokens < length:
+            rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
+            raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
         stage.result = f"{counted(stats.files, 'file')}, {stats.bytes / 1e6:.1f} MB"
     for line in found.notes:
         progress.line("note", line)

@@ -12,6 +12,7 @@ from typing import Any
 from monograph import compat
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
@@ -197,8 +198,8 @@ class Story:
         longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
-            prompt = "class Cache:" if self.python else self.prompt
-            more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]
+            prompt = ("class Cache:",) if self.python else ("--", self.prompt)[not self.prompt.startswith("-") :]
+            more = [("generate", name, *prompt), ("export", name, "--to", _free()), *more]
         else:
             more = [("evaluate", name), *more]
         for index, arguments in enumerate(more):
@@ -240,7 +241,9 @@ class Story:
 
 def finished(run: Run) -> dict[str, Any] | None:
     """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
-    last: dict[str, Any] = next(reversed(run.rows()), {})
+    last: dict[str, Any] = {}
+    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
+        last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
     if summary and not (run.checkpoints / f"step-{summary['update']:08d}").is_dir():
         return None

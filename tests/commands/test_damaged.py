@@ -1,0 +1,133 @@
+"""Run: pytest tests/commands/test_damaged.py (a damaged file of a run: found by check, one line from what reads it)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, newest, with_texts
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A folder with a run, and one that branched from it, that have come to their ends."""
+    folder = with_texts(tmp_path_factory.mktemp("damaged"))
+    assert server.run(folder, "train", *TINY, "--out", "runs/parent", figures=0).code == 0
+    assert server.run(folder, "train", "--from", "last", "train.updates=4", "--out", "runs/run", figures=0).code == 0
+    return folder
+
+
+@pytest.fixture
+def run(sound: Path, tmp_path: Path) -> Path:
+    """The branched run, in a copy of the folder."""
+    shutil.copytree(sound, tmp_path / "copy")
+    return tmp_path / "copy/runs/run"
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def garbage(content: bytes) -> bytes:
+    return content + b"garbage{\n"
+
+
+def changed(content: bytes) -> bytes:
+    """A setting, a token or a number is another one, and the syntax is right."""
+    for old, new in ((b"lr = 0.001", b"lr = 0.002"), ('"Ġ": '.encode(), '"Ǿ": '.encode()), (b'"update"', b'"Update"')):
+        content = content.replace(old, new, 1)
+    return content
+
+
+FILES: list[tuple[str, Callable[[bytes], bytes]]] = [
+    *((name, cut) for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")),
+    *((name, garbage) for name in ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json", "run.lock")),
+    *((name, changed) for name in ("config.toml", "tokenizer.json", "from.json")),
+    ("run.lock", lambda _: b'{"serial": "x"}'),
+    ("run.lock", lambda _: b"3"),
+    ("metrics.jsonl", lambda content: b"3\n" + content),
+    ("metrics.jsonl", lambda content: content.replace(b"\n", b"\n" + b"[" * 100_000 + b"\n", 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), FILES)
+def test_check_names_the_file_and_every_command_is_one_line(
+    name: str, damage: Callable[[bytes], bytes], run: Path, server: CommandServer
+) -> None:
+    here = run.parent.parent
+    assert server.run(here, "check", "runs/run").code == 0
+    whole = (run / name).read_bytes()
+    (run / name).write_bytes(damage(whole))
+    assert damage(whole) != whole
+    done = server.run(here, "check", "runs/run", "--json")
+    found = json.loads(done.out.splitlines()[-1])["files"]
+    assert done.code == 3 and done.err.count("\n") == 1 and name in done.err, done.err
+    assert [each["name"] for each in found if each["fault"]] == [name]
+    assert f"{name:<14}damaged: " in done.out
+    for arguments in (["generate", "runs/run", "--max-tokens", "1"], ["evaluate", "runs/run"], ["train", "--resume"]):
+        done = server.run(here, *arguments, figures=0)
+        assert done.code in (0, 2, 3) and "bug: " not in done.err and "Traceback" not in done.err, done.err
+
+
+def test_rows_after_the_checkpoint_are_logged_again_and_those_before_it_are_kept(
+    run: Path, server: CommandServer
+) -> None:
+    here, metrics = run.parent.parent, run / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole + b"\0\0\0\ngarbage{\n")
+    assert server.run(here, "train", "--resume", "runs/run", figures=0).code == 0
+    assert server.run(here, "check", "runs/run").code == 0
+    assert [row for row in metrics.read_bytes().splitlines() if b"grad_norm" in row] == [
+        row for row in whole.splitlines() if b"grad_norm" in row
+    ]
+    damaged = b"garbage{\n" + whole
+    metrics.write_bytes(damaged)
+    done = server.run(here, "train", "--resume", "runs/run", figures=0)
+    last = done.err.splitlines()[-1]
+    assert done.code == 3 and "metrics.jsonl:1: not a row of metrics" in last, done.err
+    assert metrics.read_bytes() == damaged, "nothing is cut off before all that stays is verified"
+
+
+def test_where_a_run_branched_from_is_said_when_it_is_needed(run: Path, server: CommandServer) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    (run / "from.json").write_text("{")
+    done = server.run(run.parent.parent, "train", "--resume", "runs/run", figures=0)
+    assert done.code == 3 and "from.json: damaged" in done.err.splitlines()[-1], done.err
+
+
+def test_a_run_with_a_damaged_lock_does_not_hide_the_others(run: Path, server: CommandServer) -> None:
+    here = run.parent.parent
+    (here / "runs/parent/run.lock").write_text('{"serial": "x"}')
+    (here / "runs/other/run.lock").mkdir(parents=True)
+    assert server.run(here, "check", "last").out.splitlines()
+    done = server.run(here, "train", "--from", "last", "train.updates=1", "--json", figures=0)
+    assert done.code == 0 and json.loads(done.out)["update"] == 1, done.err
+
+
+def test_a_damaged_tokenizer_can_be_put_back_as_is_said(run: Path, server: CommandServer) -> None:
+    here = run.parent.parent
+    whole = (run / "tokenizer.json").read_bytes()
+    (run / "tokenizer.json").write_bytes(cut(whole))
+    done = server.run(here, "generate", "runs/run", "alpha")
+    assert done.code == 3 and "`monograph data build runs/run/config.toml`" in done.err
+    shutil.copy(here / "runs/parent/tokenizer.json", run)
+    assert (run / "tokenizer.json").read_bytes() == whole
+    built = server.run(here, "data", "build", "runs/parent/config.toml").out.partition(":")[0]
+    (run / "tokenizer.json").write_bytes(Path(built, "tokenizer.json").read_bytes())
+    assert server.run(here, "check", "runs/run").code == 0
+
+
+def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
+    for path in (run / "checkpoints").rglob("model.safetensors"):
+        path.write_bytes(cut(path.read_bytes()))
+    done = server.run(run.parent.parent, "check", "runs/run", "--json")
+    found = json.loads(done.out.splitlines()[-1])
+    assert done.code == 4 and done.err.count("\n") == 1 and "no checkpoint is sound" in done.err
+    assert "{" not in done.err and all(each["fault"] for each in found["checkpoints"]) and found["checkpoints"]
+    assert f"{newest(run).name:<14}damaged: " in done.out
