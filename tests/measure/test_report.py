@@ -147,6 +147,19 @@ def test_result_is_set_among_the_yardsticks(page: Page) -> None:
     assert "Below trigram (2.82), gzip -9 (1.97) and order 6 (1.87); not yet below xz -9 (1.66)" in standing
 
 
+@pytest.mark.parametrize("bits", [[8.1, 5.98], [8.1], [8.1, 1.2], [2.0, 9.0], [8.1, 3.0, 1.7]])
+def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
+    rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
+    figures._held_out(axes, rows, yardsticks)
+    low, high = axes.get_ylim()
+    assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
+    assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
+
+
 def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> None:
     assert {"1.13 M", "200 k", "3 min 06 s"} <= set(page.text["dd"])
     assert "of peak FLOP/s" not in page.text["dt"]

@@ -137,7 +137,7 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
     _set_up(axes, "Held-out text, bits per byte", tokens)
     low = min([float(bits.min()), *yardsticks.values()])
     # The first value is that of an untrained model; on its scale everything that matters would be one flat line
-    high = max([min(float(bits.max()), 2.2 * low), *yardsticks.values()])
+    high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
     margin = max(0.06 * (high - low), 0.02)
     axes.set_ylim(low - margin, high + margin)
     for level in yardsticks.values():
