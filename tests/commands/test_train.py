@@ -48,6 +48,22 @@ def test_a_model_with_more_entries_than_its_tokenizer_writes_only_tokens(server:
     assert max(json.loads(done.out)["completions"][0]["token_ids"]) < 259
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["llama", "own module"])
+def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
+    """What the error about too little text advises works from end to end, and no printed command is a dead end."""
+    (here / "own.py").write_text(SLOW.replace("0.05", "0"))
+    model = [*OWN, "model.init=own.py:build"] if own else TINY
+    done = server.run(here, "train", *model, "data.held_out=0", "--out", "run", "--json")
+    assert done.code == 0 and "nothing held out" in done.err and "evaluate" not in done.err, done.err
+    result = json.loads(done.out)
+    assert result["eval_loss"] is None and result["train_loss"] > 0
+    assert "nats per token in training" in (here / "run/report.html").read_text()
+    assert server.run(here, "train", "--resume", "run").code == 0
+    done = server.run(here, "evaluate", "run")
+    assert done.code == 2 and "data.held_out is 0" in done.err and "--data" in done.err
+    assert server.run(here, "evaluate", "run", "--data", "texts").code == 0
+
+
 def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path) -> None:
     hungry = SLOW.replace("time.sleep(0.05)", "if len(batch['tokens']) > 1: raise torch.OutOfMemoryError('no memory')")
     (here / "own.py").write_text(hungry)

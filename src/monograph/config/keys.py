@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from monograph.data.split import LARGEST_SHARE
+
 Auto = Literal["auto"]
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -43,7 +45,7 @@ def _strings(value: Any) -> Any:
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -93,7 +95,7 @@ class DataSection(Section):
     tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
     sequence_length: Count = _key(256, _COUNT, "tokens per row")
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
-    held_out: Fraction = _key(0.05, "a number between 0 and 1", "share of the bytes kept for evaluation")
+    held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
     text_key: Text = _key("text", "a name", "the field of a JSON line that holds the text")
 
 

@@ -13,6 +13,7 @@ from monograph.data.sources import SourceFile
 from monograph.data.text import cut_position
 from monograph.errors import UsageError
 
+LARGEST_SHARE = 0.5  # of the bytes: beyond it there is less to train on than to measure on
 _KEY = b"monograph held out 1"
 
 
@@ -49,10 +50,10 @@ def split(files: Sequence[SourceFile], fraction: float) -> Split:
     file, for one) the end of the largest is cut off at a line end.
 
     Raises:
-        UsageError: fraction outside [0, 0.5].
+        UsageError: fraction outside [0, LARGEST_SHARE].
     """
-    if not 0 <= fraction <= 0.5:
-        raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to 0.5, such as 0.05")
+    if not 0 <= fraction <= LARGEST_SHARE:
+        raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05")
     groups: dict[str, list[SourceFile]] = defaultdict(list)
     for file in files:
         groups[file.group].append(file)

@@ -196,7 +196,7 @@ class Story:
         if isinstance(self.session.engine.model, Llama):
             prompt = "class Cache:" if self.python else self.prompt
             more = [("generate", name, prompt), ("export", name, "--to", _free()), *more]
-        else:
+        elif self.held_out:
             more = [("evaluate", name), *more]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
