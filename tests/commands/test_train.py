@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from commands.inputs import OWN, SLOW, TINY
+from commands.inputs import OWN, SLOW, TINY, rows
+from monograph.device import compiler_obstacle
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -30,6 +31,21 @@ def test_a_module_of_its_own_from_end_to_end(server: CommandServer, here: Path) 
         assert done.err.count("\n") == 1 and not done.out
     done = server.run(here, "train", "--from", "run", "--out", "b", "train.updates=1", figures=0)
     assert done.code == 0 and "evaluate b" in done.err
+
+
+@pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
+def test_the_default_path(server: CommandServer, here: Path) -> None:
+    """bf16, the whole step through Inductor: the only test of the commands that compiles as a run does by default."""
+    graph = [argument for argument in TINY if not argument.startswith(("train.compile", "train.precision"))]
+    graph += ["train.precision=bf16", "optim.lr=3e-2"]
+    done = server.run(here, "train", *graph, "--out", "run", "--json", figures=0)
+    assert done.code == 0 and "training without a graph" not in done.err, done.err
+    result = json.loads(done.out)
+    assert result["dtype"] == "bf16" and result["compile_s"] > 0
+    assert result["graph_breaks"] == result["recompiles"] == 0
+    losses = [row["train_loss"] for row in rows(here / "run")]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 1, "it learned something"
+    assert server.run(here, "evaluate", "run").code == server.run(here, "generate", "run", "alpha").code == 0
 
 
 def test_a_loss_that_counts_something_else(server: CommandServer, here: Path) -> None:
