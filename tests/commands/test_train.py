@@ -101,6 +101,8 @@ def test_the_last_lines_work_as_printed(here: Path) -> None:
     )
     lines = [line[10:].strip() if line.startswith(("next", " " * 10)) else line for line in tiny.stderr.splitlines()]
     commands = [line for line in lines if " -m monograph " in line]
+    assert re.search(r"^done +[\d.]+ s of training ", tiny.stderr, re.MULTILINE), "what the time counts"
+    assert re.search(r"^data .* 10 files, 1\.\d kB$", tiny.stderr, re.MULTILINE), tiny.stderr
     assert commands.pop().endswith(" train --from last --minutes 30"), "more of the text that it was given"
     assert len(commands) == 2 and all(" last " in line for line in commands), tiny.stderr
     for line in commands:
