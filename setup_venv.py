@@ -50,11 +50,12 @@ def install(extra: str) -> None:
     """Three visible steps."""
     gpu = nvidia()
     say(gpu or "no NVIDIA GPU found (no nvidia-smi); everything also runs on a CPU")
-    VENV.mkdir(exist_ok=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--constraint", "constraints.txt"]
     with Step(f".venv, Python {sys.version_info[0]}.{sys.version_info[1]}") as step:
         if not made_by_this_python():
-            step.run([sys.executable, "-m", "venv", "--clear", str(VENV)])
+            emptied(VENV)
+            step.doing = "making the environment"
+            step.run([sys.executable, "-m", "venv", str(VENV)])
         # A recent pip, because only that one tells a program that reads its output how far a download is.
         step.run([*pip, "pip"])
     pip += ["--progress-bar", "raw"]
@@ -66,6 +67,16 @@ def install(extra: str) -> None:
         step.run([*pip, "--no-build-isolation", "--editable", ".[dev]" if extra else "."])
         more = len(step.installed) - 1
         step.title = f"{more} more from constraints.txt, and monograph itself" if more > 0 else "monograph itself"
+
+
+def emptied(folder: Path) -> None:
+    """Makes or empties a folder. `venv --clear` would empty it too, but with the log that it is writing to."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
 
 
 def made_by_this_python() -> bool:
@@ -91,8 +102,9 @@ class Step:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.doing = "starting"
+        self.doing = "asking the package index"
         self.torch_size = ""
+        self.megabytes = 0.0  # of the packages fetched so far
         self.installed: list[str] = []
         self.start = self.shown = time.monotonic()
 
@@ -129,7 +141,9 @@ class Step:
         if process.wait():
             say(f"{self.title}: failed")
             sys.stderr.write("".join(tail))
-            say(f"all that pip said: .venv/{LOG.name}. Is there a network? The same command goes on from here")
+            unreached = re.search(r"(?i)connection|timed out|name resolution|max retries", "".join(tail))
+            guess = "Is there a network? " if unreached else ""
+            say(f"all that was said: .venv/{LOG.name}. {guess}The same command goes on from here")
             raise SystemExit(1)
 
     def read(self, line: str) -> None:
@@ -139,15 +153,22 @@ class Step:
             self.doing = re.sub(r"(, \d+ %)?$", f", {percent} %", self.doing, count=1)
         elif match := re.match(r"\s*(?:Downloading|Using cached) (\S+?-\d[^-]*)-\S+ \(([^)]*)\)", line):
             self.doing = f"downloading {match[1]}, {match[2]}"
+            self.fetched(match[2])
             if match[1].startswith("torch-"):
                 self.torch_size = f", {match[2]}"
         elif match := re.match(r"(Collecting|Processing) (\S+)", line):
             self.collecting(Path(match[2]))
         elif line.startswith("Installing collected packages: "):
             number = line.count(",") + 1
-            self.doing = f"installing {number} package{'' if number == 1 else 's'}"
+            size = f"{self.megabytes / 1e3:.1f} GB" if self.megabytes >= 1e3 else f"{self.megabytes:.0f} MB"
+            self.doing = f"installing {number} package{'' if number == 1 else 's'}, {size} to unpack"
         elif line.startswith("Successfully installed "):
             self.installed += line.split()[2:]
+
+    def fetched(self, size: str) -> None:
+        """`size` as pip writes it: "812 bytes", "57 kB", "190.1 MB"."""
+        number, _, unit = size.partition(" ")
+        self.megabytes += float(number) * {"kB": 1e-3, "MB": 1.0, "GB": 1e3}.get(unit, 1e-6)
 
     def collecting(self, package: Path) -> None:
         """`package` is a requirement, or the wheel itself where the index is a folder."""
@@ -157,6 +178,8 @@ class Step:
                 say("torch comes as its CUDA build (several GB; it also runs on a CPU): this index has no other")
         elif package.name.startswith("torch-") and package.is_file():
             self.torch_size = f", {package.stat().st_size / 1e6:.0f} MB"
+        if package.is_file():
+            self.megabytes += package.stat().st_size / 1e6
         self.doing = f"collecting {package.name.partition('-cp')[0]}"
 
     def tick(self) -> None:
@@ -175,8 +198,9 @@ class Step:
 
 def pump(stream: IO[str], lines: queue.Queue[str | None]) -> None:
     """Moves lines to a queue, so that their reader can also wait for the clock; None is the end."""
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import re
@@ -109,8 +108,6 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         data = mono.corpus("my_texts", tokenizer="bytes", sequence_length=64, held_out=0.1)
         model = mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size))
         mono.save(model, "out", data.tokenizer)
-    # The README's example in graphs, but without the C++ compiler's seconds.
-    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="eager"))
     exec(compile(code, "example", "exec"), namespace := own_loop())
     if "my_loader" in code:
         assert namespace["result"].index == 2 and float(namespace["result"].skipped) == 0

@@ -25,7 +25,7 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="monograph",
-    help="Train, sweep and sample language models on the one GPU you have (or on none).",
+    help="Train and sample language models on the one GPU you have (or on none).",
     epilog="An argument of a command is a CONFIG.toml, a section.key=value pair, or text; `last` is the newest run.",
     rich_markup_mode=None,
     add_completion=False,

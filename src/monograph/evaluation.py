@@ -57,7 +57,7 @@ def evaluate(engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int 
         UsageError: there are no rows.
     """
     if len(rows) == 0:
-        raise UsageError("there is nothing to evaluate on: data.held_out is 0")
+        raise UsageError("there is nothing to evaluate on: data.held_out is 0; give other text (--data)")
     sums = [engine.evaluate(batch) for batch in rows.in_order(batch_rows, limit)]
     total = float(torch.stack([s[0].double() for s in sums]).sum())
     counted = int(torch.stack([s[1] for s in sums]).sum())

@@ -18,12 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import monograph
+from modes import binding_modes
 
 PROGRAM = str(Path(monograph.__file__).with_name("__main__.py"))
 LONGEST_S = 120
@@ -97,7 +98,8 @@ class CommandServer:
         """Begin a command in `folder`, with the file `stdin` as its standard input.
 
         `file_bytes` limits the size of its files, `figures=0` leaves them out, `reader=0` gives it a standard output
-        that nobody reads any more, and `terminal=1` a terminal for both streams, whose text comes back as `out`.
+        that nobody reads any more, `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal for both
+        streams, whose text comes back as `out`.
         """
         assert self._server.stdin and self._server.stdout
         texts = Path(self._texts.name)
@@ -146,6 +148,9 @@ def carry_out(case: dict[str, object]) -> None:
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]
+    for_good = ExitStack()
+    if case.get("modes"):
+        for_good.enter_context(binding_modes())
     if not case.get("figures", 1):
         monograph.session.story.write_report = lambda *_: None
     signal.alarm(LONGEST_S)

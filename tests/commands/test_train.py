@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from commands.forked import PROGRAM, CommandServer
-from commands.inputs import OWN, SLOW, TINY, over
+from commands.inputs import OWN, SLOW, TINY, over, rows
 from monograph import load
+from monograph.device import compiler_obstacle
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -36,6 +37,21 @@ def test_a_module_of_its_own_from_end_to_end(server: CommandServer, here: Path) 
     assert done.code == 0 and "evaluate b" in done.err
 
 
+@pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
+def test_the_default_path(server: CommandServer, here: Path) -> None:
+    """bf16, the whole step through Inductor: the only test of the commands that compiles as a run does by default."""
+    graph = [argument for argument in TINY if not argument.startswith(("train.compile", "train.precision"))]
+    graph += ["train.precision=bf16", "optim.lr=3e-2"]
+    done = server.run(here, "train", *graph, "--out", "run", "--json", figures=0)
+    assert done.code == 0 and "training without a graph" not in done.err, done.err
+    result = json.loads(done.out)
+    assert result["dtype"] == "bf16" and result["compile_s"] > 0
+    assert result["graph_breaks"] == result["recompiles"] == 0
+    losses = [row["train_loss"] for row in rows(here / "run")]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 1, "it learned something"
+    assert server.run(here, "evaluate", "run").code == server.run(here, "generate", "run", "alpha").code == 0
+
+
 def test_a_loss_that_counts_something_else(server: CommandServer, here: Path) -> None:
     """Its sum is no likelihood of the text: there is a loss, and no bits per byte."""
     (here / "own.py").write_text(SLOW.replace("0.05", "0").replace("(targets != -100).sum()", "targets.new_tensor(4)"))
@@ -50,6 +66,22 @@ def test_a_model_with_more_entries_than_its_tokenizer_writes_only_tokens(server:
     assert done.code == 0, done.err
     done = server.run(here, "generate", "run", "alpha", "--temperature", "5", "--json", "--max-tokens", "20")
     assert max(json.loads(done.out)["completions"][0]["token_ids"]) < 259
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["llama", "own module"])
+def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
+    """What the error about too little text advises works from end to end, and no printed command is a dead end."""
+    (here / "own.py").write_text(SLOW.replace("0.05", "0"))
+    model = [*OWN, "model.init=own.py:build"] if own else TINY
+    done = server.run(here, "train", *model, "data.held_out=0", "--out", "run", "--json")
+    assert done.code == 0 and "nothing held out" in done.err and "evaluate" not in done.err, done.err
+    result = json.loads(done.out)
+    assert result["eval_loss"] is None and result["train_loss"] > 0
+    assert "nats per token in training" in (here / "run/report.html").read_text()
+    assert server.run(here, "train", "--resume", "run").code == 0
+    done = server.run(here, "evaluate", "run")
+    assert done.code == 2 and "data.held_out is 0" in done.err and "--data" in done.err
+    assert server.run(here, "evaluate", "run", "--data", "texts").code == 0
 
 
 def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path) -> None:
@@ -73,6 +105,8 @@ def test_the_last_lines_work_as_printed(here: Path) -> None:
     )
     lines = [line[10:].strip() if line.startswith(("next", " " * 10)) else line for line in tiny.stderr.splitlines()]
     commands = [line for line in lines if " -m monograph " in line]
+    assert re.search(r"^done +[\d.]+ s of training ", tiny.stderr, re.MULTILINE), "what the time counts"
+    assert re.search(r"^data .* 10 files, 1\.\d kB$", tiny.stderr, re.MULTILINE), tiny.stderr
     assert commands.pop().endswith(" train --from last --minutes 30"), "more of the text that it was given"
     assert len(commands) == 2 and all(" last " in line for line in commands), tiny.stderr
     for line in commands:

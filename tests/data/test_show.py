@@ -34,6 +34,12 @@ def test_every_piece_is_named_and_every_token_shown(shown):
         assert (padding in row) == (trained < 32)
 
 
+def test_one_of_anything_is_singular(tmp_path):
+    (tmp_path / "a.txt").write_text("first text")
+    one = corpus(tmp_path / "a.txt", tokenizer="bytes", sequence_length=1, held_out=0, cache=tmp_path / "cache")
+    assert ": 1 position, 1 trained, 1 piece, 100.0% filled" in render_row(one, 0, colour=False)
+
+
 def test_colour_marks_what_is_trained(shown):
     coloured = "\n".join(render_row(shown, index, colour=True) for index in range(len(shown.train)))
     assert "\x1b[2m<|bos|>\x1b[0m\x1b[32mfirst text<|eos|>\x1b[0m" in coloured

@@ -116,6 +116,13 @@ def test_added_tokens_that_are_text_stand_for_their_bytes():
     assert tokenizer.decode(tokenizer.encode("a  héllo b")) == "a  héllo b"
 
 
+def test_nfc_is_the_one_normalizer_and_composes():
+    """Text that is composed already, which is nearly all there is, comes back as it was."""
+    plain, nfc = Tokenizer(GOOD, "x"), Tokenizer(changed("normalizer", {"type": "NFC"}), "x")
+    for text, back in (("caf\u00e9", "caf\u00e9"), ("cafe\u0301", "caf\u00e9"), ("\u212b", "\u00c5")):
+        assert nfc.decode(nfc.encode(text)) == back and plain.decode(plain.encode(text)) == text
+
+
 def test_merges_may_be_written_as_text():
     joined = changed("model", "merges", [" ".join(pair) for pair in GOOD["model"]["merges"]])
     assert Tokenizer(joined, "x").hash == Tokenizer(GOOD, "x").hash

@@ -10,7 +10,7 @@ import torch
 
 from batches import flat_gradient, ragged, tiny_llama
 from monograph import compat
-from monograph.graph.capture import compiled
+from monograph.graph.capture import compiled as in_graph
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
@@ -58,7 +58,7 @@ def test_the_update_of_muon_and_adamw_with_groups_and_an_average():
     optim = Muon(lr=1e-2, ema=0.9, groups=[Group("*norm*", lr=2.0), Group("*.down_proj.*", lr=0.5, weight_decay=0.3)])
     eager = Resident(tiny_llama(), optim=optim, clip=0.5)
     fast, exact = Resident(tiny_llama(), optim=optim, clip=0.5), double(eager)
-    fast.step.apply = compiled(fast.step.apply)
+    fast.step.apply = in_graph(fast.step.apply)
     graphs = compat.captured_graphs()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -113,7 +113,8 @@ def test_bf16_is_as_close_as_eager_bf16():
     exact.accumulate(batch)
     truth = flat_gradient(exact.model)
     eager, compiled = (Resident(tiny_llama(), precision=Precision("bf16"), micro_batch=8) for _ in range(2))
-    assert compiled.capture(batch, backend="aot_eager") is None
+    # The gradient alone, which is where bf16 computes: planes, optimizer and counters are fp32 as above
+    compiled.step.forward = in_graph(compiled.step.forward)
     for engine in (eager, compiled):
         engine.accumulate(batch)
     naive = relative_error(flat_gradient(eager.model), truth)

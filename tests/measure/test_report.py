@@ -19,6 +19,7 @@ from monograph.measure.report import write_report
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
 SUMMARY = {
+    "schema": "monograph.train/1",
     "run": "runs/a",
     "params": 1_130_000,
     "tokens": 200_000,
@@ -147,12 +148,49 @@ def test_result_is_set_among_the_yardsticks(page: Page) -> None:
     assert "Below trigram (2.82), gzip -9 (1.97) and order 6 (1.87); not yet below xz -9 (1.66)" in standing
 
 
+@pytest.mark.parametrize("bits", [[8.1, 5.98], [8.1], [8.1, 1.2], [2.0, 9.0], [8.1, 3.0, 1.7]])
+def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
+    rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
+    figures._held_out(axes, rows, yardsticks)
+    low, high = axes.get_ylim()
+    assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
+    assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
+
+
 def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> None:
     assert {"1.13 M", "200 k", "3 min 06 s"} <= set(page.text["dd"])
     assert "of peak FLOP/s" not in page.text["dt"]
     cells = dict(zip(page.text["th"], page.text["td"], strict=True))
-    assert cells["compile"] == "19 s"
+    assert cells["tracing and compiling"] == "19 s" and cells["held-out, bits per byte"] == "1.761"
+    assert "schema" not in cells
     assert cells["recompiles"] == "0"
+
+
+@pytest.mark.parametrize("panel", [figures._loss, figures._gradient_norm, figures._speed])
+@pytest.mark.parametrize("ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]])
+def test_no_label_lies_on_a_line_or_another_label(panel: Any, ends: list[float]) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    keys = ("train_loss", "grad_norm", "tokens_per_s")
+    rows = [{"tokens": 512 * at} | dict.fromkeys(keys, value) for at, value in enumerate(ends, 1)]
+    with matplotlib.rc_context():
+        matplotlib.rcParams.update(figures._STYLE)
+        figure = Figure(figsize=(3.5, 2.5), layout="constrained")
+        panel(axes := figure.add_subplot(), rows)
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == (2 if panel is figures._speed else 1)
+    assert not any(box.overlaps(other) for box in boxes for other in boxes if other is not box)
+    for line in axes.lines[:2]:  # the values and their trend
+        corners = axes.transData.transform(np.column_stack(line.get_data()))
+        across = np.linspace(corners[0, 0], corners[-1, 0], 500)
+        points = np.column_stack([across, np.interp(across, *corners.T)])
+        assert not any(box.contains(x, y) for box in boxes for x, y in points)
 
 
 def test_equal_runs_give_equal_files(folder: Path, tmp_path: Path) -> None:

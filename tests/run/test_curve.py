@@ -65,6 +65,17 @@ def test_a_steep_start_is_cut_at_the_upper_edge() -> None:
     assert "2.0" in "".join(text[:SCALE_WIDTH] for text in rows)
 
 
+@given(
+    st.lists(st.floats(0.1, 20), min_size=1, max_size=40),
+    st.dictionaries(st.sampled_from(list(YARDSTICKS)), st.floats(0.5, 9)),
+)
+def test_where_the_run_stands_is_never_cut(ys: list[float], yardsticks: dict[str, float]) -> None:
+    """However far it is from the yardsticks; what is cut lies on row 0, and the margin keeps all else off it."""
+    ys = [*ys, ys[-1]]
+    lit = dots_of(braille_curve([float(i) for i in range(len(ys))], ys, WIDTH, 12, yardsticks))
+    assert min(row for column, row in lit if column == 2 * COLUMNS - 1) > 0
+
+
 def test_scale_labels_stand_where_their_values_are() -> None:
     rows = braille_curve([0, 1], [3.0, 3.0], WIDTH, HEIGHT, {"low": 1.0, "high": 3.0})
     labelled = {row[:SCALE_WIDTH].strip(): index for index, row in enumerate(rows) if row[:SCALE_WIDTH].strip()}

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from monograph.data.split import LARGEST_SHARE
+
 Auto = Literal["auto"]
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -46,6 +48,7 @@ Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValid
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
+Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -96,7 +99,7 @@ class DataSection(Section):
     tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
     sequence_length: Count = _key(256, _COUNT, "tokens per row")
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
-    held_out: Fraction = _key(0.05, "a number between 0 and 1", "share of the bytes kept for evaluation")
+    held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
     text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
     bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
 

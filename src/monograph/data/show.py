@@ -32,9 +32,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
     row, length = rows.row(row_index), rows.sequence_length
     trained, pieces = int((row["targets"] != IGNORE).sum()), rows.pieces(row_index)
-    many = "piece" if len(pieces) == 1 else "pieces"
-    head = f"row {row_index:,} of {len(rows):,}: {length} positions, {trained} trained, {len(pieces)} {many}"
-    lines, column = [f"{head}, {trained / length:.1%} filled"], 0
+    head = f"row {row_index:,} of {len(rows):,}: {_counted(length, 'position')}, {trained} trained"
+    lines, column = [f"{head}, {_counted(len(pieces), 'piece')}, {trained / length:.1%} filled"], 0
     for piece in pieces:
         context = _text(tokenizer, [int(row["tokens"][column])])
         targets = _text(tokenizer, row["targets"][column : column + piece.length].tolist())
@@ -45,9 +44,12 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         )
         column += piece.length
     if column < length:
-        many = "position" if length - column == 1 else "positions"
-        lines.append(_painted(f"── padding, {length - column} {many} ──", _BORDER, colour))
+        lines.append(_painted(f"── padding, {_counted(length - column, 'position')} ──", _BORDER, colour))
     return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:

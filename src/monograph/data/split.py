@@ -16,6 +16,7 @@ from monograph.data.sources import SourceFile
 from monograph.data.text import cut_position
 from monograph.errors import UsageError
 
+LARGEST_SHARE = 0.5  # of the bytes: beyond it there is less to train on than to measure on
 _KEY = b"monograph held out 1"
 # Records are held out by the bucket that their text falls into: millions of them need no more memory than a few do.
 BUCKETS = 1 << 16
@@ -52,10 +53,10 @@ def check_fraction(fraction: float) -> None:
     """Refuses a share that cannot be held out.
 
     Raises:
-        UsageError: outside [0, 0.5].
+        UsageError: outside [0, LARGEST_SHARE].
     """
-    if not 0 <= fraction <= 0.5:
-        raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to 0.5, such as 0.05")
+    if not 0 <= fraction <= LARGEST_SHARE:
+        raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05")
 
 
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:

@@ -1,5 +1,7 @@
 """Checks a `tokenizer.json` before the tokenizers library sees it: only lossless byte-level BPE of known parts passes.
 
+Lossless up to NFC, the one normaliser that is let through, as Qwen has it: decomposed text comes back composed.
+
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
 backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
 """

@@ -137,7 +137,7 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
     _set_up(axes, "Held-out text, bits per byte", tokens)
     low = min([float(bits.min()), *yardsticks.values()])
     # The first value is that of an untrained model; on its scale everything that matters would be one flat line
-    high = max([min(float(bits.max()), 2.2 * low), *yardsticks.values()])
+    high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
     margin = max(0.06 * (high - low), 0.02)
     axes.set_ylim(low - margin, high + margin)
     for level in yardsticks.values():
@@ -186,7 +186,8 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
         skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
     )
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
-    axes.text(0.99, 0.07, words, transform=axes.transAxes, ha="right", fontsize=8, color=WARN if skipped else MUTED)
+    # Above the curve, where the limit leaves room, and away from the last value at the right
+    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
 
 
 def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
@@ -210,7 +211,9 @@ def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float]
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
     at, medians = _moving_median(values)
     axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
-    near_end = float(values[-max(1, len(values) // 8) :].max())
+    # The label is about as wide as the panel's last fifth: it stands above all that the lines reach there
+    begin = 0.8 * tokens[-1]
+    near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
     axes.annotate(
         written(float(medians[-1])), place, (0, 5), textcoords="offset points", ha="right", fontsize=8.5,

@@ -27,6 +27,13 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
 )
+_NAMES = {
+    "update": "updates",
+    "eval_bits_per_byte": "held-out, bits per byte",
+    "compile_s": "tracing and compiling",
+    "graph_breaks": "graph breaks",
+    "dtype": "precision",
+}
 _COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--rule", ACCENT: "--accent", WARN: "--warn"}
 
 
@@ -108,7 +115,9 @@ def _key_figures(summary: Summary) -> str:
 
 
 def _table(summary: Summary) -> str:
-    known = {key for key, _, _ in _FIGURES}
+    known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # a program's concern, and the title
+    if not summary.get("compile_s"):
+        known.add("compile_s")
     rest = [(key, value) for key, value in summary.items() if key not in known and value is not None]
     cells = [_cell(key, value) for key, value in rest]
     rows = "\n".join(f"<tr><th>{_escaped(name)}</th><td>{_escaped(text)}</td></tr>" for name, text in cells)
@@ -125,7 +134,7 @@ def _cell(key: str, value: Any) -> tuple[str, str]:
         name, text = key.removesuffix("_bytes"), quantities.gibibytes(value)
     else:
         name, text = key, f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return name.replace("_", " "), text
+    return _NAMES.get(key, name.replace("_", " ")), text
 
 
 def _samples(samples: Sequence[tuple[float, str]]) -> str:

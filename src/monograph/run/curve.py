@@ -68,13 +68,14 @@ def curve_pieces(
 
     Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x). Each yardstick is a
     dotted level with its name and value at the right, a row off where two would collide. The scale covers the
-    yardsticks and the low part of the curve: what lies higher than 2.2 times the lowest value is drawn on the upper
-    edge, or the steep start would flatten the rest. Values that are not finite are left out.
+    yardsticks and the curve's end: what lies higher than 2.2 times the last value is drawn on the upper edge, or the
+    steep start would flatten the rest. Values that are not finite are left out.
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     values = [y for _, y in points] + list(yardsticks.values())
     low = min(values, default=0.0)
-    high = max([min(max(values, default=1.0), 2.2 * low), *yardsticks.values()])
+    reach = min(max(y for _, y in points), 2.2 * points[-1][1]) if points else low
+    high = max([reach, *yardsticks.values()])
     margin = max(0.04 * (high - low), 0.02)
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
     right = x_end or (points[-1][0] if points else 0.0) or 1.0  # a run of no tokens yet has an axis all the same

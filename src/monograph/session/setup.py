@@ -14,7 +14,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
-from monograph.measure.quantities import count, counted
+from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -52,14 +52,15 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
         if stats.tokens < length:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
-        stage.result = f"{counted(stats.files, 'file')}, {stats.bytes / 1e6:.1f} MB"
+        held = stats.held_out_documents
+        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}"
     for line in found.notes:
         progress.line("note", line)
     progress.line(
         "tokens",
         f"{count(stats.tokens)} of {found.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
         f"packed {stats.packed_share:.1%}; "
-        f"held out: {counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes / 1e6:.2f} MB",
+        + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
     )
     return found
 

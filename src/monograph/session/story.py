@@ -124,14 +124,14 @@ class Story:
     def finish(self) -> dict[str, Any]:
         """Write the report, say what came of it and what to type next; return the JSON object of the contract."""
         session, progress = self.session, self.progress
-        summary = self._summary()
+        summary, trained = self._summary(), duration(session.spent_s)
         rows = session.run.rows()
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         with progress.stage("report", str(session.run.report)):
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        progress.line("done", duration(summary["wall_s"]) + self._standing())
+        progress.line("done", f"{trained} of training{self._standing()}")
         memory = gibibytes(summary["peak_memory_bytes"])
         graph = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(self._skipped(rows), "skipped update")
@@ -200,7 +200,7 @@ class Story:
         if isinstance(self.session.engine.model, Llama):
             prompt = ("class Cache:",) if self.python else ("--", self.prompt)[not self.prompt.startswith("-") :]
             more = [("generate", name, *prompt), ("export", name, "--to", _free()), *more]
-        else:
+        elif self.held_out:
             more = [("evaluate", name), *more]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
