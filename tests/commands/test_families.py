@@ -96,6 +96,6 @@ def test_what_the_file_cannot_be_is_said_in_one_line(
 ) -> None:
     torch.save(Pretraining(vocabulary=259).state_dict(), here / "model.pth")
     (here / "short.pth").write_bytes(b"PK\3\4")
-    done = server.run(here, "train", "model.init=model.pth", *SHORT, *given, "--out", "run", figures=0)
+    done = server.run(here, "train", *over(["model.init=model.pth", *SHORT], *given), "--out", "run", figures=0)
     assert done.code == code, done.err
     assert said in done.err and "Traceback" not in done.err
