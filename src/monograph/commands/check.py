@@ -17,6 +17,7 @@ from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
 from monograph.run.folder import Run, serial
 from monograph.run.models import own_tokenizer
 from monograph.session.choices import recorded_parent
+from monograph.session.session import digest_of
 
 
 def run(run: str | None, *, json: bool) -> int:
@@ -63,7 +64,12 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify every file that anything is read from again: the report and its figures are drawn from these."""
+    """Verify what a later command relies on: the report is drawn from it, and text is hashed whenever it is read."""
+
+    def metrics() -> bool:
+        folder.rows()
+        return folder.metrics_offset >= saved.get("metrics_offset", 0)
+
     found = sorted(folder.checkpoints.glob("step-*"))
     checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
     sound = [path for path in found if checkpoints[path.name] is None]
@@ -71,10 +77,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     files = {
         "run.lock": _fault(lambda: serial(folder.folder) > 0, True),
         "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
-        "tokenizer.json": _fault(lambda: own_tokenizer(folder).hash, saved.get("tokenizer")),
-        "metrics.jsonl": _fault(
-            lambda: isinstance(folder.rows(), list) and folder.metrics_offset >= saved.get("metrics_offset", 0), True
-        ),
+        "tokenizer.json": _fault(lambda: digest_of(own_tokenizer(folder)), saved.get("tokenizer")),
+        "metrics.jsonl": _fault(metrics, True),
     }
     if folder.parent_file.exists():
         files["from.json"] = _fault(lambda: recorded_parent(folder))

@@ -22,13 +22,7 @@ from typing import Any
 from monograph.errors import DiskFull, InputRefused, RunInUse
 
 DEFAULT_ROOT = Path("runs")
-_BEFORE_IT_BEGAN = {
-    "run.lock",
-    "from.json",
-    "from.partial",
-    "config.partial",
-    "stdin",
-}  # all that it may hold till then
+_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin"}  # all it may hold till then
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -151,8 +145,8 @@ class Run:
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
         rows = [_object(line) for line in content.splitlines()]
         if {} in rows:
-            place, remedy = f"{self.metrics}:{rows.index({}) + 1}", "put the file back, or start a new run with --from"
-            raise InputRefused(f"{place}: not a row of metrics; {remedy}")
+            place, instead = f"{self.metrics}:{rows.index({}) + 1}", "put it back, or start a new run with --from"
+            raise InputRefused(f"{place}: not a row of metrics; {instead}")
         return rows
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
+from monograph.data.tokenizer import Tokenizer
 from monograph.device import clock
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.inspect import buffers_kept
@@ -112,7 +114,7 @@ class Session:
             "elapsed_s": self.spent_s,
             "metrics_offset": self.run.sync_metrics(),
             "fingerprint": self.corpus.fingerprint,
-            "tokenizer": self.corpus.tokenizer.hash,
+            "tokenizer": digest_of(self.corpus.tokenizer),
             "settings": self.settings.fingerprint,
             "recipe": self.recipe._asdict(),
             "model_config": self._model_config(),
@@ -209,6 +211,11 @@ class Session:
         """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""
         self.cooled = [self.engine.index, updates]
         self.engine.step.schedule = self.schedule()
+
+
+def digest_of(tokenizer: Tokenizer) -> str:
+    """SHA-256 of a tokenizer's file: not its hash, as another file may name the tokens that begin and end a text."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def make_schedule(settings: Settings, updates: int) -> Schedule:

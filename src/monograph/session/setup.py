@@ -28,10 +28,7 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is
 
 
 def open_corpus(settings: Settings, progress: Progress) -> Corpus:
-    """The text that the settings name, tokenised and packed, with what a person should know of it.
-
-    Raises InputRefused where it is too little to train on.
-    """
+    """The text that the settings name, tokenised and packed, and what a person should know of it; at least a row."""
     data, named = settings.data, settings.data.source
     if named == "stdlib":
         named = "Python's standard library"
