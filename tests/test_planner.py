@@ -32,7 +32,7 @@ def test_the_default_run_is_never_too_short_to_beat_gzip(minutes, seconds_per_up
 
 def test_a_fast_machine_takes_the_minutes_and_a_slow_one_says_how_long():
     assert default_seconds(3.0, 0.09) == pytest.approx(180)
-    assert default_seconds(3.0, 1.0) > 1500
+    assert default_seconds(3.0, 1.0) == pytest.approx(DEFAULT.tokens / DEFAULT.tokens_per_update / UPDATES_SHARE)
 
 
 def test_every_preset_has_a_learning_rate_and_the_default_is_one_of_them():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from monograph.data.split import LARGEST_SHARE
+from monograph.data import LARGEST_SHARE
 
 Auto = Literal["auto"]
 

@@ -12,11 +12,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.data import LARGEST_SHARE
 from monograph.data.sources import SourceFile
 from monograph.data.text import cut_position
 from monograph.errors import UsageError
 
-LARGEST_SHARE = 0.5  # of the bytes: beyond it there is less to train on than to measure on
 _KEY = b"monograph held out 1"
 # Records are held out by the bucket that their text falls into: millions of them need no more memory than a few do.
 BUCKETS = 1 << 16
