@@ -22,13 +22,7 @@ from typing import Any
 from monograph.errors import DiskFull, InputRefused, RunInUse
 
 DEFAULT_ROOT = Path("runs")
-_BEFORE_IT_BEGAN = {
-    "run.lock",
-    "from.json",
-    "from.partial",
-    "config.partial",
-    "stdin",
-}  # all that it may hold till then
+_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin"}  # all that it may hold
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
