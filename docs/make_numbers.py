@@ -1,6 +1,6 @@
-"""Writes the README's table of what was measured, from benchmarks/results/.
+"""Writes the tables of what was measured, the README's and that of docs/peers.md, from benchmarks/results/.
 
-Usage: python docs/make_numbers.py         (rewrites README.md between the markers; tests/test_readme.py compares)
+Usage: python docs/make_numbers.py         (rewrites both between the markers; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+README, PEERS, RESULTS = ROOT / "README.md", ROOT / "docs" / "peers.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
 
@@ -45,11 +45,23 @@ def loss(found: Found) -> str:
     return "; ".join(lines)
 
 
+def train_peers(found: Found) -> str:
+    """How many times as fast the captured step is as each peer's compiled one, and how wrong that one's gradient is."""
+    lines = []
+    for case, words in (("compute", "rows of one length"), ("ragged", "ragged documents"), ("overhead", "tiny model")):
+        those = [e for e in found["cases"] if e["case"] == case and e["mode"] == "compiled" and e["system"] in RIVALS]
+        ratios = ", ".join(f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×" for entry in those)
+        lines.append(f"{words}: {ratios}")
+    return "; ".join(lines)
+
+
+RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": ("held out, what `make train` trains, two seeds (lower is better)", first_run),
     "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
     "start": ("time to the first update, compile cache warm against cold", start),
+    "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 
@@ -69,12 +81,45 @@ def table() -> str:
     return "\n".join(lines)
 
 
+CASES = {
+    "overhead": "Smallest kernels, one micro-batch: 2 layers, 64 channels, vocabulary 256, 16 rows of 32",
+    "overhead x4": "The same in four micro-batches of 4 rows",
+    "compute": "Larger kernels: 4 layers, 192 channels, vocabulary 2,048, 8 rows of 128",
+    "ragged": (
+        "Ragged documents: the same model, 24 documents in micro-batches of 8 rows; Monograph packs them into 8 rows"
+    ),
+}
+COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
+
+
+def peers() -> str:
+    """One table for each case of benchmarks/train_peers.py."""
+    found = json.loads((RESULTS / "train_peers.json").read_text())["cases"]
+    lines = []
+    for case, title in CASES.items():
+        lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |".replace("|  |", "| |"), "|---" * len(COLUMNS) + "|"]
+        lines += [f"| {' | '.join(peer(entry))} |" for entry in found if entry["case"] == case] + [""]
+    return "\n".join(lines[:-1])
+
+
+def peer(entry: Found) -> list[str]:
+    """A table's line."""
+    ratios = (entry[name] for name in ("ratio_wall", "ratio_cpu"))
+    error = entry["gradient_error"]
+    return [
+        f"{entry['system']}, {entry['mode']}",
+        *(f"{entry[name]['median']:,.0f}" for name in ("targets_per_wall_s", "targets_per_cpu_s")),
+        *(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" for ratio in ratios),
+        f"{error:.0e}" if error < 0.001 else f"{error:.0%}".replace("%", " %"),
+        f"{entry['step_peak_bytes'] / 2**20:.1f}",
+    ]
+
+
 def main() -> None:
-    """Puts the table in its place."""
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END, 1)[1]
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    """Puts the tables in their places."""
+    for page, shown in ((README, table()), (PEERS, peers())):
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
