@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,9 @@ from hypothesis import settings
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
     del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What a shell or nohup lets a program in the background ignore, it and its children would go on to ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Figures are drawn to files only.
 os.environ["MPLBACKEND"] = "Agg"
 # What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.
