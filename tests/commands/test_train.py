@@ -73,7 +73,7 @@ def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
     """What the error about too little text advises works from end to end, and no printed command is a dead end."""
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))
     model = [*OWN, "model.init=own.py:build"] if own else TINY
-    done = server.run(here, "train", *model, "data.held_out=0", "--out", "run", "--json")
+    done = server.run(here, "train", *over(model, "data.held_out=0"), "--out", "run", "--json")
     assert done.code == 0 and "nothing held out" in done.err and "evaluate" not in done.err, done.err
     result = json.loads(done.out)
     assert result["eval_loss"] is None and result["train_loss"] > 0

@@ -83,6 +83,7 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
     "cooled": (lambda s: s.update(cooled=[13, 20]), {"different"}),
     "metrics_offset": (lambda s: s.update(metrics_offset=s["metrics_offset"] + MANY), {"refused"}),
     "fingerprint": (lambda s: s.update(fingerprint="0"), {"refused"}),
+    "tokenizer": (lambda s: s.update(tokenizer="0"), {"refused"}),
     "settings": (lambda s: s.update(settings="0"), {"refused"}),
     "recipe": (lambda s: s["recipe"].update(sha256="0"), {"refused"}),
     "model_config": (lambda s: s.update(model_config={}), {"refused"}),

@@ -139,7 +139,8 @@ class Session:
 
     def _restore(self, checkpoint: Checkpoint) -> list[str]:
         state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
-        if state["fingerprint"] != self.corpus.fingerprint:
+        tokenizer = digest_of(self.corpus.tokenizer)
+        if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on "
                 f"(text, tokenizer or form changed): {instead}"
