@@ -24,13 +24,13 @@ def executable(path: Path) -> Path:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an environment in .venv whose Python is a link, as they are, and nothing on the PATH."""
     executable(tmp_path / "elsewhere" / "python3")
-    (tmp_path / "work/.venv/bin").mkdir(parents=True)
-    (tmp_path / "work/.venv/bin/python").symlink_to(tmp_path / "elsewhere/python3")
-    executable(tmp_path / "work/.venv/bin/monograph")
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "work/.venv/bin/python"))
+    (tmp_path / "project/.venv/bin").mkdir(parents=True)
+    (tmp_path / "project/.venv/bin/python").symlink_to(tmp_path / "elsewhere/python3")
+    executable(tmp_path / "project/.venv/bin/monograph")
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "project/.venv/bin/python"))
     monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
-    return tmp_path / "work"
+    return tmp_path / "project"
 
 
 def called(monkeypatch: pytest.MonkeyPatch, name: object) -> str:
@@ -50,7 +50,7 @@ def test_as_a_script_here_and_from_below(place: Path, monkeypatch: pytest.Monkey
 
 def test_from_elsewhere_it_is_the_whole_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    assert called(monkeypatch, place / ".venv/bin/monograph").endswith("/work/.venv/bin/monograph")
+    assert called(monkeypatch, place / ".venv/bin/monograph").endswith("/project/.venv/bin/monograph")
 
 
 def test_on_the_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 
 from monograph.config import Settings
-from monograph.data.corpus import Corpus
-from monograph.data.corpus import corpus as open_corpus
 from monograph.data.show import render_row
 from monograph.errors import UsageError
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.screen import takes_colour
 from monograph.session.choices import sized
+from monograph.session.setup import open_corpus
 
 
 def show(settings: Settings, *, row: int | None) -> int:
     """Decode a packed row with its trained tokens marked; without a number, the corpus in figures and row 0."""
-    corpus = _open(settings)
+    corpus = open_corpus(sized(settings), Progress())
     if row is None:
         stats = corpus.stats
         texts = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
@@ -37,24 +36,6 @@ def show(settings: Settings, *, row: int | None) -> int:
 
 def build(settings: Settings) -> int:
     """Tokenise and cache the text, and say where."""
-    corpus = _open(settings)
+    corpus = open_corpus(sized(settings), Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")
     return 0
-
-
-def _open(settings: Settings) -> Corpus:
-    data, progress = sized(settings).data, Progress()
-    with progress.stage("data", "reading and tokenising") as stage:
-        corpus = open_corpus(
-            data.source,
-            tokenizer=data.tokenizer,
-            sequence_length=data.sequence_length,
-            packing=data.packing,
-            held_out=data.held_out,
-            text_key=data.text_key,
-            bad_records=data.bad_records,
-            progress=stage.report,
-        )
-    for line in corpus.notes:
-        progress.line("note", line)
-    return corpus

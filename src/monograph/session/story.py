@@ -198,8 +198,9 @@ class Story:
         longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
-            prompt = ("class Cache:",) if self.python else ("--", self.prompt)[not self.prompt.startswith("-") :]
-            more = [("generate", name, *prompt), ("export", name, "--to", _free()), *more]
+            prompt = "class Cache:" if self.python else self.prompt
+            dashes = ("--",) if prompt.startswith("-") else ()  # or it would be taken for an option
+            more = [("generate", name, *dashes, prompt), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
         for index, arguments in enumerate(more):
