@@ -280,6 +280,10 @@ def lightning(task: Task) -> None:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
+            # Lightning's own refuses fused AdamW under mixed precision, which on a CPU scales nothing.
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     L.Trainer(
         accelerator="cpu",
         devices=1,

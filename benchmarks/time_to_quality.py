@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, current_thread
 from typing import Any, NamedTuple
 
 import harness
@@ -159,7 +159,9 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
     def one(training: Training) -> None:
         command = [sys.executable, __file__, "--minutes", str(args.minutes), "--threads", str(args.threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        # Two processes that compile the same kernel at once can read each other's half-written files.
+        cache = Path(tempfile.gettempdir(), f"time-to-quality-{current_thread().name}")
+        environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         done = subprocess.run(
             [*command, "--train", json.dumps(training)], capture_output=True, text=True, env=environment
         )
@@ -171,7 +173,7 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
         journal.add(entry)
         print(f"{training}: {entry['bits_per_byte']:.4f}", file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs, "job") as pool:
         list(pool.map(one, [each for each in trainings if journal.find(each) is None]))
 
 
