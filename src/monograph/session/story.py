@@ -31,6 +31,8 @@ SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
+# The time is kept from this share of it on, if the run would take more than LATE times as long as it may.
+COOLING_FROM, LATE = 0.7, 1.03
 STDLIB_PROMPT = "def read(self, size"
 
 
@@ -99,16 +101,15 @@ class Story:
         block.sample(share, self.prompt + text)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the machine turned out much slower than calibrated."""
+        """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
         session = self.session
-        if session.budget_s is None or session.cooled or not self.rates:
+        if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
             return
         spent = session.spent_s
         per_update = spent / update
-        if per_update * session.updates > 1.3 * session.budget_s:
-            ends = update + updates_for(
-                max(session.budget_s - spent, 0.15 * session.budget_s), per_update, session.updates - update
-            )
+        if per_update * session.updates > LATE * session.budget_s:
+            left = max(session.budget_s - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
+            ends = update + updates_for(left, per_update, session.updates - update)
             session.shorten(ends)
             self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
 

@@ -1,0 +1,39 @@
+"""Run: pytest tests/session/test_story.py"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from monograph.session.story import Story
+
+
+class Run:
+    """A run of 1,000 updates that may take 100 s, on a machine whose speed nobody foresaw."""
+
+    def __init__(self, seconds_per_update: float) -> None:
+        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+        self.told: list[str] = []
+        self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
+        self.session = self
+        self.spent_s = 0.0
+        while (update := round(self.spent_s / seconds_per_update)) < self.updates:
+            self.spent_s += seconds_per_update
+            Story.keep_time(self, update + 1)  # type: ignore[arg-type]
+
+    def shorten(self, updates: int) -> None:
+        self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("seconds_per_update", [0.105, 0.13, 0.2, 1.0, 3.0])
+def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
+    run = Run(seconds_per_update)
+    assert run.cooled and 70 <= run.cooled <= 75 and len(run.told) == 1
+    assert run.spent_s == pytest.approx(100, rel=0.03) or run.updates - run.cooled / seconds_per_update <= 11
+
+
+@pytest.mark.parametrize("seconds_per_update", [0.05, 0.1, 0.102])
+def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
+    run = Run(seconds_per_update)
+    assert run.cooled is None and run.updates == 1000
