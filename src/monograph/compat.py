@@ -38,6 +38,13 @@ def cache_custom_functions() -> None:
     config.autograd_cache_allow_custom_autograd_functions = True
 
 
+def allow_variants(most: int = 64) -> None:
+    """Let one function be captured for so many different arguments; torch gives up after eight."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, most)
+
+
 def graph_pass(rewrite: Callable[[Any], None], file: str) -> object:
     """A function that rewrites traced graphs, as Inductor takes it; `file` holds it, and its hash keys the cache."""
     import torch._inductor.custom_graph_pass as passes

@@ -2,101 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
-from monograph.decode import Completion, Sampling, generate, prompt_ids
-from monograph.decode.sample import row_generators
+from monograph.decode.chain import Drawn, chain_of
+from monograph.decode.generator import Finish, Generator, Request
+from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 
-TOKENIZER = Tokenizer.bytes()
+VOCABULARY = 61
+GREEDY = Sampling(0)
 
 
-def writing(text: str, then: int | None = None, **sizes: int) -> Llama:
-    """A model that continues any text with `text`, over and over, or ends with the token `then`."""
-    model = tiny_llama(vocab_size=259, **sizes)
-    ids = [*TOKENIZER.encode(text), *([] if then is None else [then])]
+def generator(model: Llama | None = None, **options: Any) -> Generator:
+    """Two rows of 24 slots."""
+    chain = chain_of([GREEDY, Sampling(1.0)])
+    return Generator(
+        model or tiny_llama(), chain, **({"rows": 2, "slots": 24, "vocabulary": VOCABULARY, "block": 4} | options)
+    )
+
+
+def outcome(machine: Generator, *requests: Request) -> list[tuple[list[int], Finish | None]]:
+    """Every request's ids and how it ended."""
+    found: dict[int, tuple[list[int], Finish | None]] = {machine.submit(each): ([], None) for each in requests}
+    for event in machine.run():
+        ids, finish = found[event.number]
+        assert finish is None, "nothing comes after the end"
+        found[event.number] = ids + event.token_ids, event.finish
+    return list(found.values())
+
+
+def counting(model: Llama) -> Llama:
+    """A model that continues with the next number, whatever came before: 5 after 4."""
 
     def logits(hidden_BD: torch.Tensor) -> torch.Tensor:
-        step = model.steps = getattr(model, "steps", -1) + 1
-        scores = torch.zeros(*hidden_BD.shape[:-1], model.config.vocab_size)
-        scores[..., ids[step % len(ids)]] = 50.0
-        return scores
+        return 50.0 * torch.nn.functional.one_hot((read[0] + 1) % VOCABULARY, VOCABULARY).float()
 
+    def remember(module: Any, arguments: tuple[torch.Tensor, ...], *_: Any) -> None:
+        read[0] = arguments[0][:, -1]
+
+    read: list[Any] = [None]
+    model.register_forward_pre_hook(remember)
     model.logits = logits  # type: ignore[method-assign]
     return model
 
 
-def one(model: Llama, prompt: str = "a", **options: object) -> Completion:
-    [completion] = generate(model, TOKENIZER, [prompt], Sampling(0), **options)  # type: ignore[arg-type]
-    return completion
+def request(*prompt: int, **options: Any) -> Request:
+    """A greedy request of five tokens."""
+    return Request(prompt, **({"sampling": GREEDY, "max_tokens": 5} | options))
 
 
-def test_it_ends_at_max_tokens() -> None:
-    done = one(writing("xyz"), max_tokens=5)
-    assert (done.text, str(done), done.finish_reason, len(done.token_ids)) == ("xyzxy", "xyzxy", "length", 5)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("block", [1, 2, 5, 16])
+def test_limits_stops_and_the_end_of_the_cache(block: int, ahead: bool) -> None:
+    machine = generator(counting(tiny_llama()), block=block)
+    machine.ahead = ahead
+    found = outcome(
+        machine,
+        request(7),
+        request(1, 2, 3, max_tokens=9, stop_ids=(6, 40)),
+        request(*range(22), max_tokens=9),
+        request(30, max_tokens=1),
+        request(11, max_tokens=3, stop_ids=(14,)),
+    )
+    assert found == [
+        ([8, 9, 10, 11, 12], "length"),
+        ([4, 5, 6], "stop"),
+        ([22, 23], "length"),
+        ([31], "length"),
+        ([12, 13, 14], "stop"),
+    ]
 
 
-def test_it_ends_with_the_document() -> None:
-    done = one(writing("xy", then=TOKENIZER.eos_id), max_tokens=20)
-    assert (done.text, done.finish_reason) == ("xy", "stop") and done.token_ids[-1] == TOKENIZER.eos_id
+def test_four_bytes_leave_the_device_per_row_and_step() -> None:
+    machine = generator(counting(tiny_llama()))
+    outcome(machine, request(1, max_tokens=10), request(2, max_tokens=8))
+    assert machine.outbox.bytes_out == 4 * 2 * 10 and machine.blocks_read == 3
 
 
-@pytest.mark.parametrize(("stop", "text"), [(["z"], "xy"), (["yz"], "x"), (["q", "zx"], "xy"), (["zz"], "xyzxyz")])
-def test_it_ends_before_a_stop_string(stop: list[str], text: str) -> None:
-    done = one(writing("xyz"), max_tokens=6, stop=stop)
-    assert done.text == text and done.finish_reason == ("length" if stop == ["zz"] else "stop")
+def test_a_prompt_is_read_once_for_all_its_continuations() -> None:
+    machine, passes = generator(), []
+    machine.reader.model.register_forward_pre_hook(lambda _, arguments: passes.append(arguments[0].shape[1]))
+    outcome(machine, *[request(*range(20), sampling=Sampling(1.0, seed=seed), max_tokens=2) for seed in range(4)])
+    assert passes.count(machine.reader.chunk) == -(-19 // machine.reader.chunk)
 
 
-def test_it_ends_with_the_context() -> None:
-    done = one(writing("xy", max_position_embeddings=10), "abc", max_tokens=50)
-    assert len(done.token_ids) == 10 - 4 and done.finish_reason == "length"
+@pytest.mark.parametrize("ahead", [False, True])
+def test_numbers_that_are_not_finite_end_their_row_and_no_other(ahead: bool) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[17] = torch.nan
+    machine = generator(model, rows=1)
+    machine.ahead = ahead
+    sound, healthy = request(3, 4, 5), outcome(generator(model, rows=1), request(3, 4, 5))
+    ill = outcome(machine, request(17), sound, request(2, 17, 4, 17), sound, request(3, 17), sound)
+    assert [finish for _, finish in ill[::2]] == ["not_finite"] * 3 and not any(ids for ids, _ in ill[::2])
+    assert ill[1::2] == healthy * 3
 
 
-@pytest.mark.parametrize("length", [9, 10, 40])
-def test_a_prompt_that_leaves_no_room_is_refused(length: int) -> None:
-    model = writing("x", max_position_embeddings=10)
-    with pytest.raises(InputRefused, match=f"the prompt has {length + 1} tokens, but the model's context is 10"):
-        one(model, "a" * length)
-    assert len(prompt_ids(model, TOKENIZER, "a" * 8)) == 9
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_the_fast_truncation_cannot_decide_the_exact_one_does(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from monograph.decode import step
+
+    requests = [request(3, max_tokens=11), request(4, 5, max_tokens=14), request(6, max_tokens=7, stop_ids=(9,))]
+    expected, asked = outcome(generator(counting(tiny_llama())), *requests), []
+    decide: Callable[..., Drawn] = step.sample
+
+    def undecided(logits: Any, rows: Any, allowed: Any, chain: Any, truncation: str) -> Drawn:
+        asked.append(truncation)
+        drawn = decide(logits, rows, allowed, chain, truncation)
+        stuck = (rows.position_B % 4 == 2) & (truncation == "window")
+        return drawn._replace(status_B=torch.where(stuck, 3, drawn.status_B))
+
+    monkeypatch.setattr(step, "sample", undecided)
+    for block in (1, 3, 8):
+        machine = generator(counting(tiny_llama()), block=block)
+        machine.ahead = ahead
+        assert outcome(machine, *requests) == expected
+    assert set(asked) == {"window", "search"}
 
 
-def test_text_comes_in_whole_characters() -> None:
-    pieces: list[str] = []
-    done = one(writing("é€𝄞"), max_tokens=9, on_text=pieces.append)
-    assert pieces == ["é", "€", "𝄞"] and done.text == "é€𝄞"
-
-
-def test_what_is_streamed_is_the_text_whatever_the_bytes() -> None:
-    model = tiny_llama(vocab_size=259)
-    for seed in range(8):
-        pieces: list[str] = []
-        [done] = generate(model, TOKENIZER, ["a"], Sampling(1.0, seed=seed), max_tokens=30, on_text=pieces.append)
-        assert done.text.startswith("".join(pieces)) or "".join(pieces) == done.text.rstrip("\ufffd")
-
-
-def test_n_continuations_of_each_prompt_in_order() -> None:
-    model = tiny_llama(vocab_size=259)
-    done = list(generate(model, TOKENIZER, ["a", "b"], Sampling(1.0), max_tokens=4, n=3))
-    again = list(generate(model, TOKENIZER, ["b"], Sampling(1.0), max_tokens=4, n=3))
-    assert len(done) == 6 and [c.token_ids for c in done[3:]] == [c.token_ids for c in again]
-
-
-def test_ids_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
-    model = tiny_llama(vocab_size=600)
-    [done] = generate(model, TOKENIZER, ["a"], Sampling(20.0), max_tokens=60)
-    assert max(done.token_ids) < TOKENIZER.vocab_size
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}])
-def test_a_choice_out_of_range_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        Sampling(**wrong)  # type: ignore[arg-type]
-
-
-def test_seeds_do_not_meet() -> None:
-    states = {bytes(g.get_state().tolist()) for seed in range(5) for g in row_generators(Sampling(seed=seed), 40)}
-    assert len(states) == 200
+def test_what_does_not_fit_is_refused() -> None:
+    machine = generator()
+    with pytest.raises(InputRefused, match="the prompt has 24 tokens, but the model's context is 24"):
+        machine.submit(request(*range(24)))
+    with pytest.raises(UsageError, match="17 stop ids: at most 16"):
+        machine.submit(request(1, stop_ids=tuple(range(17))))
+    assert outcome(machine, request(*range(23))) == [([outcome(generator(), request(*range(23)))[0][0][0]], "length")]

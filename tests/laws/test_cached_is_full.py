@@ -10,6 +10,7 @@ from batches import tiny_llama
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import KVCache
+from monograph.decode.prompt import Reader
 from monograph.model.config import LinearScaling, Llama3Scaling
 from monograph.model.families import FULL, SLIDING
 from monograph.model.llama import Llama
@@ -35,32 +36,43 @@ def some_tokens() -> Tensor:
 
 
 @torch.no_grad()
-def stepwise(model: Llama, tokens_BT: Tensor, first: int, slots: int) -> Tensor:
-    """Logits of every position from `first` - 1 on: a prompt of `first` tokens, then one at a time."""
-    cache = KVCache(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
-    found = []
-    for begin, end in [(0, first), *((t, t + 1) for t in range(first, LENGTH))]:
-        positions_BT = torch.arange(begin, end).expand(ROWS, -1)
-        hidden_BTD = model(tokens_BT[:, begin:end], positions=positions_BT, cache=cache)
-        found.append(model.logits(hidden_BTD[:, -1]))
-    return torch.stack(found, 1)
+def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> list[Tensor]:
+    """Each row's logits from position firsts[row] - 1 on: prompts read in chunks of 4, then one token of all at a time.
+
+    Rows that are at their end go on reading their last token, as rows that have ended do.
+    """
+    cache = KVCache.allocate(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
+    reader = Reader(model, slots, 4, lambda function: function)
+    for row, first in enumerate(firsts):
+        cache.copy_row(row, reader.read(tokens_BT[row, :first].tolist()), first)
+    found: list[list[Tensor]] = [[] for _ in firsts]
+    for step in range(LENGTH):
+        positions_B1 = torch.tensor([[min(first - 1 + step, LENGTH - 1)] for first in firsts])
+        hidden_B1D = model(tokens_BT.gather(1, positions_B1), positions=positions_B1, cache=cache)
+        for row, logits_V in enumerate(model.logits(hidden_B1D[:, 0])):
+            if firsts[row] - 1 + step < LENGTH:
+                found[row].append(logits_V)
+    return [torch.stack(each) for each in found]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("first", "slots"), [(1, LENGTH), (5, LENGTH), (5, 2 * LENGTH), (LENGTH - 1, 64)])
-def test_every_step(shape: str, first: int, slots: int) -> None:
+@pytest.mark.parametrize(("firsts", "slots"), [([1, 1, 1], LENGTH), ([5, 1, 9], LENGTH), ([13, 8, 4], 300)])
+def test_every_step(shape: str, firsts: list[int], slots: int) -> None:
     model, exact = (tiny_llama(dtype, **SHAPES[shape]).eval() for dtype in (torch.float32, torch.float64))
     tokens_BT = some_tokens()
     with torch.no_grad():
-        full, truth = (m.logits(m(tokens_BT))[:, first - 1 :] for m in (model, exact))
-    assert error_within(stepwise(model, tokens_BT, first, slots), full, truth)
-    torch.testing.assert_close(stepwise(exact, tokens_BT, first, slots), truth, rtol=1e-12, atol=1e-12)
+        full, truth = (
+            torch.cat([row[first - 1 :] for row, first in zip(m.logits(m(tokens_BT)), firsts, strict=True)])
+            for m in (model, exact)
+        )
+    assert error_within(torch.cat(stepwise(model, tokens_BT, firsts, slots)), full, truth)
+    torch.testing.assert_close(torch.cat(stepwise(exact, tokens_BT, firsts, slots)), truth, rtol=1e-12, atol=1e-12)
 
 
 def test_what_lies_in_later_slots_is_not_seen() -> None:
     model, tokens_BT = tiny_llama(torch.float64).eval(), some_tokens()
-    cache = KVCache(model.config, ROWS, LENGTH, torch.float64, torch.device("cpu"))
-    for tensor in (cache.keys_LBKSE, cache.values_LBKSE):
+    cache = KVCache.allocate(model.config, ROWS, LENGTH, torch.float64, torch.device("cpu"))
+    for tensor in (cache.keys_LNBKCE, cache.values_LNBKCE):
         tensor.fill_(1e3)
     with torch.no_grad():
         positions_BT = torch.arange(6).expand(ROWS, -1)

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from monograph.errors import InputRefused
+from monograph.decode.cache import KVCache
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from numerics import relative_error
@@ -76,33 +77,24 @@ def test_a_sequence_longer_than_the_positions_is_refused():
         model(_tokens(SMALL, length=9))
 
 
-class _Cache:
-    """All slots of every layer, zero where nothing was stored."""
-
-    def __init__(self, config, rows, slots):
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, slots, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-
-    def update(self, layer_index, key, value, positions):
-        rows = torch.arange(len(positions))[:, None]
-        for stored, new in ((self.keys[layer_index], key), (self.values[layer_index], value)):
-            stored[rows, :, positions] = new.transpose(1, 2)
-        return self.keys[layer_index], self.values[layer_index]
-
-
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @torch.no_grad()
 def test_token_by_token_with_a_cache_equals_the_whole(impl):
     model, tokens = Llama(SMALL, attention=impl).double(), _tokens(SMALL)
-    cache = _Cache(SMALL, rows=2, slots=16)
-    first = model(tokens[:, :5], cache=cache)
+    cache = _cache()
+    first = model(tokens[:, :5], positions=torch.arange(5).expand(2, -1), cache=cache)
     rest = [model(tokens[:, t : t + 1], positions=torch.full((2, 1), t), cache=cache) for t in range(5, 12)]
     assert relative_error(torch.cat([first, *rest], dim=1), model(tokens)) < 1e-12
 
 
+def _cache():
+    """Space for the keys and values of two rows."""
+    return KVCache.allocate(SMALL, 2, 16, torch.float64, torch.device("cpu"))
+
+
 def test_segments_and_a_cache_do_not_go_together():
     with pytest.raises(ValueError, match="give positions, not segments"):
-        Llama(SMALL)(_tokens(SMALL), segments=torch.ones(2, 12, dtype=torch.int64), cache=_Cache(SMALL, 2, 12))
+        Llama(SMALL)(_tokens(SMALL), segments=torch.ones(2, 12, dtype=torch.int64), cache=_cache())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

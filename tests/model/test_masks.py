@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from monograph.model.masks import BLOCK, attention_mask, block_mask, cache_mask, dense_mask
+from monograph.model.masks import BLOCK, attention_mask, block_mask, dense_mask
 
 WINDOWS = st.none() | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384]) | st.integers(1, 900)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
@@ -92,13 +92,6 @@ def _cells(count, index, length):
     listed = torch.arange(index.shape[-1]) < count[..., None]
     blocks.scatter_(-1, index.long(), listed)
     return blocks.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :length, :length]
-
-
-def test_a_cache_shows_slots_up_to_the_position():
-    mask = cache_mask(torch.tensor([[3, 0]]), slots=5)
-    assert mask.tolist() == [[[[True, True, True, True, False], [True, False, False, False, False]]]]
-    windowed = cache_mask(torch.tensor([[3, 0]]), slots=5, window=2)
-    assert windowed.tolist() == [[[[False, False, True, True, False], [True, False, False, False, False]]]]
 
 
 def test_without_segments_there_is_no_mask():

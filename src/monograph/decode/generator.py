@@ -1,145 +1,261 @@
-"""The host's side of generation: prompts in, text out, one token of every row at a time."""
+"""The host's side of decoding: requests take free rows, blocks of steps run, ids come out.
+
+A row takes the next request as soon as the host has seen that the last one ended; a request's tokens do not depend on
+the row, on the other rows, on when it came or on how many steps a block has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from monograph.data.tokenizer import Tokenizer
-from monograph.decode.cache import KVCache
-from monograph.decode.sample import Sampling, row_generators, sample
-from monograph.errors import InputRefused
+from monograph import compat
+from monograph.decode.automata import Automaton, Tables
+from monograph.decode.cache import KVCache, visible_blocks
+from monograph.decode.chain import Chain, Truncation, allocate_knobs, write_knobs
+from monograph.decode.outbox import Outbox
+from monograph.decode.prompt import Reader
+from monograph.decode.replay import Replays, cuda_graph
+from monograph.decode.sampling import Sampling
+from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, State, Status, decoded
+from monograph.decode.step import DecodeStep
+from monograph.device import clock
+from monograph.errors import InputRefused, UsageError
+from monograph.graph.capture import compiled as compile_function
 from monograph.model.llama import Llama
+
+Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
+FINISHES: dict[Status, Finish] = {
+    Status.STOP: "stop",
+    Status.LENGTH: "length",
+    Status.NOT_FINITE: "not_finite",
+    Status.NOTHING_ALLOWED: "nothing_allowed",
+}
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What the model wrote after a prompt.
+class Request:
+    """What one row is to write.
 
     Attributes:
-        text: without the prompt and without the stop string.
-        token_ids: the drawn ids, an end-of-text id included.
-        finish_reason: "stop" at an end-of-text token or a stop string, "length" at max_tokens or the context's end.
+        prompt_ids: at least one.
+        sampling: how tokens are chosen; its seed names the draws.
+        max_tokens: most tokens to write, at least 1; the cache's end comes first if it is nearer.
+        stop_ids: ids that end the text.
+        constraint: what may be written; None: anything.
+        stop: stop strings; None: none.
     """
 
-    text: str
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    constraint: Automaton | None = None
+    stop: Automaton | None = None
 
-    def __str__(self) -> str:
-        """The text."""
-        return self.text
+
+class Event(NamedTuple):
+    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs."""
+
+    number: int
+    token_ids: list[int]
+    finish: Finish | None
 
 
 @dataclass
-class _Row:
-    ids: list[int]
-    text: str = ""
-    finish: Literal["stop", "length"] | None = None
+class _Slot:
+    """What the host knows of a row: the request in it, how many tokens it got and how many may be under way.
 
-
-def generate(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    sampling: Sampling | None = None,
-    *,
-    max_tokens: int = 128,
-    stop: Sequence[str] = (),
-    n: int = 1,
-    on_text: Callable[[str], None] | None = None,
-) -> Iterator[Completion]:
-    """Continue each prompt `n` times.
-
-    Args:
-        model: the language model; it is put into evaluation mode.
-        tokenizer: its tokenizer.
-        prompts: texts to go on from; an empty one starts a document.
-        sampling: how tokens are chosen.
-        max_tokens: most tokens to write after a prompt.
-        stop: strings at which a text ends.
-        n: continuations per prompt, with the draws of rows 0 .. n - 1.
-        on_text: called with every new piece of the first continuation's text as it comes.
-
-    Yields:
-        Prompt by prompt, its n completions.
-
-    Raises:
-        InputRefused: a prompt that leaves no room in the model's context.
+    `exact`: the fast truncation could not decide once. From then on the row runs with the exact one, in a slot of its
+    own, so that what the row did while it waited is not looked at.
     """
-    for prompt in prompts:
-        yield from _continue(
-            model, tokenizer, prompt, sampling or Sampling(), max_tokens=max_tokens, stop=stop, n=n, on_text=on_text
-        )
+
+    number: int
+    request: Request
+    limit: int
+    launched: int = 0
+    received: int = 0
+    exact: bool = False
 
 
-@torch.no_grad()
-def _continue(
-    model: Llama,
-    tokenizer: Tokenizer,
-    prompt: str,
-    sampling: Sampling,
-    *,
-    max_tokens: int,
-    stop: Sequence[str],
-    n: int,
-    on_text: Callable[[str], None] | None,
-) -> Iterator[Completion]:
-    ids, context = prompt_ids(model, tokenizer, prompt), model.config.max_position_embeddings
-    model.eval()
-    weight = model.lm_head.weight
-    cache = KVCache(model.config, n, min(context, len(ids) + max_tokens), weight.dtype, weight.device)
-    generators, rows = row_generators(sampling, n), [_Row([]) for _ in range(n)]
-    tokens_BT = torch.tensor([ids] * n, device=weight.device)
-    positions_BT = torch.arange(len(ids), device=weight.device).expand(n, -1)
-    for _ in range(cache.keys_LBKSE.shape[3] - len(ids)):
-        hidden_BTD = model(tokens_BT, positions=positions_BT, cache=cache)
-        # A model may have more entries than its tokenizer has tokens; the rest stand for no text.
-        logits_BV = model.logits(hidden_BTD[:, -1])[:, : tokenizer.vocab_size]
-        drawn_B = sample(logits_BV, sampling, generators)
-        for index, (row, token) in enumerate(zip(rows, drawn_B.tolist(), strict=True)):
-            _take(row, token, tokenizer, stop, on_text if index == 0 else None)
-        if all(row.finish for row in rows):
+class _Block(NamedTuple):
+    """Steps under way: their number, the half of the outbox, and which request each row had."""
+
+    steps: int
+    half: int
+    slots: list[_Slot | None]
+
+
+class Generator:
+    """Rows of a cache that decode together, one graph a step.
+
+    Attributes:
+        ahead: whether the host reads a block while the next one runs. On a CPU that would only be work in vain.
+        prefill_s: seconds spent on reading prompts.
+        blocks_read: how often the host read what had been drawn, the only times it waited for the device.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        chain: Chain,
+        *,
+        rows: int,
+        slots: int,
+        vocabulary: int,
+        automata: int = 0,
+        block: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """Allocate everything.
+
+        Args:
+            model: put into evaluation mode.
+            chain: the sampler's stages, all that any request will need.
+            rows: requests that run at once.
+            slots: positions of each, at most the model's context.
+            vocabulary: V, the tokenizer's.
+            automata: states of all constraints and stop strings that are on at once; 0: none will be.
+            block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
+            compiled: compile the step, and on a GPU replay it as a CUDA graph.
+        """
+        weight = model.lm_head.weight
+        self.model, self.slots, self.device = model.eval(), slots, weight.device
+        self.block = block or (16 if weight.is_cuda else 1)
+        wrap = self._compiled if compiled else lambda function: function
+        chunk = 1 << min(slots, 512 if weight.is_cuda else 64, model.config.max_position_embeddings).bit_length() - 1
+        self.reader = Reader(model, slots, min(chunk, 128), wrap)
+        self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
+        self.state = State.allocate(rows, vocabulary, 2 * self.block, penalties=chain.penalties, device=weight.device)
+        self.knobs = allocate_knobs(chain, rows, weight.device)
+        self.tables = Tables.allocate(automata, vocabulary, weight.device) if automata else None
+        self.chain, self.vocabulary = chain, vocabulary
+        self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
+        self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
+        self.outbox = Outbox(self.state.ring_RB)
+        self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._slots: list[_Slot | None] = [None] * rows
+        self._submitted = 0
+
+    @staticmethod
+    def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        compat.allow_variants()
+        return compile_function(function)
+
+    def submit(self, request: Request) -> int:
+        """Put a request in the queue; the number that its events carry.
+
+        Raises:
+            InputRefused: its prompt leaves no room.
+            UsageError: it needs what the generator was not made for.
+        """
+        if len(request.prompt_ids) >= self.slots:
+            raise InputRefused(
+                f"the prompt has {len(request.prompt_ids)} tokens, but the model's context is {self.slots}: "
+                f"shorten it to below {self.slots}"
+            )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
+        self._waiting.append((self._submitted, request))
+        self._submitted += 1
+        return self._submitted - 1
+
+    def run(self) -> Iterator[Event]:
+        """Decode until every request has ended; events of a request come in order."""
+        under_way: _Block | None = None
+        while under_way is not None or self._waiting or any(self._slots):
+            self._admit()
+            launched = self._launch()
+            for block in (under_way, None if self.ahead else launched):
+                if block is not None:
+                    yield from self._collect(block)
+            under_way = launched if self.ahead else None
+
+    # ── a request's way through a row ─────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        for row, slot in enumerate(self._slots):
+            if slot is None and self._waiting:
+                self._place(row, *self._waiting.popleft())
+
+    def _place(self, row: int, number: int, request: Request) -> None:
+        began, prompt = clock(), request.prompt_ids
+        if len(prompt) > 1:
+            self.cache.copy_row(row, self.reader.read(prompt), len(prompt) - 1)
+        self.prefill_s += clock() - began
+        state, limit = self.state, min(request.max_tokens, self.slots - len(prompt))
+        state.stop_ids_BM[row] = -1
+        for index, token in enumerate(request.stop_ids):
+            state.stop_ids_BM[row, index] = token
+        if state.counts_BV is not None and state.prompt_BV is not None:
+            state.counts_BV[row], state.prompt_BV[row] = 0, False
+            state.prompt_BV[row, torch.tensor(sorted(set(prompt)), device=self.device)] = True
+        write_knobs(self.knobs, row, request.sampling, self.chain)
+        for states_B, automaton in ((state.constraint_B, request.constraint), (state.stopping_B, request.stop)):
+            states_B[row] = self.tables.place(automaton) if automaton is not None and self.tables is not None else 0
+        state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
+        state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
+        state.status_B[row] = Status.RUNNING
+        self._slots[row] = _Slot(number, request, limit)
+
+    def _release(self, row: int, finish: Finish) -> None:
+        slot, self._slots[row] = self._slots[row], None
+        assert slot is not None
+        # A row that does not run still reads and writes at its position, which others may not look as far as.
+        self.state.position_B[row] = 0
+        for automaton in (slot.request.constraint, slot.request.stop):
+            if automaton is not None and self.tables is not None:
+                self.tables.release(automaton)
+        if finish == "not_finite":
+            self.cache.clear(row)
+            self.reader.forget()
+
+    # ── blocks of steps ───────────────────────────────────────────────────────────────────────
+
+    def _launch(self) -> _Block | None:
+        """Start as many steps as a block has, or fewer where no row can need them."""
+        running = [slot for slot in self._slots if slot is not None]
+        steps = min(self.block, max((slot.limit - slot.launched for slot in running), default=0))
+        if steps <= 0:
+            return None
+        longest = max(len(slot.request.prompt_ids) + min(slot.launched + steps, slot.limit) for slot in running)
+        truncation: Truncation = "search" if any(slot.exact for slot in running) else "window"
+        self.outbox.begin(self.state.line_1)
+        self.replays.run(steps, visible_blocks(longest, self.cache.blocks), truncation)
+        for slot in running:
+            slot.launched = min(slot.launched + steps, slot.limit)
+        return _Block(steps, self.outbox.send(steps), list(self._slots))
+
+    def _collect(self, block: _Block) -> Iterator[Event]:
+        """Read a block's codes; what a row wrote after its request ended is not looked at."""
+        lines = self.outbox.read(block.half, block.steps)
+        self.blocks_read += 1
+        for row, slot in enumerate(block.slots):
+            if slot is None or self._slots[row] is not slot:
+                continue
+            tokens, status = _drawn(decoded(line[row]) for line in lines)
+            slot.received += len(tokens)
+            finish = FINISHES.get(status)
+            if status == Status.UNDECIDED:
+                self._slots[row] = replace(slot, launched=slot.received, exact=True)
+                self.state.status_B[row] = Status.RUNNING
+            elif finish is not None:
+                self._release(row, finish)
+            if tokens or finish is not None:
+                yield Event(slot.number, tokens, finish)
+
+
+def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
+    """The tokens of a row in a block, and its status when it drew no more."""
+    tokens, status = [], Status.RUNNING
+    for token, status in codes:
+        if status in HAS_TOKEN:
+            tokens.append(token)
+        if status != Status.RUNNING:
             break
-        tokens_BT, positions_BT = drawn_B[:, None], positions_BT[:, -1:] + 1
-    for row in rows:
-        yield Completion(row.text, row.ids, row.finish or "length")
-
-
-def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's ids after the one that begins a document.
-
-    Raises:
-        InputRefused: they leave no room in the model's context.
-    """
-    ids, context = [tokenizer.bos_id, *tokenizer.encode(prompt)], model.config.max_position_embeddings
-    if len(ids) >= context:
-        raise InputRefused(
-            f"the prompt has {len(ids)} tokens, but the model's context is {context}: shorten it to below {context}"
-        )
-    return ids
-
-
-def _take(
-    row: _Row, token: int, tokenizer: Tokenizer, stop: Sequence[str], on_text: Callable[[str], None] | None
-) -> None:
-    """Add a drawn token to a row that is not finished."""
-    if row.finish:
-        return
-    row.ids.append(token)
-    if token == tokenizer.eos_id:
-        row.finish = "stop"
-        return
-    text = tokenizer.decode(row.ids)
-    cut = min((at for s in stop if (at := text.find(s)) >= 0), default=None)
-    if cut is not None:
-        text, row.finish = text[:cut], "stop"
-    # A character may be spread over several tokens; until it is whole it decodes to U+FFFD.
-    whole = text if row.finish else text.rstrip("\ufffd")
-    if on_text is not None and len(whole) > len(row.text):
-        on_text(whole[len(row.text) :])
-    if len(whole) >= len(row.text) or row.finish:
-        row.text = whole
+    return tokens, status

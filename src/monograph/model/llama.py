@@ -25,10 +25,16 @@ from monograph.ops.rms_norm import rms_norm
 class Cache(Protocol):
     """What a key-value cache does for the model; slot s holds the key and value of position s."""
 
-    def update(
-        self, layer_index: int, key_BKTE: Tensor, value_BKTE: Tensor, positions_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values at their positions; return all slots of the layer, [B, K, S, E] each."""
+    def attend(
+        self,
+        layer_index: int,
+        query_BHTE: Tensor,
+        key_BKTE: Tensor,
+        value_BKTE: Tensor,
+        positions_BT: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """Store the new keys and values at their positions; attention of the queries to the slots they see."""
         ...
 
 
@@ -86,13 +92,12 @@ class Attention(nn.Module):
         )
         query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF)
         key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF)
-        impl = self.impl
-        if cache is not None:
-            key_BKTE, value_BKTE = cache.cache.update(cache.layer_index, key_BKTE, value_BKTE, cache.positions_BT)
-            # Only the cache knows how many slots it has, and says so by what it returns.
-            mask = masks.cache_mask(cache.positions_BT, key_BKTE.shape[2], cache.window)
-            impl = "reference" if impl == "reference" else "sdpa"
-        mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, impl)
+        if cache is None:
+            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl)
+        else:
+            mixed_BHTE = cache.cache.attend(
+                cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window
+            )
         return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
 
 

@@ -5,7 +5,7 @@ and, with a window of w, t - s < w. A document lies in one piece, so distances i
 Padding is segment 0, a segment like any other: no document sees it, and each of its positions sees itself at least, so
 that no row of a softmax is ever empty.
 
-Shape suffixes: B batch, T queries, S keys, N blocks of positions; 1 broadcasts over heads.
+Shape suffixes: B batch, T positions, N blocks of positions; 1 broadcasts over heads.
 """
 
 from __future__ import annotations
@@ -47,13 +47,6 @@ def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
     """The rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (seen_BTT if window is None else seen_BTT.triu(1 - window))[:, None]
-
-
-def cache_mask(positions_BT: Tensor, slots: int, window: int | None = None) -> Tensor:
-    """With a key-value cache: the query at position p sees slots p - window < s <= p. Boolean [B, 1, T, S = slots]."""
-    distances_BTS = positions_BT[:, :, None] - torch.arange(slots, device=positions_BT.device)
-    seen_BTS = distances_BTS >= 0 if window is None else (distances_BTS >= 0) & (distances_BTS < window)
-    return seen_BTS[:, None]
 
 
 def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:

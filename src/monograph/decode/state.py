@@ -1,0 +1,104 @@
+"""What a decode graph remembers between steps: preallocated tensors on the device, written in place.
+
+Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, R lines of the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+TOKEN_BITS = 24  # of a code in the ring; the status stands above them
+MAX_STOP_IDS = 16
+
+
+class Status(IntEnum):
+    """What a row is doing.
+
+    FREE: nothing. RUNNING: it draws a token at every step. STOP: it drew a stop id, or a token that completes a stop
+    string. LENGTH: it drew as many tokens as it may. NOT_FINITE: its logits hold a NaN or +inf. NOTHING_ALLOWED: no token
+    is left to draw. UNDECIDED: the fast truncation could not tell what may be drawn; the row waits for the exact one.
+    """
+
+    FREE = 0
+    RUNNING = 1
+    STOP = 2
+    LENGTH = 3
+    NOT_FINITE = 4
+    NOTHING_ALLOWED = 5
+    UNDECIDED = 6
+
+
+HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
+
+
+@dataclass
+class State:
+    """The rows' state.
+
+    Attributes:
+        token_B: the last token, which the next step reads.
+        position_B: its position.
+        seed_B: names the row's draws.
+        generated_B: tokens drawn so far.
+        limit_B: how many there may be.
+        status_B: a `Status`.
+        stop_ids_BM: ids that end the row, padded with -1.
+        constraint_B: state of the automaton that says what may be drawn, int32.
+        stopping_B: state of the automaton that looks for stop strings, int32.
+        counts_BV: how often each id was drawn, int16; None where no penalty asks.
+        prompt_BV: whether an id is in the prompt; None where no penalty asks.
+        line_1: the ring's next line.
+        ring_RB: what the host reads, int32: at each step token + status * 2^24, 4 bytes a row.
+    """
+
+    token_B: Tensor
+    position_B: Tensor
+    seed_B: Tensor
+    generated_B: Tensor
+    limit_B: Tensor
+    status_B: Tensor
+    stop_ids_BM: Tensor
+    constraint_B: Tensor
+    stopping_B: Tensor
+    counts_BV: Tensor | None
+    prompt_BV: Tensor | None
+    line_1: Tensor
+    ring_RB: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, vocabulary: int, lines: int, *, penalties: bool, device: torch.device) -> State:
+        """All rows free."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            *(zeros(rows) for _ in range(6)),
+            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
+            constraint_B=zeros(rows, dtype=torch.int32),
+            stopping_B=zeros(rows, dtype=torch.int32),
+            counts_BV=zeros(rows, vocabulary, dtype=torch.int16) if penalties else None,
+            prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if penalties else None,
+            line_1=zeros(1),
+            ring_RB=zeros(lines, rows, dtype=torch.int32),
+        )
+
+    def write(self, moved_B: Tensor, status_B: Tensor) -> None:
+        """Add the step's line to the ring and take the new status; `moved_B` are the rows that drew a token."""
+        self.generated_B += moved_B
+        self.position_B += moved_B
+        self.status_B.copy_(status_B)
+        if self.counts_BV is not None:
+            self.counts_BV.scatter_add_(1, self.token_B[:, None], moved_B[:, None].to(torch.int16))
+        codes_B = self.token_B + (status_B << TOKEN_BITS)
+        self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
+        self.line_1 += 1
+
+
+def decoded(code: int) -> tuple[int, Status]:
+    """A code's token and status."""
+    return code & ((1 << TOKEN_BITS) - 1), Status(code >> TOKEN_BITS)

@@ -1,0 +1,85 @@
+"""One step of decoding: the model, the sampler and the stop rules as one graph that reads and writes `State` alone.
+
+    hidden = model(token, position, cache)      logits = head(hidden)        allowed = automaton's mask
+    token' = draw(chain(logits, allowed))       status' = stop rules         ring line = token' + status' * 2^24
+
+The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
+
+Shape suffixes: B rows, V vocabulary, M stop ids, D hidden size; 1 broadcasts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monograph.decode.automata import Tables
+from monograph.decode.cache import KVCache
+from monograph.decode.chain import Chain, Drawn, Rows, Truncation, sample
+from monograph.decode.state import State, Status
+from monograph.model.llama import Llama
+
+
+class DecodeStep:
+    """A model with its rows' state, cache and automata; calling it draws one token in every running row."""
+
+    def __init__(
+        self,
+        model: Llama,
+        state: State,
+        cache: KVCache,
+        chain: Chain,
+        knobs: dict[str, Tensor],
+        tables: Tables | None,
+        vocabulary: int,
+    ) -> None:
+        """Everything is shared, not copied.
+
+        Args:
+            model: in evaluation mode.
+            state: the rows.
+            cache: as many rows.
+            chain: the sampler's stages.
+            knobs: their values for each row.
+            tables: the automata that the rows' states point into; None: no row has one.
+            vocabulary: V, the tokenizer's; a model may have more entries, which stand for no text.
+        """
+        self.model, self.state, self.cache = model, state, cache
+        self.chain, self.knobs, self.tables, self.vocabulary = chain, knobs, tables, vocabulary
+
+    @torch.no_grad()
+    def __call__(self, blocks: int, truncation: Truncation) -> None:
+        """Draw, looking at the first `blocks` of the cache, which must hold the position of every running row."""
+        state = self.state
+        tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
+        hidden_B1D = self.model(tokens_B1, positions=positions_B1, cache=self.cache.first(blocks))
+        logits_BV = self.model.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
+        rows = Rows(
+            seed_B=state.seed_B,
+            position_B=state.position_B + 1,
+            generated_B=state.generated_B,
+            knobs=self.knobs,
+            counts_BV=state.counts_BV,
+            prompt_BV=state.prompt_BV,
+        )
+        allowed_BV = None if self.tables is None else self.tables.allowed(state.constraint_B)
+        self._advance(sample(logits_BV, rows, allowed_BV, self.chain, truncation))
+
+    def _advance(self, drawn: Drawn) -> None:
+        """The stop rules: what each row does after a draw; rows that are not running stay as they are."""
+        state = self.state
+        # Plain numbers: Dynamo does not take an IntEnum for one.
+        running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
+        running_B = state.status_B == running
+        moved_B = running_B & (drawn.status_B == 0)
+        state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
+        ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
+        if self.tables is not None:
+            for states_B in (state.constraint_B, state.stopping_B):
+                states_B.copy_(torch.where(moved_B, self.tables.advance(states_B, state.token_B), states_B))
+            ended_B |= self.tables.stopped(state.stopping_B)
+        full_B = state.generated_B + 1 >= state.limit_B
+        after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
+        failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
+        status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
+        state.write(moved_B, status_B)

@@ -1,0 +1,60 @@
+"""Run: pytest tests/ops/test_cached_attention.py"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from monograph.ops.attention import attention
+from monograph.ops.cached_attention import BLOCK, cached_attention
+from numerics import error_within
+
+
+def inputs(groups: int, queries: int, blocks: int, rows: int = 3) -> tuple[Tensor, ...]:
+    """Query, keys, values and the positions of the queries: consecutive, each row's beginning elsewhere."""
+    generator = torch.Generator().manual_seed(groups + queries + blocks)
+    query = torch.randn(rows, 2 * groups, queries, 16, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(2, blocks, rows, 2, BLOCK, 16, generator=generator, dtype=torch.float64)
+    starts = torch.randint(blocks * BLOCK - queries, (rows, 1), generator=generator)
+    return query, keys, values, starts + torch.arange(queries)
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, window: int | None, impl: str) -> Tensor:
+    """The same by the plain attention and a mask over all slots."""
+    distances = positions[:, None, :, None] - torch.arange(keys.shape[0] * BLOCK)
+    seen = (distances >= 0) & (distances < (window or 10**9))
+    flat = [tensor.permute(1, 2, 0, 3, 4).flatten(2, 3) for tensor in (keys, values)]
+    return attention(query, *flat, seen, impl)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("groups", "queries", "blocks"), [(1, 1, 1), (3, 1, 4), (1, 5, 3), (2, 64, 2), (4, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_is_attention(groups: int, queries: int, blocks: int, window: int | None, dtype: torch.dtype) -> None:
+    query, keys, values, positions = inputs(groups, queries, blocks)
+    low = [tensor.to(dtype) for tensor in (query, keys, values)]
+    ours, naive = cached_attention(*low, positions, window), dense(*low, positions, window, "reference")
+    exact = dense(query, keys, values, positions, window, "reference")
+    if dtype == torch.float64:
+        torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
+    else:
+        assert error_within(ours, naive, exact)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 16)])
+def test_blocks_that_nobody_sees_change_no_bit(groups: int, queries: int, compiled: bool) -> None:
+    query, keys, values, positions = (each.float() for each in inputs(groups, queries, 9))
+    positions = positions.long() % (BLOCK - queries)
+    torch.compiler.reset()  # every shape is a graph, and torch allows eight
+    attend = torch.compile(cached_attention, fullgraph=True, dynamic=False) if compiled else cached_attention
+    found = [attend(query, keys[:n], values[:n], positions) for n in ((1, 2, 8) if compiled else (1, 2, 3, 5, 8, 9))]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_other_rows_change_no_bit() -> None:
+    query, keys, values, positions = (each.float() for each in inputs(2, 1, 4))
+    before = cached_attention(query, keys, values, positions.long())
+    keys[:, 1:], values[:, 1:], positions[1:] = 7.0, -3.0, 400
+    assert torch.equal(cached_attention(query, keys, values, positions.long())[0], before[0])
