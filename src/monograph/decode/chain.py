@@ -87,8 +87,7 @@ def sample(
     drawn_from_BV = edited_BV
     if chain.draws:
         candidates = narrowed(edited_BV - greatest_B1, rows, chain, truncation)
-        ids_V = torch.arange(edited_BV.shape[-1], device=edited_BV.device)
-        noisy_BV = candidates.masked() + gumbel_noise(rows.seed_B, rows.position_B, ids_V)
+        noisy_BV = candidates.masked() + gumbel_noise(rows.seed_B, rows.position_B, edited_BV.shape[-1])
         greedy_B1 = rows.knobs["temperature"][:, None] <= 0
         drawn_from_BV = torch.where(greedy_B1, edited_BV, noisy_BV)
         held_B1 = candidates.held_B1 | greedy_B1

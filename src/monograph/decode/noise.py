@@ -53,33 +53,33 @@ def gumbel(word: Tensor) -> Tensor:
     return -log(-log1p_negative(uniform(word)))
 
 
-def gumbel_noise(seed_B: Tensor, position_B: Tensor, ids: Tensor) -> Tensor:
+def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise (Gumbel 1954) for the token at a position, one number per vocabulary id.
+
+    Id v has word v mod 4 of the counter (v // 4, position, 0): one Philox for four ids.
 
     Args:
         seed_B: [B] int64, 0 or more.
         position_B: [B] int64, 0 or more, the absolute position of the token to be drawn.
-        ids: [V], or [B, N] for some ids of each row; int64.
+        vocabulary: V.
 
     Returns:
-        [B, V] or [B, N] fp32.
+        [B, V] fp32.
     """
-    return gumbel(_first_word(seed_B[:, None], position_B[:, None], ids, _GUMBEL))
+    fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
+    words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
+    return gumbel(words.flatten(1)[:, :vocabulary])
 
 
 def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
     """One uniform number per row and position, [B] fp32, independent of the noise."""
-    return uniform(_first_word(seed_B, position_B, torch.zeros_like(seed_B), _ROW))
+    return uniform(_words(seed_B, position_B, torch.zeros_like(seed_B), _ROW)[0])
 
 
 def continuation_seed(seed: int, index: int) -> int:
     """The seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
     words = _words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)
     return (int(words[0]) << 31) | (int(words[1]) >> 1)
-
-
-def _first_word(seed: Tensor, position: Tensor, index: Tensor, purpose: int) -> Tensor:
-    return _words(seed, position, index, purpose)[0]
 
 
 def _words(seed: Tensor, position: Tensor, index: Tensor, purpose: int) -> Words:
