@@ -24,7 +24,7 @@ from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "harness", "loss", "peer_litgpt", "peers")
-SCRIPTS += ("rounds", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
+SCRIPTS += ("rounds", "sampler", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -54,6 +54,13 @@ def test_each_script_is_tested_here():
 
 
 # ── the scripts, eagerly ──────────────────────────────────────────────────────────────────────────
+
+
+def test_sampler(script, monkeypatch, tmp_path):
+    sampler = script("sampler")
+    monkeypatch.setattr(sampler, "compiled", lambda function: function)
+    [case] = smoke(sampler, monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True) and case["wall_ms"]["argmax"]["median"] > 0
 
 
 def test_accumulation(script, monkeypatch, tmp_path):

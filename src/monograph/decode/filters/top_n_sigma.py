@@ -1,0 +1,21 @@
+"""Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monograph.decode.candidates import Candidates
+
+
+def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep x >= max - n s, s the population standard deviation of the finite scores that are left; n = 0 is off.
+
+    The sums are fp64, so s is the same fp32 number but for a rare last bit, whatever the order of summation.
+    """
+    n_B1, left_BV = knobs["top_n_sigma"], candidates.contains(candidates.scores_BV)
+    count_B1 = left_BV.sum(-1, keepdim=True)
+    mean_B1 = torch.where(left_BV, candidates.scores_BV.double(), 0.0).sum(-1, keepdim=True) / count_B1
+    squares_BV = torch.where(left_BV, (candidates.scores_BV.double() - mean_B1).square(), 0.0)
+    sigma_B1 = (squares_BV.sum(-1, keepdim=True) / count_B1).sqrt().float()
+    return candidates.raise_low(candidates.high_B1 - n_B1 * sigma_B1, n_B1 > 0)

@@ -1,0 +1,21 @@
+"""XTC, "exclude top choices" (P. E. Weidmann 2024, oobabooga/text-generation-webui#6335; maths as in llama.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monograph.decode.candidates import Candidates
+
+
+def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """With a given probability: of the tokens of at least the threshold's probability keep the least likely only.
+
+    Tokens level with that one stay; a threshold above 0.5 is off, as two tokens cannot both reach it. "xtc_uniform" is
+    a number of the row's (seed, position) apart from its noise (`noise.row_uniform`).
+    """
+    used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
+    weight_BV = candidates.weigh(candidates.scores_BV)
+    least_B1 = (knobs["xtc_threshold"].double() * weight_BV.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    high_B1 = torch.where(weight_BV >= least_B1, candidates.scores_BV, torch.inf).amin(-1, keepdim=True)
+    return candidates._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))

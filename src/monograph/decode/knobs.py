@@ -1,0 +1,191 @@
+"""A chain: which stages a set of requests needs, in which order; and the per-row numbers that the stages read.
+
+The chain is compile time: changing it is another graph. Everything else is a tensor with one entry per row, so a
+request is admitted by writing its row. A row that does not use a stage has the number at which the stage is off.
+
+Shapes: B rows, M ids that are listed for a row, padded with -1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.decode.sampling import Order, Sampling
+from monograph.errors import UsageError
+
+# The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens).
+EDITS = ("bias", "min_tokens", "repetition", "counted")
+# transformers: the temperature first; llama.cpp: last. What one of them does not have stands beside what it is near.
+_TRUNCATIONS = {
+    "hf": ("top_n_sigma", "top_k", "top_p", "min_p", "typical", "xtc"),
+    "llama_cpp": ("top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc"),
+}
+_NEEDED: dict[str, Callable[[Sampling], bool]] = {
+    "bias": lambda s: bool(s.logit_bias),
+    "min_tokens": lambda s: s.min_tokens > 0,
+    "repetition": lambda s: s.repetition_penalty != 1,
+    "counted": lambda s: s.frequency_penalty != 0 or s.presence_penalty != 0,
+    "temperature": lambda s: s.temperature > 0,
+    "dynamic_temperature": lambda s: s.temperature > 0 and s.temperature_range > 0,
+    "top_n_sigma": lambda s: s.temperature > 0 and s.top_n_sigma > 0,
+    "top_k": lambda s: s.temperature > 0 and s.top_k > 0,
+    "top_p": lambda s: s.temperature > 0 and s.top_p < 1,
+    "min_p": lambda s: s.temperature > 0 and s.min_p > 0,
+    "typical": lambda s: s.temperature > 0 and s.typical_p < 1,
+    "xtc": lambda s: s.temperature > 0 and s.xtc_probability > 0 and s.xtc_threshold <= 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The stages of a graph, in order, and how many ids a row may list.
+
+    Attributes:
+        stages: names from EDITS, then from FILTERS; without a temperature every row takes its likeliest token.
+        bias_ids: length of a row's list of biased ids; a power of two, or 0.
+        stop_ids: length of a row's list of stop tokens that min_tokens forbids, likewise.
+    """
+
+    stages: tuple[str, ...] = ()
+    bias_ids: int = 0
+    stop_ids: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether a row may draw at random."""
+        return "temperature" in self.stages or "dynamic_temperature" in self.stages
+
+    @property
+    def reads_counts(self) -> bool:
+        """Whether `Rows.counts_BV` is read."""
+        return "repetition" in self.stages or "counted" in self.stages
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether `Rows.prompt_BV` is read."""
+        return "repetition" in self.stages
+
+    def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
+        """Whether a request's stages are all here, in its order, with room for its ids."""
+        own = chain_of([sampling], stop_ids)
+        if "dynamic_temperature" in own.stages and "dynamic_temperature" not in self.stages:
+            return False
+        wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
+        in_order = [stage for stage in here if stage in wanted] == wanted
+        return in_order and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
+
+
+def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
+    """The smallest chain that serves all these requests.
+
+    Args:
+        samplings: at least one.
+        stop_ids: the most stop tokens that one of them has, for min_tokens.
+
+    Raises:
+        UsageError: they do not have the same order.
+    """
+    orders: list[Order] = sorted({sampling.order for sampling in samplings})
+    if len(orders) > 1:
+        raise UsageError("order is hf and llama_cpp in one batch: expected one order, its stages are one graph")
+
+    def needed(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if any(_NEEDED[name](sampling) for sampling in samplings))
+
+    edits, truncations = needed(*EDITS), needed(*_TRUNCATIONS[orders[0]])
+    scaling = needed("dynamic_temperature") or needed("temperature")
+    return Chain(
+        edits + (scaling + truncations if orders[0] == "hf" else truncations + scaling),
+        _room(max(len(sampling.logit_bias) for sampling in samplings)),
+        _room(stop_ids) if "min_tokens" in edits else 0,
+    )
+
+
+def _room(entries: int) -> int:
+    """The power of two that holds so many, so that a few more entries are no other graph."""
+    return 1 << (entries - 1).bit_length() if entries else 0
+
+
+def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """A request's numbers for the stages of a chain, on the host.
+
+    Args:
+        sampling: the request's options.
+        chain: a chain that serves it.
+        stop_ids: its stop tokens, which min_tokens forbids at first.
+
+    Raises:
+        ValueError: the chain does not serve the request.
+    """
+    if not chain.serves(sampling, len(stop_ids)):
+        raise ValueError(f"{chain} does not serve {sampling}")
+    return _numbers(sampling, chain, stop_ids)
+
+
+def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
+        "bias_values": _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0),
+        "stop_ids": _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1),
+        "min_tokens": sampling.min_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "temperature": sampling.temperature,
+        "temperature_range": sampling.temperature_range,
+        "temperature_exponent": sampling.temperature_exponent,
+        "top_n_sigma": sampling.top_n_sigma,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "log_min_p": math.log(sampling.min_p) if sampling.min_p else -math.inf,
+        "typical_p": sampling.typical_p,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+    }
+    return {name: values[name] for stage in chain.stages for name in _KNOBS[stage]}
+
+
+_KNOBS = {
+    "bias": ("bias_ids", "bias_values"),
+    "min_tokens": ("stop_ids", "min_tokens"),
+    "repetition": ("repetition_penalty",),
+    "counted": ("frequency_penalty", "presence_penalty"),
+    "temperature": ("temperature",),
+    "dynamic_temperature": ("temperature", "temperature_range", "temperature_exponent"),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "top_p": ("top_p",),
+    "min_p": ("log_min_p",),
+    "typical": ("typical_p",),
+    "xtc": ("xtc_probability", "xtc_threshold"),
+}
+_OFF = Sampling(temperature=1.0)
+_INT64 = {"bias_ids", "stop_ids", "min_tokens", "top_k"}
+
+
+def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Tensors for so many rows, every stage off and the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
+    return {
+        name: torch.tensor([value] * rows, dtype=_dtype(name), device=device)
+        for name, value in _numbers(_OFF, chain, ()).items()
+    }
+
+
+def write_row(knobs: dict[str, Tensor], row: int, values: dict[str, Any]) -> None:
+    """Write a request's numbers (`knobs_of`) into its row, in place."""
+    for name, value in values.items():
+        knobs[name][row].copy_(torch.tensor(value, dtype=_dtype(name)))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int64 if name in _INT64 else torch.float32
+
+
+def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:
+    return entries + [padding] * (length - len(entries))

@@ -1,0 +1,193 @@
+"""Run: pytest tests/decode/test_chain.py    (every edge case of the sampler)"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, log_probabilities, narrowed, sample
+from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.penalties import MOST_COUNTED, count_drawn, first_counts
+from monograph.decode.sampling import Sampling
+from sampled import rows_of
+
+TRUNCATIONS = ("window", "search", "sort")
+INF, NAN_LOGIT = math.inf, math.nan
+
+
+def kept(logits: list[float], truncation: str = "sort", **options: Any) -> list[int]:
+    """Ids that can be drawn."""
+    sampling = Sampling(**{"temperature": 1.0, **options})
+    scores_1V = torch.tensor([logits]) - max(logits)
+    rows = rows_of([sampling], len(logits))
+    left = narrowed(scores_1V, rows, chain_of([sampling]), truncation).masked()  # type: ignore[arg-type]
+    return (left[0] > -INF).nonzero()[:, 0].tolist()
+
+
+EQUAL = [1.0, 3.0, 3.0, 2.0]
+KEPT = [
+    ({"top_k": 1}, EQUAL, [1, 2]),  # the k-th and those level with it
+    ({"top_k": 3}, EQUAL, [1, 2, 3]),
+    ({"top_k": 4}, EQUAL, [0, 1, 2, 3]),
+    ({"top_k": 99}, EQUAL, [0, 1, 2, 3]),
+    ({"top_k": 3}, [0.0, -INF, 1.0, -INF, -INF], [0, 2]),  # fewer than k are left
+    ({"top_p": 0.0}, EQUAL, [1, 2]),
+    ({"top_p": 1.0}, EQUAL, [0, 1, 2, 3]),
+    ({"top_p": 0.5}, [0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]),  # level tokens stay or go together
+    ({"top_p": 0.5}, [math.log(0.6), math.log(0.3), math.log(0.1)], [0]),
+    ({"top_p": 0.7}, [math.log(0.6), math.log(0.3), math.log(0.1)], [0, 1]),
+    ({"top_p": 0.55, "top_k": 2}, [math.log(0.4), math.log(0.1), math.log(0.5)], [2]),  # of what top-k leaves
+    ({"min_p": 0.0}, [0.0, -80.0], [0, 1]),
+    ({"min_p": 1.0}, EQUAL, [1, 2]),
+    ({"min_p": 0.5}, [0.0, math.log(0.49), math.log(0.51)], [0, 2]),
+    ({"typical_p": 1.0}, EQUAL, [0, 1, 2, 3]),
+    ({"typical_p": 0.0}, [math.log(0.5), math.log(0.3), math.log(0.2)], [1]),  # ln 1/p - H: -0.34, 0.17, 0.58
+    ({"top_n_sigma": 0.0}, [0.0, -99.0], [0, 1]),
+    ({"top_n_sigma": 1.0}, [0.0, -1.0, -2.0, -3.0, -INF], [0, 1]),  # sigma = sqrt(5 / 4)
+    ({"xtc_probability": 1.0, "xtc_threshold": 0.25}, [math.log(0.5), math.log(0.3), math.log(0.2)], [1, 2]),
+    ({"xtc_probability": 1.0, "xtc_threshold": 0.15}, [math.log(0.5), math.log(0.4), math.log(0.1)], [1, 2]),
+    ({"xtc_probability": 1.0, "xtc_threshold": 0.45}, [math.log(0.5), math.log(0.4), math.log(0.1)], [0, 1, 2]),
+    ({"xtc_probability": 1.0, "xtc_threshold": 0.51}, [5.0, 0.0], [0, 1]),  # off
+    ({"xtc_probability": 0.0, "xtc_threshold": 0.1}, [0.0, 0.0, -1.0], [0, 1, 2]),
+    ({"temperature": 1e6, "top_p": 0.99}, EQUAL, [0, 1, 2, 3]),
+    ({"top_k": 1}, [5.0], [0]),
+    ({"temperature_range": 0.5}, [5.0], [0]),
+    ({"temperature_range": 0.5}, [5.0, -INF], [0]),
+]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize(("options", "logits", "expected"), KEPT)
+def test_what_is_kept(options: dict[str, Any], logits: list[float], expected: list[int], truncation: str) -> None:
+    assert kept(logits, truncation, **options) == expected
+
+
+def drawn(logits: list[list[float]], *samplings: Sampling, allowed: Tensor | None = None, **state: Any) -> Any:
+    logits_BV = torch.tensor(logits)
+    rows = rows_of(samplings, logits_BV.shape[1])._replace(**state)
+    return sample(logits_BV, rows, allowed, chain_of(samplings))
+
+
+def test_order_is_data_and_changes_the_support() -> None:
+    logits, options = [0.0, -1.0, -2.0, -3.0], {"temperature": 2.0, "top_p": 0.8}
+    assert kept(logits, **options) == [0, 1, 2] and kept(logits, **options, order="llama_cpp") == [0, 1]
+
+
+def test_temperature_0_is_the_first_of_the_likeliest_whatever_the_filters_say() -> None:
+    greedy = Sampling(0, top_k=1, min_p=1.0, xtc_probability=1.0, typical_p=0.1, seed=9)
+    alone, with_mates = drawn([EQUAL], greedy), drawn([EQUAL] * 2, greedy, Sampling(1.0, typical_p=0.1, top_k=1))
+    assert alone.token_B.tolist() == [1] and with_mates.token_B[0] == 1 and with_mates.status_B[0] == OK
+    # It is the argmax after the penalties: id 0 is in the prompt and 3 / 2 < 2.
+    assert drawn([[3.0, 2.0]], Sampling(0, repetition_penalty=2.0)).token_B.tolist() == [1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0), Sampling(1.0, top_k=2, top_p=0.9, typical_p=0.9)])
+def test_a_row_that_cannot_be_drawn_says_so_and_leaves_its_mates_alone(sampling: Sampling) -> None:
+    good = [0.5, 0.1, 9.0]
+    broken = [[NAN_LOGIT, 0.0, 0.0], [0.0, INF, 0.0], [-INF] * 3, good, [-INF, -INF, 0.0]]
+    found = drawn(broken, *[sampling] * 5)
+    assert found.status_B.tolist() == [NAN, NAN, DEAD, OK, OK] and found.status_B.dtype == torch.int32
+    assert found.token_B[:3].tolist() == [0, 0, 0] and found.token_B[4] == 2
+    assert found.token_B[3] == drawn([good], sampling).token_B[0]
+
+
+def test_a_nan_behind_a_mask_is_still_reported() -> None:
+    allowed = torch.tensor([[True, False]])
+    assert drawn([[0.0, NAN_LOGIT]], Sampling(0), allowed=allowed).status_B.tolist() == [NAN]
+
+
+def test_a_mask_allows_its_tokens_only() -> None:
+    allowed = torch.tensor([[False, True, False, True], [False] * 4])
+    found = drawn([[9.0, 0.0, 9.0, 0.0]] * 2, Sampling(1.0, top_k=2), Sampling(1.0, top_k=2), allowed=allowed)
+    assert found.status_B.tolist() == [OK, DEAD] and int(found.token_B[0]) in (1, 3)
+
+
+def test_a_window_that_is_too_small_says_so() -> None:
+    flat, peaked = [0.0] * 600, [50.0] + [0.0] * 599
+    samplings = [Sampling(1.0, top_p=0.9), Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling(0, top_p=0.9)]
+    falling = [-0.001 * i for i in range(600)]
+    found = drawn([falling, peaked, flat, falling], *samplings)
+    assert found.status_B.tolist() == [OVERFLOW, OK, OK, OK], "a row that does not filter, or is greedy, has no need"
+    logits_BV = torch.tensor([falling])
+    rows, chain = rows_of(samplings[:1], 600), chain_of(samplings[:1])
+    again = [sample(logits_BV, rows, None, chain, truncation) for truncation in ("search", "sort")]
+    assert again[0].status_B.tolist() == again[1].status_B.tolist() == [OK]
+    assert again[0].token_B == again[1].token_B
+
+
+def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not() -> None:
+    """At 0 and at -inf it changes nothing; ids of the prompt (0, 3) and ids that were drawn (4) are meant."""
+    counts = torch.tensor([[0, 0, 0, 0, 2, 0]], dtype=torch.int16)
+    options = Sampling(0, repetition_penalty=4.0)
+
+    def best(logits: list[float]) -> tuple[int, int]:
+        found = drawn([logits], options, counts_BV=counts)
+        return int(found.token_B[0]), int(found.status_B[0])
+
+    assert best([3.9, 1.0, 0.5, 0.0, 3.8, 0.0]) == (1, OK)
+    assert best([-1.0, -3.9, -INF, -2.0, -INF, -INF]) == (1, OK)
+    assert best([0.0, -0.1, -INF, -INF, -INF, -INF]) == (0, OK)
+    assert best([-INF] * 6) == (0, DEAD)
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    counts = torch.tensor([[3, 1, 0]], dtype=torch.int16)
+    assert drawn([[3.5, 1.9, 1.0]], Sampling(0, frequency_penalty=1.0), counts_BV=counts).token_B.tolist() == [2]
+    assert drawn([[3.5, 1.9, 1.0]], Sampling(0, presence_penalty=1.0), counts_BV=counts).token_B.tolist() == [0]
+    assert drawn([[0.0, 0.0, 0.5]], Sampling(0, frequency_penalty=-1.0), counts_BV=counts).token_B.tolist() == [0]
+
+
+def test_the_scope_says_whether_the_prompt_counts() -> None:
+    prompt = [2, 2, 5]
+    assert first_counts(Sampling(), prompt, 6).tolist() == [0] * 6
+    assert first_counts(Sampling(penalty_scope="all"), prompt, 6).tolist() == [0, 0, 2, 0, 0, 1]
+    assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2).tolist() == [0, MOST_COUNTED]
+    counts = torch.tensor([[0, 1], [0, MOST_COUNTED], [0, 5]], dtype=torch.int16)
+    count_drawn(counts, torch.tensor([1, 1, 1]), torch.tensor([True, True, False]))
+    assert counts[:, 1].tolist() == [2, MOST_COUNTED, 5]
+
+
+def test_biases_are_added_and_padding_adds_nothing() -> None:
+    requests = [Sampling(0, logit_bias={2: 5.0}), Sampling(0, logit_bias={0: -INF, 1: -INF, 2: 0.5}), Sampling(0)]
+    assert drawn([[4.0, 3.0, 0.0]] * 3, *requests).token_B.tolist() == [2, 2, 0]
+    everything = Sampling(1.0, logit_bias=dict.fromkeys(range(3), -INF))
+    assert drawn([[4.0, 3.0, 0.0]], everything).status_B.tolist() == [DEAD]
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    patient = Sampling(0, min_tokens=3)
+    chain = chain_of([patient], stop_ids=2)
+    knobs = new_knobs(chain, 4, torch.device("cpu"))
+    for row in range(3):
+        write_row(knobs, row, knobs_of(patient, chain, [0, 2]))
+    rows = rows_of([Sampling(0)] * 4, 3)._replace(knobs=knobs, generated_B=torch.tensor([0, 2, 3, 0]))
+    found = sample(torch.tensor([[9.0, 1.0, 8.0]] * 4), rows, None, chain)
+    assert found.token_B.tolist() == [1, 1, 0, 0], "too early twice, then not; the last row has no minimum"
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-6, "temperature_range": 1e-6}])
+def test_a_temperature_near_0_draws_from_the_likeliest(options: dict[str, float]) -> None:
+    """At an entropy near 0 the moving temperature is its lower end, here 0."""
+    found = drawn([[1.0, 3.0, 3.0, 2.0]] * 40, *[Sampling(**options, seed=seed) for seed in range(40)])
+    assert set(found.token_B.tolist()) == {1, 2} and not found.status_B.any()
+
+
+def test_all_arithmetic_is_fp32() -> None:
+    """Logits of 16 bits draw as the fp32 numbers that they are."""
+    logits_BV = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    options = [Sampling(0.7, top_p=0.9, seed=seed) for seed in range(20)]
+    rows, chain = rows_of(options, 50), chain_of(options)
+    tokens = [sample(logits, rows, None, chain).token_B for logits in (logits_BV, logits_BV.float())]
+    assert torch.equal(*tokens)
+
+
+def test_log_probabilities_are_the_raw_ones() -> None:
+    logits_BV = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    found = log_probabilities(logits_BV.bfloat16(), torch.tensor([4, 0, 8]), 2)
+    exact_BV = logits_BV.bfloat16().double().log_softmax(-1)
+    torch.testing.assert_close(found.chosen_B.double(), exact_BV[[0, 1, 2], [4, 0, 8]], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.ids_BN, exact_BV.topk(2).indices) and found.values_BN.dtype == torch.float32

@@ -1,0 +1,44 @@
+"""What the sampler's tests share: rows of requests, and the chi-square of draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from monograph.decode.chain import Rows
+from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.sampling import Sampling
+
+
+def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None = None, position: int = 7) -> Rows:
+    """One row per request, nothing drawn yet; the prompt holds every third id."""
+    chain, count = chain or chain_of(samplings), len(samplings)
+    knobs = new_knobs(chain, count, torch.device("cpu"))
+    for row, sampling in enumerate(samplings):
+        write_row(knobs, row, knobs_of(sampling, chain))
+    prompt_BV = (torch.arange(vocabulary) % 3 == 0).expand(count, -1)
+    zero_B = torch.zeros(count, dtype=torch.int64)
+    seed_B = torch.tensor([sampling.seed for sampling in samplings])
+    counts_BV = torch.zeros(count, vocabulary, dtype=torch.int16)
+    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV)
+
+
+def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor) -> Rows:
+    """One request's numbers in many rows of these seeds and positions."""
+    one, count = rows_of([sampling], vocabulary), len(seed_B)
+    knobs = {name: value.expand(count, *value.shape[1:]) for name, value in one.knobs.items()}
+    return Rows(seed_B, position_B, torch.zeros_like(seed_B), knobs)
+
+
+def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:
+    """The p-value of Pearson's statistic; cells below 5 are pooled."""
+    rare = expected < 5
+    if rare.any():
+        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum().double()
+    freedom = max(1, len(expected) - constraints)
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))
