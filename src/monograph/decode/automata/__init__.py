@@ -1,0 +1,87 @@
+"""Stops and constraints as automata over tokens, which the decode step follows on the device.
+
+The front door: `constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and
+`allowed`, `advance` and `stopped` are what a decode step asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from monograph.decode.automata.dfa import compiled
+from monograph.decode.automata.expression import Alternation, Expression, literal
+from monograph.decode.automata.lift import Automaton as Automaton
+from monograph.decode.automata.lift import constrainer, searcher
+from monograph.decode.automata.pattern import whole
+from monograph.decode.automata.schema import document, parsed
+from monograph.decode.automata.stops import searching
+from monograph.decode.automata.tables import DEAD as DEAD
+from monograph.decode.automata.tables import FREE as FREE
+from monograph.decode.automata.tables import Tables as Tables
+from monograph.decode.automata.tables import advance as advance
+from monograph.decode.automata.tables import allowed as allowed
+from monograph.decode.automata.tables import stopped as stopped
+from monograph.errors import InputRefused, UsageError
+
+KINDS = ("choices", "regex", "json_schema")
+
+
+def constraint(kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int]) -> Automaton:
+    """An automaton that allows exactly the tokens that can still become a text as wanted.
+
+    Args:
+        kind: "choices": one of several texts. "regex": the whole text matches a regular expression. "json_schema":
+            compact JSON that a bounded schema validates. docs/constraints.md says what the two may contain.
+        value: the texts; the expression; the schema as JSON text or as the object that it stands for.
+        pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
+        end_ids: the tokens that end a text.
+
+    Raises:
+        UsageError: an unknown kind.
+        InputRefused: a value that is not in the subset, not bounded or too large; the message names the place.
+    """
+    try:
+        expression, where = _expression(kind, value)
+        return constrainer(compiled(expression, where), pieces, end_ids, where)
+    except RecursionError:
+        raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
+
+
+def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
+    """An automaton that stops at the token that completes any of the strings, inside it or across tokens.
+
+    Args:
+        strings: at least one, none of them empty.
+        pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
+
+    Raises:
+        InputRefused: no string, an empty one, or too many bytes of them.
+    """
+    return searcher(searching([_utf8(string, "a stop string") for string in strings]), pieces, "the stop strings")
+
+
+def _expression(kind: str, value: Any) -> tuple[Expression, str]:
+    """The accepted texts, and what to call them in an error."""
+    if kind == "choices":
+        if isinstance(value, str) or not value:
+            raise InputRefused("choices: expected a list of at least one text")
+        return Alternation(tuple(literal(_utf8(text, "a choice")) for text in value)), "the choices"
+    if kind == "regex":
+        shown = value if len(value) <= 60 else value[:60] + "..."
+        return whole(value, f"the regular expression {shown!r}"), f"the regular expression {shown!r}"
+    if kind == "json_schema":
+        return document(value if isinstance(value, Mapping | bool) else parsed(value)), "the JSON schema"
+    if kind == "grammar":
+        raise UsageError(
+            "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "
+            f"never waits for the host: use {', '.join(KINDS)}"
+        )
+    raise UsageError(f"constraint {kind!r}: expected {', '.join(KINDS)}")
+
+
+def _utf8(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InputRefused(f"{what} has half of a surrogate pair, which UTF-8 cannot write: {text!r:.60}") from None

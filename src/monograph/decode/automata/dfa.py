@@ -1,0 +1,240 @@
+"""The smallest deterministic automaton of a byte expression.
+
+Shapes: S states, K classes of bytes that no state tells apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.decode.automata.expression import Expression, Intersection
+from monograph.decode.automata.positions import END, Budget, Next, Positions
+from monograph.errors import InputRefused
+
+MAX_STATES = 10_000
+
+Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
+
+
+@dataclass(frozen=True, eq=False)
+class ByteAutomaton:
+    """A deterministic automaton over bytes, all of whose states lie on a way from state 0 to an accepting one.
+
+    Attributes:
+        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text goes on that way.
+        class_256: uint8 [256], the class of each byte.
+        accepting_S: bool [S], where a text may end.
+    """
+
+    next_SK: NDArray[np.int16]
+    class_256: NDArray[np.uint8]
+    accepting_S: NDArray[np.bool_]
+
+    def accepts(self, text: bytes) -> bool:
+        """Whether the automaton ends in an accepting state, byte by byte: the slow path that the rest is held to."""
+        state = 0
+        for byte in text:
+            state = int(self.next_SK[state, self.class_256[byte]])
+            if state < 0:
+                return False
+        return bool(self.accepting_S[state])
+
+
+def compiled(expression: Expression, where: str) -> ByteAutomaton:
+    """The minimal automaton of an expression.
+
+    Args:
+        expression: over bytes.
+        where: what to call it in an error.
+
+    Raises:
+        InputRefused: it matches nothing at all, or is too large (MAX_STATES, MAX_POSITIONS, MAX_WORK).
+    """
+    automaton = _compiled(expression, Budget(where))
+    if automaton is None:
+        raise InputRefused(f"{where} matches no text at all")
+    return automaton
+
+
+def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
+    positions = Positions(budget, _intersection_before)
+    start = positions.closed(positions.before(expression, frozenset((END,))))
+    if not start:
+        return None
+    class_256, classes_of = _byte_classes(set(positions.takes))
+    numbers, rows = {start: 0}, []
+    for state in (queue := [start]):
+        into: dict[int, list[Next]] = defaultdict(list)
+        for position in state:
+            classes = classes_of[positions.takes[position]]
+            budget.spend(1 + len(classes))
+            for byte_class in classes:
+                into[byte_class].append(positions.follow[position])
+        row = {}
+        for byte_class, follow in into.items():
+            following = positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
+            if following not in numbers:
+                numbers[following] = len(queue)
+                queue.append(following)
+            row[byte_class] = numbers[following]
+        rows.append(row)
+        _check_size(len(queue), budget)
+    return _minimal(rows, [END in state for state in queue], class_256)
+
+
+def _check_size(states: int, budget: Budget) -> None:
+    if states > MAX_STATES:
+        budget.refuse(MAX_STATES, "states")
+
+
+def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
+    """Bytes that lie in the same sets as classes: the class of each byte, and the classes of each set."""
+    ordered = list(sets)
+    members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
+    profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
+    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
+    class_256 = np.array([numbers[profile] for profile in profiles], dtype=np.uint8)
+    classes_of: dict[int, list[int]] = {mask: [] for mask in ordered}
+    for profile, number in numbers.items():
+        for index in profile:
+            classes_of[ordered[index]].append(number)
+    return class_256, classes_of
+
+
+def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]) -> ByteAutomaton:
+    """The automaton with equivalent states made one, numbered breadth first, and equivalent classes of bytes too."""
+    block_of = _equivalent(rows, accepting)
+    order = {block_of[0]: 0}
+    representatives = [0]
+    for state in representatives:
+        for _, target in sorted(rows[state].items()):
+            if block_of[target] not in order:
+                order[block_of[target]] = len(representatives)
+                representatives.append(target)
+    next_SK = np.full((len(representatives), int(class_256.max()) + 1), -1, dtype=np.int16)
+    for number, state in enumerate(representatives):
+        for byte_class, target in rows[state].items():
+            next_SK[number, byte_class] = order[block_of[target]]
+    next_SK, merged = np.unique(next_SK, axis=1, return_inverse=True)
+    accepting_S = np.array([accepting[state] for state in representatives])
+    return ByteAutomaton(next_SK, merged.reshape(-1).astype(np.uint8)[class_256], accepting_S)
+
+
+def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
+    """Per state the number of its block: states of a block accept the same texts (Hopcroft 1971).
+
+    A missing transition stands for a dead state. No block of dead states is needed to split the others, since each
+    block splits those that have a transition into it from those that have not, and all blocks are splitters at first.
+    """
+    before: list[list[tuple[int, int]]] = [[] for _ in rows]
+    for state, row in enumerate(rows):
+        for byte_class, target in row.items():
+            before[target].append((byte_class, state))
+    partition = _Partition(accepting)
+    while partition.waiting:
+        into: dict[int, set[int]] = defaultdict(set)
+        for target in partition.blocks[partition.waiting.pop()]:
+            for byte_class, state in before[target]:
+                into[byte_class].add(state)
+        for sources in into.values():
+            partition.split_by(sources)
+    return partition.block_of
+
+
+class _Partition:
+    """Blocks of states, at first the accepting and the other ones, and which blocks are still to split the others."""
+
+    def __init__(self, accepting: Sequence[bool]) -> None:
+        halves: list[set[int]] = [set(), set()]
+        for state, end in enumerate(accepting):
+            halves[end].add(state)
+        self.blocks = [half for half in halves if half]
+        self.block_of = [0] * len(accepting)
+        for number, block in enumerate(self.blocks):
+            for state in block:
+                self.block_of[state] = number
+        self.waiting = set(range(len(self.blocks)))
+
+    def split_by(self, splitter: set[int]) -> None:
+        """Split every block into its states inside and outside of a set."""
+        touched: dict[int, set[int]] = defaultdict(set)
+        for state in splitter:
+            touched[self.block_of[state]].add(state)
+        for number, inside in touched.items():
+            outside = len(self.blocks[number]) - len(inside)
+            if not outside:
+                continue
+            self.blocks[number] -= inside
+            smaller = inside
+            if outside < len(inside):
+                smaller, self.blocks[number] = self.blocks[number], inside
+            for state in smaller:
+                self.block_of[state] = len(self.blocks)
+            # The smaller part is enough, whether or not the rest waits too: the whole was or will be a splitter.
+            self.waiting.add(len(self.blocks))
+            self.blocks.append(smaller)
+
+
+def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
+    """The first positions of what both sides match, followed by `then`; see `Positions.before`."""
+    sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
+    if sides[0] is None or sides[1] is None:
+        return 0
+    rows, accepting, bytes_of = _product(sides[0], sides[1], positions.budget)
+    firsts: dict[int, Next] = {}
+    for state in _ends_first(rows):
+        takes: dict[int, int] = defaultdict(int)  # {next state: the bytes that lead there}
+        for byte_class, target in rows[state].items():
+            takes[target] |= bytes_of[byte_class]
+        ways = [positions.at(mask, firsts[target]) for target, mask in takes.items()]
+        firsts[state] = positions.union([*ways, *([then] if accepting[state] else [])])
+    return firsts[0]
+
+
+def _product(
+    left: ByteAutomaton, right: ByteAutomaton, budget: Budget
+) -> tuple[list[dict[int, int]], list[bool], dict[int, int]]:
+    """Pairs of states that are reached together: rows over pairs of classes, which pairs accept, each class's bytes."""
+    bytes_of: dict[int, int] = defaultdict(int)
+    right_classes = right.next_SK.shape[1]
+    for byte in range(256):
+        bytes_of[int(left.class_256[byte]) * right_classes + int(right.class_256[byte])] |= 1 << byte
+    left_rows, right_rows = left.next_SK.tolist(), right.next_SK.tolist()
+    numbers, rows = {(0, 0): 0}, []
+    for one, other in (queue := [(0, 0)]):
+        row: dict[int, int] = {}
+        budget.spend(len(bytes_of))
+        for byte_class in bytes_of:
+            pair = left_rows[one][byte_class // right_classes], right_rows[other][byte_class % right_classes]
+            if min(pair) < 0:
+                continue
+            if pair not in numbers:
+                numbers[pair] = len(queue)
+                queue.append(pair)
+            row[byte_class] = numbers[pair]
+        rows.append(row)
+        _check_size(len(queue), budget)
+    return rows, [bool(left.accepting_S[one] and right.accepting_S[other]) for one, other in queue], bytes_of
+
+
+def _ends_first(rows: Rows) -> list[int]:
+    """The states of an automaton without cycles in an order in which every state comes after those that follow it."""
+    before: list[set[int]] = [set() for _ in rows]
+    for state, row in enumerate(rows):
+        for target in row.values():
+            before[target].add(state)
+    missing = [len(set(row.values())) for row in rows]
+    order = [state for state, count in enumerate(missing) if not count]
+    for state in order:
+        for earlier in before[state]:
+            missing[earlier] -= 1
+            if not missing[earlier]:
+                order.append(earlier)
+    assert len(order) == len(rows), "one side of an intersection matches finitely many texts"
+    return order

@@ -1,0 +1,171 @@
+"""From bytes to tokens: what a whole token does to every state of a byte automaton.
+
+Two tokens that do the same to all states are of one class, so the table over states and tokens becomes one over states
+and classes, and a class for each token. Shapes: S states, V tokens, C classes of tokens, K classes of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.decode.automata.dfa import ByteAutomaton
+from monograph.errors import InputRefused
+
+MAX_CELLS = 1 << 25  # of the table that is built: 64 MiB
+_PART = 1 << 22  # cells that are computed at once
+_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint has two more
+
+
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """An automaton over tokens; a text begins in state 0.
+
+    Attributes:
+        where: what to call it in an error.
+        next_SC: int16 [S, C], the state after a token of each class; -1 where the token is forbidden.
+        class_V: int16 [V], the class of each token.
+        stops_S: bool [S], where the text is over: a stop string has occurred, or only an end token may still come.
+    """
+
+    where: str
+    next_SC: NDArray[np.int16]
+    class_V: NDArray[np.int16]
+    stops_S: NDArray[np.bool_]
+
+
+def searcher(automaton: ByteAutomaton, pieces: Sequence[bytes], where: str) -> Automaton:
+    """The automaton of stop strings over tokens: it forbids nothing, and tokens without bytes leave it where it is.
+
+    Args:
+        automaton: over bytes; every byte is allowed in every state.
+        pieces: the bytes of each token.
+        where: what to call it in an error.
+    """
+    columns_CS, class_V = _columns(automaton, pieces, where)
+    return Automaton(where, np.ascontiguousarray(columns_CS[:, :-1].T), class_V, automaton.accepting_S)
+
+
+def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int], where: str) -> Automaton:
+    """The automaton of a constraint over tokens: every way that it allows can be gone to an accepting state.
+
+    Args:
+        automaton: over bytes.
+        pieces: the bytes of each token; one without bytes is never allowed, unless it ends the text.
+        end_ids: tokens that end a text, allowed in accepting states only, whatever bytes they have.
+        where: what to call it in an error.
+
+    Raises:
+        InputRefused: no sequence of tokens makes an accepted text, there is no end token, or the table is too large.
+    """
+    ends = sorted(end_ids)
+    if not ends:
+        raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
+    columns_CS, class_V = _columns(automaton, pieces, where)
+    states = len(automaton.accepting_S)
+    # Two more columns, which lead nowhere yet: that of tokens that are never allowed, and last that of end tokens.
+    columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
+    class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
+    class_V[ends] = len(columns_CS) - 1
+    next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
+    live_S = _reaches(next_SC, automaton.accepting_S)
+    live_S &= _reached(next_SC)
+    if not live_S[0]:
+        raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
+    # Renumbered without the dead; one more state, after the end token.
+    numbers = np.full(states + 1, -1, dtype=np.int16)
+    numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
+    next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
+    last = len(next_SC) - 1
+    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = last
+    stops_S = (next_SC[:, :-1] < 0).all(axis=1)
+    merged_CS, merged_C = _merged(next_SC.T)
+    return Automaton(where, np.ascontiguousarray(merged_CS.T), merged_C[class_V], stops_S)
+
+
+def _columns(
+    automaton: ByteAutomaton, pieces: Sequence[bytes], where: str
+) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+    """What each token does: [C, S + 1] the state after it from each state (S is the dead one), and [V] its class.
+
+    All tokens are read at once, byte by byte. A beginning that does to all states what another one does is the same
+    column, and each column is continued by each class of bytes only once.
+    """
+    states, byte_classes = automaton.next_SK.shape
+    step_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
+    step_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
+    text = automaton.class_256[np.frombuffer(b"".join(pieces), dtype=np.uint8)].astype(np.int64)
+    lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+    starts_V = np.cumsum(lengths_V) - lengths_V
+    columns = [np.arange(states + 1, dtype=np.int16)]
+    index_of = {columns[0].tobytes(): 0}
+    known = np.full((1, byte_classes), -1, dtype=np.int64)  # the column after a column and a class of bytes
+    column_V = np.zeros(len(pieces), dtype=np.int64)
+    active, depth = np.flatnonzero(lengths_V), 0
+    while len(active):
+        now, by = column_V[active], text[starts_V[active] + depth]
+        wanted = np.zeros(known.shape, dtype=bool)
+        wanted[now, by] = True
+        parents, kinds = np.nonzero(wanted & (known < 0))
+        part = max(1, _PART // (states + 1))
+        for first in range(0, len(parents), part):
+            chosen = slice(first, first + part)
+            before = np.stack([columns[parent] for parent in parents[chosen]])
+            for parent, kind, column in zip(
+                parents[chosen], kinds[chosen], step_KS[kinds[chosen, None], before], strict=True
+            ):
+                known[parent, kind] = index_of.setdefault(column.tobytes(), len(columns))
+                if known[parent, kind] == len(columns):
+                    columns.append(column.copy())
+            if len(columns) * (states + 1) > MAX_CELLS or len(columns) >= _MAX_CLASSES:
+                raise InputRefused(
+                    f"{where}: {states:,} states by {len(columns):,} kinds of tokens are more than the "
+                    f"{MAX_CELLS:,} cells of the largest table; make it simpler or shorter"
+                )
+        known = np.concatenate([known, np.full((len(columns) - len(known), byte_classes), -1, dtype=np.int64)])
+        column_V[active] = known[now, by]
+        depth += 1
+        active = active[lengths_V[active] > depth]
+    used, class_V = np.unique(column_V, return_inverse=True)
+    return np.stack([columns[index] for index in used]), class_V.astype(np.int16)
+
+
+def _reaches(next_SC: NDArray[np.int16], accepting_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The states from which tokens lead to an accepting state."""
+    return _spread(_edges(next_SC).T, np.flatnonzero(accepting_S))[:-1]
+
+
+def _reached(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """The states to which tokens lead from state 0."""
+    return _spread(_edges(next_SC), np.array([0]))[:-1]
+
+
+def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """[S + 1, S + 1]: whether a token leads from one state to another, the dead one apart."""
+    edges_SS = np.zeros((len(next_SC), len(next_SC)), dtype=bool)
+    for row, following in zip(edges_SS, next_SC, strict=True):
+        row[following] = True
+    edges_SS[:, -1] = False
+    return edges_SS
+
+
+def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The states that can be reached from some along edges."""
+    seen = np.zeros(len(edges_SS), dtype=bool)
+    seen[start] = True
+    front = start
+    while len(front):
+        front = np.flatnonzero(edges_SS[front].any(axis=0) & ~seen)
+        seen[front] = True
+    return seen
+
+
+def _merged(columns_CS: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+    """Each different column once, and which one every column is."""
+    index_of: dict[bytes, int] = {}
+    chosen = np.array([index_of.setdefault(column.tobytes(), len(index_of)) for column in columns_CS], dtype=np.int16)
+    first = np.unique(chosen, return_index=True)[1]
+    return columns_CS[first], chosen

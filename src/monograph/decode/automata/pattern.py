@@ -1,0 +1,253 @@
+"""Regular expressions as people write them, read into byte expressions; docs/constraints.md lists what is understood.
+
+What is left out either is not regular (backreferences) or changes which of several matches is found, not whether there
+is one (lazy quantifiers), or needs a look at what lies around (lookaround, word boundaries). It is refused by name.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import NamedTuple, NoReturn
+
+from monograph.decode.automata.characters import ANY, CodePoints, Encoding, complement, union, utf8
+from monograph.decode.automata.expression import Alternation, Concatenation, Expression, Repetition
+from monograph.errors import InputRefused
+
+MAX_LENGTH, MAX_DEPTH = 20_000, 30
+
+_DIGITS: CodePoints = ((0x30, 0x39),)
+_WORD = union((ord(first), ord(last)) for first, last in ("09", "AZ", "az", "__"))
+_SPACE: CodePoints = ((0x09, 0x0D), (0x20, 0x20))
+_SETS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
+_SETS |= {name.upper(): complement(points) for name, points in _SETS.items()}
+_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
+_HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
+_GROUPS = {
+    "=": "lookahead",
+    "!": "lookahead",
+    "<=": "lookbehind",
+    "<!": "lookbehind",
+    ">": "an atomic group",
+    "P<": "a named group",
+    "<": "a named group",
+    "P=": "a backreference",
+    "(": "a conditional group",
+    "#": "a comment",
+}
+_ASSERTIONS = {"b": "a word boundary", "B": "a word boundary", "A": "an anchor other than ^ and $", "p": "a property"}
+_ASSERTIONS |= {"Z": _ASSERTIONS["A"], "z": _ASSERTIONS["A"], "P": "a property", "k": "a backreference"}
+
+
+class Branch(NamedTuple):
+    """One alternative of the whole pattern.
+
+    Attributes:
+        body: the expression between the anchors.
+        begins: ^ stands before it.
+        ends: $ stands behind it.
+    """
+
+    body: Expression
+    begins: bool
+    ends: bool
+
+
+def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
+    """The texts that the pattern matches from their first to their last character, as `re.fullmatch` does.
+
+    The pattern's sets are those of `re.ASCII`: digits 0 to 9, letters a to z; a dot is any character but a newline.
+
+    Args:
+        pattern: the regular expression.
+        where: what to call it in an error.
+        encoding: how characters become bytes.
+
+    Raises:
+        InputRefused: not in the subset; the message names the construct and its position.
+    """
+    return Alternation(tuple(branch.body for branch in branches(pattern, where, encoding)))
+
+
+def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
+    """The texts in which the pattern matches somewhere, as `re.search` does; for the rest see `whole`."""
+    anything = Repetition(encoding(ANY), 0, None)
+    return Alternation(
+        tuple(
+            Concatenation((*([] if begins else [anything]), body, *([] if ends else [anything])))
+            for body, begins, ends in branches(pattern, where, encoding)
+        )
+    )
+
+
+def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
+    """The alternatives of the whole pattern; see `whole`."""
+    if len(pattern) > MAX_LENGTH:
+        raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
+    reader = _Reader(pattern, where, encoding)
+    found = [reader.branch()]
+    while reader.take("|"):
+        found.append(reader.branch())
+    if reader.at < len(pattern):
+        reader.refuse("an unopened ')'", r"write \) for the character")
+    return found
+
+
+class _Reader:
+    """Recursive descent: alternation, concatenation, repetition, atom."""
+
+    def __init__(self, pattern: str, where: str, encoding: Encoding) -> None:
+        self.pattern, self.where, self.encoding = pattern, where, encoding
+        self.at, self.depth = 0, 0
+
+    def refuse(self, what: str, advice: str, at: int | None = None) -> NoReturn:
+        place = self.at if at is None else at
+        raise InputRefused(f"{self.where}: {what} at position {place}: {advice}")
+
+    def peek(self) -> str:
+        return self.pattern[self.at : self.at + 1]
+
+    def take(self, wanted: str) -> bool:
+        found = self.pattern.startswith(wanted, self.at)
+        self.at += len(wanted) * found
+        return found
+
+    def branch(self) -> Branch:
+        begins = self.take("^")
+        body = self.concatenation()
+        ends = self.take("$")
+        if ends and self.peek() not in ("", "|"):
+            self.refuse("an anchor inside the pattern", "^ and $ may only stand at its ends", self.at - 1)
+        return Branch(body, begins, ends)
+
+    def alternation(self) -> Expression:
+        options = [self.concatenation()]
+        while self.take("|"):
+            options.append(self.concatenation())
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
+
+    def concatenation(self) -> Expression:
+        parts: list[Expression] = []
+        while self.peek() not in ("", "|", ")") and not (self.peek() == "$" and self.depth == 0):
+            parts.append(self.repetition())
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
+
+    def repetition(self) -> Expression:
+        part = self.atom()
+        counts = self.counts()
+        if counts is None:
+            return part
+        if self.peek() in ("?", "+") and self.peek():
+            kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
+            self.refuse(kind, "the whole text is matched, so write the quantifier alone")
+        if self.peek() in ("*", "{") and self.peek():
+            self.refuse("a quantifier of a quantifier", "put what it repeats into a group")
+        return Repetition(part, *counts)
+
+    def counts(self) -> tuple[int, int | None] | None:
+        start = self.at
+        for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self.take(sign):
+                return counts
+        if not self.take("{"):
+            return None
+        least, comma, most = self.digits(), self.take(","), self.digits()
+        if not self.take("}") or not (least or most) or (most and not comma):
+            self.refuse("a '{' that begins no count", r"write {m}, {m,}, {,n} or {m,n}, or \{ for the character", start)
+        if not comma:
+            most = least
+        if most and int(most) < int(least or 0):
+            self.refuse("a count whose upper bound is below its lower one", "swap them", start)
+        return int(least or 0), int(most) if most else None
+
+    def digits(self) -> str:
+        start = self.at
+        while self.peek() and self.peek() in string.digits:
+            self.at += 1
+        if self.at - start > 9:
+            self.refuse("a count of more than nine digits", "no automaton has that many states", start)
+        return self.pattern[start : self.at]
+
+    def atom(self) -> Expression:
+        start, sign = self.at, self.peek()
+        if sign in ("*", "+", "?", "{"):
+            self.refuse(f"a {sign!r} with nothing to repeat", f"write \\{sign} for the character")
+        if sign in ("^", "$"):
+            self.refuse("an anchor inside the pattern", "^ and $ may only stand at its ends")
+        self.at += 1
+        if sign == "(":
+            return self.group(start)
+        if sign == "[":
+            return self.encoding(self.character_set(start))
+        if sign == ".":
+            return self.encoding(complement(((10, 10),)))
+        return self.encoding(self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),))
+
+    def group(self, start: int) -> Expression:
+        if self.take("?") and not self.take(":"):
+            names = [self.pattern[self.at : self.at + length] for length in (2, 1)]
+            name = next((_GROUPS[name] for name in names if name in _GROUPS), "a flag or unknown group")
+            self.refuse(name, "groups are (...) and (?:...)", start)
+        if self.depth == MAX_DEPTH:
+            self.refuse("a group", f"at most {MAX_DEPTH} lie inside each other", start)
+        self.depth += 1
+        inner = self.alternation()
+        self.depth -= 1
+        if not self.take(")"):
+            self.refuse("a '(' that is not closed", r"write \( for the character", start)
+        return inner
+
+    def escape(self, start: int) -> CodePoints:
+        """The character or set that a backslash begins; the backslash at `start` is read."""
+        letter = self.peek()
+        self.at += 1
+        if letter in _SETS:
+            return _SETS[letter]
+        if letter in _ASSERTIONS or (letter.isdigit() and (letter != "0" or self.peek().isdigit())):
+            name = _ASSERTIONS.get(letter, "a backreference or octal number")
+            self.refuse(f"{name} (\\{letter})", "it is not part of the subset", start)
+        if letter in _HEXADECIMAL:
+            number = self.pattern[self.at : self.at + _HEXADECIMAL[letter]]
+            self.at += len(number)
+            if len(number) < _HEXADECIMAL[letter] or not set(number) <= set(string.hexdigits):
+                self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
+            if int(number, 16) > ANY[0][1]:
+                self.refuse(f"\\{letter}{number}", "there is no such character", start)
+            return ((int(number, 16),) * 2,)
+        if letter in _CONTROLS:
+            return ((_CONTROLS[letter],) * 2,)
+        if not letter or letter.isalnum():
+            self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
+        return ((ord(letter), ord(letter)),)
+
+    def character_set(self, start: int) -> CodePoints:
+        """A set of characters; its `[` at `start` is read."""
+        negated = self.take("^")
+        ranges: list[tuple[int, int]] = []
+        if self.peek() == "]":
+            self.refuse("a set that begins with ']'", r"write \] for the character", start)
+        while not self.take("]"):
+            if not self.peek():
+                self.refuse("a '[' that is not closed", r"write \[ for the character", start)
+            if self.pattern.startswith("[:", self.at):
+                self.refuse("a named set", r"use \d, \w, \s or ranges")
+            ranges.extend(self.character_range())
+        points = union(ranges)
+        return complement(points) if negated else points
+
+    def character_range(self) -> CodePoints:
+        r"""One member of a set: a character, a range of them, or \d and the like."""
+        start, first = self.at, self.member()
+        if self.peek() != "-" or self.pattern.startswith("-]", self.at):
+            return first
+        self.at += 1
+        last = self.member() if self.peek() else ()
+        if any(len(end) != 1 or end[0][0] != end[0][1] for end in (first, last)):
+            self.refuse("a range", "it goes from one character to another", start)
+        if last[0][0] < first[0][0]:
+            self.refuse("a range whose end comes before its beginning", "swap them", start)
+        return ((first[0][0], last[0][0]),)
+
+    def member(self) -> CodePoints:
+        start, sign = self.at, self.peek()
+        self.at += 1
+        return self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),)

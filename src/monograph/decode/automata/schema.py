@@ -1,0 +1,274 @@
+"""JSON schemas that are bounded, read into byte expressions; docs/constraints.md lists what is understood.
+
+Every accepted text is compact JSON that the schema validates. Every valid value is accepted, written compactly with the
+members of its objects in the schema's order, as long as it has no more digits and characters than the defaults allow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from monograph.decode.automata import values
+from monograph.decode.automata.characters import in_json
+from monograph.decode.automata.disjoint import overlap
+from monograph.decode.automata.expression import (
+    Alternation,
+    Expression,
+    Intersection,
+    Repetition,
+    joined,
+    literal,
+    optional,
+)
+from monograph.decode.automata.pattern import found_in
+from monograph.errors import InputRefused
+
+MAX_DEPTH, MAX_OPTIONS = 32, 64
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
+# What says nothing about a value.
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
+_VALUES = {"type", "enum", "const"}
+_ASSERTIONS = _VALUES | {
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "prefixItems",
+    "minItems",
+    "maxItems",
+}
+_ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Numbers beyond this many digits are no sizes or bounds that anyone means.
+_LARGEST = 10**18
+
+
+def parsed(text: str) -> Any:
+    """A schema given as text.
+
+    Raises:
+        InputRefused: not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"the JSON schema is not JSON: {error}") from None
+
+
+def document(schema: Any) -> Expression:
+    """The compact JSON texts that a schema validates.
+
+    Args:
+        schema: a JSON schema (draft 2020-12) as `json.loads` gives it.
+
+    Raises:
+        InputRefused: not bounded, not in the subset, or no schema; the message names the place and the key.
+    """
+    return _Schemas(schema).read(schema, ("$",))
+
+
+class _Schemas:
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.known: dict[str, Expression] = {}
+        self.open: list[str] = []  # the references that are being read
+
+    def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
+        raise InputRefused(f"the JSON schema at {'.'.join(path)[:200]}: {fault}")
+
+    def read(self, schema: Any, path: tuple[str, ...]) -> Expression:
+        """The texts of a schema that stands at `path`."""
+        if len(path) > MAX_DEPTH:
+            self.refuse(path[:4], f"schemas lie more than {MAX_DEPTH} deep in each other: make it flatter")
+        if schema is True or schema == {}:
+            self.refuse(path, "any value is valid here, so it is not bounded: give a type")
+        if not isinstance(schema, dict):
+            self.refuse(path, f"{str(schema)[:40]!r} is no schema that any value could follow: give an object")
+        for key in schema:
+            if key not in _ANNOTATIONS | _ASSERTIONS | {"$ref", "anyOf", "oneOf"}:
+                self.refuse(path, f"{key!r} is not supported: leave it out or say the same with other keys")
+        for key in ("$ref", "anyOf", "oneOf"):
+            if key in schema:
+                beside = schema.keys() - _ANNOTATIONS - {key}
+                if beside:
+                    self.refuse(path, f"{key!r} beside {min(beside)!r} is not supported: let {key!r} stand alone")
+                return self._reference(schema, path) if key == "$ref" else self._options(schema, key, path)
+        if "const" in schema or "enum" in schema:
+            return self._enumeration(schema, path)
+        return Alternation(tuple(self._typed(name, schema, path) for name in self._types(schema, path)))
+
+    def _types(self, schema: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+        types = schema.get("type")
+        if types is None:
+            self.refuse(path, "a value of any type is valid here, so it is not bounded: give 'type'")
+        names = types if isinstance(types, list) else [types]
+        for name in names:
+            if name not in _TYPES:
+                self.refuse(path, f"type {str(name)[:40]!r} is none of {', '.join(_TYPES)}")
+        if not names:
+            self.refuse(path, "'type' names no type")
+        return names
+
+    def _typed(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        readers = {"object": self._object, "array": self._array, "string": self._string}
+        if name in readers:
+            return readers[name](schema, path)
+        if name in ("integer", "number"):
+            return self._number(name, schema, path)
+        return Alternation((literal(b"true"), literal(b"false"))) if name == "boolean" else literal(b"null")
+
+    # ── references and choices ────────────────────────────────────────────────────────────────────
+
+    def _reference(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        name = schema["$ref"]
+        found = self.target(name, path)
+        if name in self.open:
+            self.refuse(path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out")
+        if name not in self.known:
+            self.open.append(name)
+            self.known[name] = self.read(found, (*path, "$ref"))
+            self.open.pop()
+        return self.known[name]
+
+    def target(self, name: Any, path: tuple[str, ...]) -> Any:
+        """The schema that a reference names."""
+        if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
+            self.refuse(path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'")
+        found = self.root
+        for step in name.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or step not in found:
+                self.refuse(path, f"'$ref' to {name[:60]!r} leads nowhere")
+            found = found[step]
+        return found
+
+    def _options(self, schema: dict[str, Any], key: str, path: tuple[str, ...]) -> Expression:
+        options = schema[key]
+        if not isinstance(options, list) or not 0 < len(options) <= MAX_OPTIONS:
+            self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
+        texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
+        if key == "oneOf":
+            shared = overlap(options, lambda name: self.target(name, path))
+            if shared:
+                self.refuse(path, f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'")
+        return Alternation(tuple(texts))
+
+    def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        beside = schema.keys() - _ANNOTATIONS - _VALUES
+        if beside:
+            self.refuse(path, f"{min(beside)!r} beside 'enum' or 'const' is not supported: leave it out")
+        allowed = schema.get("enum", [schema.get("const")])
+        if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
+            self.refuse(path, "'enum' is not a list of JSON values")
+        if "const" in schema:
+            allowed = [value for value in allowed if values.equal(value, schema["const"])]
+        if "type" in schema:
+            types = set(self._types(schema, path))
+            allowed = [value for value in allowed if types & values.type_names(value)]
+        if not allowed:
+            self.refuse(path, "no value of 'enum' and 'const' is valid")
+        return Alternation(tuple(map(values.constant, allowed)))
+
+    # ── scalars ───────────────────────────────────────────────────────────────────────────────────
+
+    def _size(self, schema: dict[str, Any], key: str, default: int | None, path: tuple[str, ...]) -> int | None:
+        size = schema.get(key, default)
+        if size is not None and (not _is_number(size) or size != int(size) or not 0 <= size <= _LARGEST):
+            self.refuse(path, f"{key} = {str(size)[:40]}: expected a whole number, 0 or more")
+        return size if size is None else int(size)
+
+    def _string(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        least = self._size(schema, "minLength", 0, path) or 0
+        most = self._size(schema, "maxLength", max(least, values.STRING_LENGTH), path) or 0
+        if most < least:
+            self.refuse(path, f"maxLength = {most} is below minLength = {least}")
+        inside = values.characters(least, most)
+        if "pattern" in schema:
+            if not isinstance(schema["pattern"], str):
+                self.refuse(path, "'pattern' is not a string")
+            where = f"the JSON schema at {'.'.join(path)[:200]}: the pattern"
+            inside = Intersection(found_in(schema["pattern"], where, in_json), inside)
+        return values.quoted(inside)
+
+    def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        bounds = {key: schema[key] for key in _BOUNDS if key in schema}
+        for key, bound in bounds.items():
+            if not _is_number(bound) or abs(bound) > _LARGEST:
+                self.refuse(path, f"{key} = {str(bound)[:40]}: expected a number of at most 18 digits")
+        largest = 10**values.DIGITS - 1
+        if name == "integer":
+            lower = [math.ceil(bounds.get("minimum", -largest))]
+            lower += [math.floor(bounds[key]) + 1 for key in bounds if key == "exclusiveMinimum"]
+            upper = [math.floor(bounds.get("maximum", largest))]
+            upper += [math.ceil(bounds[key]) - 1 for key in bounds if key == "exclusiveMaximum"]
+            text = values.integer(max(lower), min(upper))
+        else:
+            for key, bound in bounds.items():
+                if key.startswith("exclusive") or bound != int(bound):
+                    self.refuse(path, f"{key} = {bound} of a number is not supported: give a whole minimum and maximum")
+            lower, upper = [int(bounds.get("minimum", -largest))], [int(bounds.get("maximum", largest))]
+            text = values.number_between(lower[0], upper[0]) if bounds else values.number()
+        if max(lower) > min(upper):
+            self.refuse(path, f"no {name} lies between its bounds")
+        return text
+
+    # ── arrays and objects ────────────────────────────────────────────────────────────────────────
+
+    def _array(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        first, items = schema.get("prefixItems", []), schema.get("items")
+        if not isinstance(first, list) or len(first) > MAX_OPTIONS:
+            self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
+        least = self._size(schema, "minItems", 0, path) or 0
+        most = self._size(schema, "maxItems", len(first) if items is False or (first and items is None) else None, path)
+        if most is None:
+            self.refuse(path, "an array without 'maxItems' is not bounded: give 'maxItems'")
+        if items in (None, False):
+            most = min(most, len(first))
+        if most < least:
+            self.refuse(path, f"no array has as many items as minItems = {least}: at most {most} are valid")
+        texts = [self.read(item, (*path, f"prefixItems[{index}]")) for index, item in enumerate(first[:most])]
+        more: Expression = joined()
+        if most > len(texts):
+            rest = self.read(items, (*path, "items"))
+            texts = texts or [rest]
+            more = Repetition(joined(literal(b","), rest), max(least - len(texts), 0), most - len(texts))
+        for index in reversed(range(len(texts))):
+            more = joined(literal(b",") if index else joined(), texts[index], more)
+            if index >= least:
+                more = optional(more)
+        return joined(literal(b"["), more, literal(b"]"))
+
+    def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        properties, required = schema.get("properties"), schema.get("required", [])
+        if schema.get("additionalProperties", False) is not False:
+            self.refuse(
+                path, "'additionalProperties' lets in members of any name, so it is not bounded: set it to false"
+            )
+        if properties is None and "additionalProperties" not in schema:
+            self.refuse(path, "an object of any members is not bounded: give 'properties'")
+        if not isinstance(properties or {}, Mapping):
+            self.refuse(path, "'properties' is not an object of schemas")
+        if not isinstance(required, list):
+            self.refuse(path, "'required' is not a list of names")
+        for name in required:
+            if name not in (properties or {}):
+                self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
+        # From the last member to the first: what may come after one that was written, and what may be written first.
+        after: list[Expression] = []
+        firsts: list[Expression] = []
+        for name, member in reversed((properties or {}).items()):
+            text = joined(values.constant(name), literal(b":"), self.read(member, (*path, f"properties.{name}")))
+            begun = joined(text, *after)
+            firsts = [begun, *(firsts if name not in required else [])]
+            following = joined(literal(b","), text)
+            after = [following if name in required else optional(following), *after]
+        may_be_empty = [] if required else [joined()]
+        return joined(literal(b"{"), Alternation((*firsts, *may_be_empty)), literal(b"}"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,128 @@
+"""Texts of JSON's scalars: constants, strings, and numbers within bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from monograph.decode.automata.characters import ANY, boxes, in_json
+from monograph.decode.automata.expression import (
+    Alternation,
+    Concatenation,
+    Expression,
+    Repetition,
+    byte_range,
+    joined,
+    literal,
+    optional,
+)
+
+STRING_LENGTH = 64  # most characters of a string whose schema does not say
+DIGITS = 15  # of a number whose schema does not say: what a float64 holds exactly
+FRACTION_DIGITS = 17  # enough for any float64
+_DIGIT = byte_range(0x30, 0x39)
+_QUOTE = literal(b'"')
+
+
+def constant(value: Any) -> Expression:
+    """A JSON value as compact JSON; the characters of its strings as `in_json` has them."""
+    if isinstance(value, str):
+        return joined(_QUOTE, *(in_json(((ord(character),) * 2,)) for character in value), _QUOTE)
+    if isinstance(value, list):
+        return joined(literal(b"["), *_separated([constant(item) for item in value]), literal(b"]"))
+    if isinstance(value, Mapping):
+        members = [joined(constant(name), literal(b":"), constant(item)) for name, item in value.items()]
+        return joined(literal(b"{"), *_separated(members), literal(b"}"))
+    return literal(json.dumps(value).encode())
+
+
+def _separated(parts: list[Expression]) -> list[Expression]:
+    return [piece for part in parts for piece in (literal(b","), part)][1:]
+
+
+def characters(least: int, most: int) -> Expression:
+    """What may stand between the quotes of a string of `least` to `most` characters."""
+    return Repetition(in_json(ANY), least, most)
+
+
+def quoted(inside: Expression) -> Expression:
+    """A string with this text inside."""
+    return joined(_QUOTE, inside, _QUOTE)
+
+
+def integer(least: int, most: int) -> Expression:
+    """The whole numbers from `least` to `most`, as decimals without superfluous zeros."""
+    return Alternation((_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least))))
+
+
+def _natural(least: int, most: int) -> Expression:
+    """The whole numbers from `least`, which is not negative, to `most`; none if there is none."""
+    options: list[Expression] = []
+    for size in range(len(str(least)), len(str(max(most, 0))) + 1):
+        first, last = max(least, 10 ** (size - 1) if size > 1 else 0), min(most, 10**size - 1)
+        if first <= last:
+            digits = [[int(digit) for digit in str(number)] for number in (first, last)]
+            for box in boxes(*digits, 0, 9):
+                options.append(Concatenation(tuple(byte_range(0x30 + low, 0x30 + high) for low, high in box)))
+    return Alternation(tuple(options))
+
+
+def number() -> Expression:
+    """Any number of at most DIGITS digits before the point, FRACTION_DIGITS behind it and two in the exponent."""
+    sign = optional(literal(b"-"))
+    exponent = optional(joined(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2)))
+    return joined(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
+
+
+def number_between(least: int, most: int) -> Expression:
+    """The decimals from one whole number to another, both included, without exponents."""
+    positive = _decimals(max(least, 0), most)
+    return Alternation((positive, joined(literal(b"-"), _decimals(max(-most, 0), -least))))
+
+
+def _decimals(least: int, most: int) -> Expression:
+    below = joined(_natural(least, most - 1), optional(_fraction(_DIGIT)))
+    border = joined(_natural(most, most) if most >= least else Alternation(()), optional(_fraction(literal(b"0"))))
+    return Alternation((below, border))
+
+
+def _fraction(digit: Expression) -> Expression:
+    return joined(literal(b"."), Repetition(digit, 1, FRACTION_DIGITS))
+
+
+def _one_of(sample: bytes) -> Expression:
+    return Alternation(tuple(literal(bytes((byte,))) for byte in sample))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are the same value: 1 is 1.0 but not true."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def type_names(value: Any) -> set[str]:
+    """The JSON schema types that a value has; a number without a fraction is an integer, too."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return {"integer", "number"}
+    kinds = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return {kinds[type(value)]}
+
+
+def is_json(value: Any) -> bool:
+    """Whether a Python value stands for a JSON value: no NaN, no infinity, names that are strings."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list):
+        return all(map(is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value) and all(map(is_json, value.values()))
+    return value is None or isinstance(value, str | int)
