@@ -1,11 +1,11 @@
 """Generating beside the peers: transformers, a compiled model whose sampler is on the host, llama.cpp.
 
-transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. The same random weights, prompt and filters (temperature, top-k, top-p, min-p) for all, each system in a process of its
-own; rounds interleave. A round asks each for one token (the first-token latency), for all tokens sampled, and for all
-tokens greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts
-are compared with Monograph's: where two systems round differently, they part at the first token whose two best logits
-are nearly equal. Beside them stands the share of the time that reading the weights once a step takes, at the measured
-rate of a large copy.
+transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. The same
+random weights, prompt and filters (temperature, top-k, top-p, min-p) for all, each system in a process of its own;
+rounds interleave. A round asks each for one token (the first-token latency), for all tokens sampled, and for all tokens
+greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts are
+compared with Monograph's: where two systems round differently, they part at the first token whose two best logits are
+nearly equal. "copy" is how fast the weights are read, once a step, beside the measured rate of a large copy.
 
 llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from another place).
 """
