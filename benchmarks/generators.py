@@ -177,9 +177,10 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
 
     weight = task.model.lm_head.weight
     config = transformers.LlamaConfig.from_dict(task.model.config.to_hf())
-    with weight.device:
-        theirs = transformers.LlamaForCausalLM(config).to(weight.dtype).eval()
-    theirs.load_state_dict(task.model.state_dict())
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.load_state_dict(task.model.state_dict(), assign=True)  # the weights themselves: a card holds no second copy
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config, device=weight.device)
     ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
 
     def write(tokens: int, greedy: bool) -> list[str]:

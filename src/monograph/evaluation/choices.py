@@ -63,19 +63,27 @@ def choose(model: Llama, tokenizer: Tokenizer, questions: Sequence[Question], pr
                 f"{each.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision))
-    right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-    for each in questions:
-        logs = [next(scores).log_probability for _ in each.choices]
-        sizes = {"acc": [1] * len(logs), "acc_norm": [len(choice) for choice in each.choices]}
-        sizes["acc_bytes"] = [len(choice.encode()) for choice in each.choices]
-        for name, lengths in sizes.items():
-            normed = [log / length for log, length in zip(logs, lengths, strict=True)]
-            right[name].append(normed.index(max(normed)) == each.gold)
-    means = {name: statistics.fmean(answers) for name, answers in right.items()}
-    errors = {f"{name}_stderr": _standard_error(answers) for name, answers in right.items()}
-    chance = statistics.fmean(1 / len(each.choices) for each in questions)
-    cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
-    return Accuracy(**means, **errors, chance=chance, questions=len(questions), cut=cut)
+    right = [_right(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
+    acc, acc_norm, acc_bytes = (list(answers) for answers in zip(*right, strict=True))
+    return Accuracy(
+        acc=statistics.fmean(acc),
+        acc_stderr=_standard_error(acc),
+        acc_norm=statistics.fmean(acc_norm),
+        acc_norm_stderr=_standard_error(acc_norm),
+        acc_bytes=statistics.fmean(acc_bytes),
+        acc_bytes_stderr=_standard_error(acc_bytes),
+        chance=statistics.fmean(1 / len(each.choices) for each in questions),
+        questions=len(questions),
+        cut=sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked),
+    )
+
+
+def _right(question: Question, logs: Sequence[float]) -> tuple[bool, bool, bool]:
+    """Whether the right choice has the largest log-probability, as it is, per character and per byte."""
+    characters, sizes = [len(choice) for choice in question.choices], [len(c.encode()) for c in question.choices]
+    normed = ([log / length for log, length in zip(logs, each, strict=True)] for each in (characters, sizes))
+    acc, acc_norm, acc_bytes = (each.index(max(each)) == question.gold for each in (list(logs), *normed))
+    return acc, acc_norm, acc_bytes
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
