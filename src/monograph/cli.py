@@ -123,10 +123,13 @@ def generate(
 @app.command()
 def evaluate(
     run: Run,
-    data: Annotated[list[str] | None, typer.Option(metavar="PATH", help="text; default: what the run held out")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="text, or a file of questions; default: what the run held out"),
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Measure bits per byte on text that was held out."""
+    """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
     return command(run, data=data or [], json=json)
