@@ -15,8 +15,9 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
+from monograph.run.exports import save
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, build, load, load_trained, load_weights, save, tokenizer_of, unique_state
+from monograph.run.models import Recipe, build, load, load_trained, load_weights, tokenizer_of, unique_state
 
 MODULE = """
 from __future__ import annotations

@@ -128,7 +128,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InputRefused(f"a chat's message is {type(message).__name__}: expected an object with a role and a content")
+        raise InputRefused(
+            f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
+        )
     thought = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return dict(message) if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
