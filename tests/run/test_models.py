@@ -148,8 +148,8 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     for other in (mine, theirs, load_trained(run, print).model):
         assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
-    with pytest.raises(UsageError, match="gguf"):
-        save(mine, tmp_path / "b", tokenizer, format="gguf")
+    with pytest.raises(UsageError, match="--format onnx: expected hf or gguf"):
+        save(mine, tmp_path / "b", tokenizer, format="onnx")
     model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
     assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)
 

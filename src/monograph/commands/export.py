@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from monograph.run.exports import save
+from monograph.run.exports import check, save
 from monograph.run.models import load
 
 _NEXT = {
@@ -20,6 +20,7 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     def warn(line: str) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
+    check(format, dtype)
     model, tokenizer = load(run, warn)
     save(model, to, tokenizer, format, dtype, warn)
     print(f"{to}: {_NEXT[format].format(folder=str(to))}")

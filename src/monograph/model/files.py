@@ -170,7 +170,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
         number = int(reported[1]) if reported else getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT):
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         raise InputRefused(f"{target}: cannot be written: {error}") from error
     finally:

@@ -73,15 +73,13 @@ def save_gguf(
         warn: called with each line that a person should read about what llama.cpp will do differently.
 
     Raises:
-        UsageError: no such dtype, or the package is not installed.
+        UsageError: the package is not installed.
         InputRefused: what llama.cpp does not compute or would read wrongly (a window, a split pattern that it has not,
             more stop tokens than it knows), weights that do not fit the dtype, or a folder that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
     name = dtype or _OWN[model.model.embed_tokens.weight.dtype]
-    if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
-    gguf, config = _package(), model.config
+    gguf, config = package(), model.config
     _check(config, name)
     kind = getattr(gguf.GGMLQuantizationType, DTYPES[name][0])
     with new_folder(Path(folder)) as new:
@@ -104,7 +102,8 @@ def save_gguf(
         (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
 
 
-def _package() -> Any:
+def package() -> Any:
+    """The package `gguf`; raises UsageError where it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
