@@ -29,7 +29,7 @@ class LlamaCpp:
     def _ask(self, path: str, **body: Any) -> Any:
         address = self._server.listening_address + path
         request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=900) as answer:
             return json.load(answer)
 
     def tokenize(self, texts: Sequence[str], separator: int, special: bool = False) -> list[list[int]]:

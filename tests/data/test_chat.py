@@ -85,7 +85,7 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"bos_token": 5}', "bos_token is '5': expected a token's text"),
         ("tokenizer_config.json", '{"bos_token": {"content": []}}', "expected a token's text"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "has no special token '<none>'"),
-        ("tokenizer_config.json", "{" * 99_999, "not JSON"),
+        ("tokenizer_config.json", "{" * 99_999, "cannot be read as JSON"),
     ],
 )
 def test_a_file_beside_it_that_is_damaged_is_named(tmp_path: Path, file: str, content: str, why: str) -> None:

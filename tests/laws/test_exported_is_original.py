@@ -173,6 +173,7 @@ SPLITS = {
     "qwen2": (KNOWN_PATTERNS["qwen2"], False),
     "qwen35": (KNOWN_PATTERNS["qwen3.5"], False),
     "llama-bpe": (KNOWN_PATTERNS["llama3"], True),
+    "smaug-bpe": (KNOWN_PATTERNS["llama3"], False),
 }
 
 

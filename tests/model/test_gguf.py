@@ -135,7 +135,8 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
                 )
             except InputRefused as error:
                 assert "not known to be one of llama.cpp's" in str(error)
-    assert named == {("qwen2", False): "qwen2", ("qwen3.5", False): "qwen35", ("llama3", True): "llama-bpe"}
+    names = {("qwen2", False): "qwen2", ("qwen3.5", False): "qwen35"}
+    assert named == {**names, ("llama3", True): "llama-bpe", ("llama3", False): "smaug-bpe"}
     for part in ({**last, "use_regex": True}, {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]}):
         assert pre_tokenizer({"pre_tokenizer": part, "model": {"ignore_merges": False}}) == "gpt-2"
     digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}]}

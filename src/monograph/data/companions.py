@@ -7,17 +7,18 @@ config.json.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data import tokenizer_file
+from monograph.data.files import inside
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
-MAX_STOPS = 64
+MAX_STOPS, MAX_FILE_BYTES = 64, 1 << 24
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,7 +58,7 @@ def read(folder: Path) -> Companions:
         InputRefused: one cannot be read, or holds another type where a token, an id or a template is expected.
     """
     path = folder / _CONFIG
-    config = tokenizer_file.read(path) if path.is_file() else {}
+    config = _read(folder, _CONFIG)
     tokens = _tokens(config, path)
     source = read_source(folder, config)
     template = None if source is None else ChatTemplate(source, str(folder), tokens)
@@ -78,11 +79,26 @@ def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     return tokens
 
 
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    if not os.path.lexists(folder / name):
+        return {}
+    path = inside(folder, name)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON ({error}); put the model's own there") from None
+    if not isinstance(content, dict):
+        raise InputRefused(f"{path}: not a JSON object; put the model's own there")
+    return content
+
+
 def _stops(folder: Path) -> tuple[int, ...]:
-    for path in (folder / _GENERATION, folder / "config.json"):
-        stored = tokenizer_file.read(path).get("eos_token_id") if path.is_file() else None
+    for name in (_GENERATION, "config.json"):
+        stored = _read(folder, name).get("eos_token_id")
         if stored is not None:
-            return _ids(stored, path)
+            return _ids(stored, folder / name)
     return ()
 
 

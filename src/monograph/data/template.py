@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data import sandbox
+from monograph.data.files import inside
 from monograph.errors import InputRefused
 
 MAX_SOURCE_BYTES = 1 << 16
@@ -144,9 +145,9 @@ def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None
         InputRefused: a file that cannot be read, is too large or no UTF-8, or a key of another form.
     """
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if path.is_file():
+    if os.path.lexists(path):
         try:
-            with path.open("rb") as file:
+            with inside(folder, path.name).open("rb") as file:
                 content = file.read(MAX_SOURCE_BYTES + 1)
             if len(content) > MAX_SOURCE_BYTES:
                 raise InputRefused(f"{path}: larger than {MAX_SOURCE_BYTES >> 10} KiB; this is no chat template")

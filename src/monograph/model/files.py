@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from monograph.data.files import inside
 from monograph.errors import DiskFull, InputRefused
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,22 +31,6 @@ class Stored(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
-
-    Raises:
-        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
-    """
-    path = folder / name
-    if Path(name).name != name or not path.is_file():
-        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home = folder.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if path.resolve().parent not in homes:
-        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
-    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,12 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.h, llama_token_t
 
 # (split pattern, whether a word that is a token is taken before any merge): llama.cpp's name. Qwen composes its text
 # first (NFC), which llama.cpp leaves to others.
-_SPLITS = {("qwen2", False): "qwen2", ("qwen3.5", False): "qwen35", ("llama3", True): "llama-bpe"}
+_SPLITS = {
+    ("qwen2", False): "qwen2",
+    ("qwen3.5", False): "qwen35",
+    ("llama3", True): "llama-bpe",
+    ("llama3", False): "smaug-bpe",
+}
 # Tokens at which llama.cpp stops whatever the file says, by their text (src/llama-vocab.cpp).
 _ALWAYS_STOP = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>", "<|end_of_text|>")

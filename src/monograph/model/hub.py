@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from monograph.data.companions import Companions
+from monograph.data.files import inside
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.files import (
     DTYPES,
     Stored,
-    inside,
     new_folder,
     read_headers,
     read_json,
