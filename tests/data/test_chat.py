@@ -60,6 +60,8 @@ def test_where_an_answer_ends(tmp_path: Path) -> None:
         text_of = {index: text for text, index in tokenizer.special.items()}
         ends[name] = text_of.get(end_of_turn(tokenizer))
     turn, end = "<|im_end|>", "<|eos|>"
+    (tmp_path / "chatml" / "chat_template.jinja").write_text("<|im_start|>{{ messages[-1].content | upper }}<|im_end|>")
+    assert end_of_turn(Tokenizer.from_file(tmp_path / "chatml")) is None, "it cannot see where the answer is"
     assert ends == {"chatml": turn, "headers": "<|eot|>", "plain": end, "inst": end, "thinking": turn, "json": end}
 
 

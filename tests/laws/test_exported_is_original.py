@@ -91,10 +91,11 @@ def in_blocks(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 @pytest.mark.parametrize("family", SHAPES)
 def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> None:
-    """Greedily, up to the first position where the best two are nearer than both may be off.
+    """Greedily, wherever the best two of the original are further apart than both may be off.
 
-    Each logit may be off by twice the naive path's own error (numerics.py): the naive path is this model in fp32, and
-    for q8_0 with the file's weights and what goes into each matrix rounded to Q8_0.
+    The original is asked after llama.cpp's own tokens, so one near tie does not end the comparison. Each logit may be
+    off by twice the naive path's own error (numerics.py): the naive path is this model in fp32, and for q8_0 with the
+    file's weights and what goes into each matrix rounded to Q8_0.
     """
     tokenizer = speaking(tmp_path / "words", "chatml")
     model = model_of(family, tokenizer)
@@ -118,10 +119,9 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
         naive.logits = lambda hidden: in_blocks(hidden) @ head.T
     error = (logits_of(naive, prompt + drawn)[len(prompt) - 1 : -1] - exact).abs().amax(-1)
     best = exact.topk(2, dim=-1)
-    clear = (best.values[:, 0] - best.values[:, 1] > 4 * error).tolist()
-    compared = clear.index(False) if False in clear else len(clear)
-    assert compared >= (16 if dtype == "f32" else 2), (compared, best.values, error)
-    assert drawn[:compared] == best.indices[:compared, 0].tolist()
+    clear = (best.values[:, 0] - best.values[:, 1]) > 4 * error
+    assert clear.sum() >= (20 if dtype == "f32" else 6) or answer["stop_type"] == "eos", (best.values, error)
+    assert torch.equal(torch.tensor(drawn)[clear], best.indices[:, 0][clear])
 
 
 @needs_gguf

@@ -76,7 +76,8 @@ def test_rotary_pairs_become_neighbours() -> None:
     """Rotating halves and then reordering is reordering and then rotating neighbours, as llama.cpp does."""
     generator = torch.Generator().manual_seed(0)
     heads_BHTD = torch.randn(1, 3, 5, 8, generator=generator, dtype=torch.float64)
-    turn = cos_sin(torch.arange(5)[None], replace(SMALL, hidden_size=24, num_attention_heads=3), torch.float64)
+    config = replace(SMALL, hidden_size=24, head_dim=8, num_attention_heads=3, num_key_value_heads=3)
+    turn = cos_sin(torch.arange(5)[None], config, torch.float64)
 
     def reordered(x_BHTD: torch.Tensor) -> torch.Tensor:
         return neighbouring(x_BHTD.transpose(2, 3).reshape(24, 5), 8).reshape(1, 3, 8, 5).transpose(2, 3)

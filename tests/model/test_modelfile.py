@@ -63,7 +63,7 @@ def test_what_is_written_renders_like_the_chat_template(tmp_path: Path, name: st
 def test_a_template_that_go_does_not_say_is_left_out_with_the_reason(tmp_path: Path, source: str, reason: str) -> None:
     text = written(tmp_path, source)
     assert "TEMPLATE " not in text and re.search(f"\n# No TEMPLATE: .*({reason})", text), text
-    assert text.endswith('PARAMETER stop "<|im_end|>"\n')
+    assert 'PARAMETER stop "<|eos|>"' in text and "im_start" not in text
 
 
 def test_without_a_chat_template_there_is_none() -> None:

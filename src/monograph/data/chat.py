@@ -59,7 +59,9 @@ def chat_ids(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes after an answer; None: it writes text, or there is no template.
+    """The special token that the chat template writes after an answer; None where there is no such.
+
+    It may write text there or change the answer's letters, or the model has no template.
 
     Raises:
         InputRefused: the template does not render.
@@ -67,9 +69,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     if tokenizer.companions.template is None:
         return None
     chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    rest = tokenizer.companions.template.render(chat).rpartition(_ANSWER)[2]
+    _, found, rest = tokenizer.companions.template.render(chat).rpartition(_ANSWER)
     controls = set(tokenizer.special.values())
-    return next((index for index in tokenizer.encode_rendered(rest) if index in controls), None)
+    after = tokenizer.encode_rendered(rest) if found else []
+    return next((index for index in after if index in controls), None)
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

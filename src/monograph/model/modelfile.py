@@ -16,7 +16,6 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
 Chat = Sequence[dict[str, str]]
-_SAID = {"system": "Qsystemq", "user": "Quserq", "assistant": "Qassistantq"}
 _WORDS = ("Why?", "one\ntwo\n\nthree", "ünï 数据 🙂", 'say "so" {it}', "a <b> & c's", "1 2  3", "#\t.")
 
 
@@ -53,8 +52,8 @@ def _in_go(template: ChatTemplate | None, bos: str) -> str:
         for chat in held_out_chats():
             if template.render(chat, add_generation_prompt=True).removeprefix(bos) != evaluate(go, chat):
                 raise _NotInGo("the chat template does more than put text around each message")
-    except InputRefused as error:
-        raise _NotInGo(" ".join(str(error).split())) from None
+    except InputRefused as error:  # names the model's folder first, which is nobody's business where the file goes
+        raise _NotInGo("the chat template " + " ".join(str(error).partition("the chat template ")[2].split())) from None
     return go
 
 
@@ -62,23 +61,23 @@ def _probed(template: ChatTemplate, bos: str) -> str:
     """A Go template that puts around each role's words what the chat template puts there."""
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
-        chat = [{"role": role, "content": _SAID[role]} for role in roles]
+        chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
         text = template.render(chat, add_generation_prompt=prompt).removeprefix(bos)
-        parts = re.split("|".join(_SAID[role] for role in roles), text)
+        parts = re.split(r"Q\dq", text)
         if len(parts) != len(roles) + 1:
             raise _NotInGo("the chat template leaves a message out or repeats it")
         return parts
 
     before_user, after_user = around("user")
-    _, between, after_assistant = around("user", "assistant")
-    before_system, joint, _ = around("system", "user")
-    turn = around("user", prompt=True)[1]
-    if not (between.startswith(after_user) and joint.endswith(before_user) and turn.startswith(after_user)):
+    _, to_answer, to_user, turn = around("user", "assistant", "user", prompt=True)
+    before_system, from_system, _ = around("system", "user")
+    ends_alike = to_user.endswith(before_user) and from_system.endswith(before_user)
+    if not (ends_alike and to_answer.startswith(after_user) and turn.startswith(after_user)):
         raise _NotInGo("the chat template writes other text around a message that follows another")
     branches = [
-        ("system", before_system, joint.removesuffix(before_user)),
+        ("system", before_system, from_system.removesuffix(before_user)),
         ("user", before_user, after_user),
-        ("assistant", between.removeprefix(after_user), after_assistant),
+        ("assistant", to_answer.removeprefix(after_user), to_user.removesuffix(before_user)),
     ]
     if any(mark in part for branch in (*branches, ("", turn, "")) for part in branch for mark in ("{{", "}}", '"""')):
         raise _NotInGo("the chat template writes marks that Go's templates or a Modelfile would read as their own")
