@@ -3,6 +3,7 @@
 #   PART: laws, train, memory, stream, generate or ensemble; each takes at most 9 minutes.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
 #         test tool; beside it, where installed, transformers' Trainer (which needs accelerate).
+#         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results).
 #   PYTHON: the interpreter (default .venv's, else python3).
@@ -64,8 +65,10 @@ PYTHON_END
 case $part in
   laws) laws ;;
   train | memory | stream | generate | ensemble)
-    if [ -f "benchmarks/$part.py" ]; then
-      timeout 540 "$PYTHON" "benchmarks/$part.py" --out "$out/$part.json" "$@"
+    script="benchmarks/$part.py"
+    [ "$part" = generate ] && script=benchmarks/generate_peers.py
+    if [ -f "$script" ]; then
+      timeout 540 "$PYTHON" "$script" --out "$out/$part.json" "$@"
     else
       echo "$part: not built yet, nothing measured"
     fi

@@ -180,16 +180,8 @@ def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[st
 
 def started(args: Namespace, name: str, system: str, mode: str, **environment: str) -> Child:
     """A system's process."""
-    own = [
-        __file__,
-        "--serve",
-        name,
-        system,
-        mode,
-        "--threads",
-        str(args.threads),
-        *(["--smoke"] if args.smoke else []),
-    ]
+    own = [__file__, "--serve", name, system, mode, "--threads", str(args.threads)]
+    own += ["--smoke"] if args.smoke else []
     return Child(own, args.threads, environment)
 
 

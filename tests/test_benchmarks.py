@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,9 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "harness", "loss", "peer_litgpt", "peers")
-SCRIPTS += ("rounds", "sampler", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
+SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "generate_peers", "generators", "harness")
+SCRIPTS += ("loss", "peer_litgpt", "peer_llama", "peers", "rounds", "sampler", "start", "steps", "systems")
+SCRIPTS += ("time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -199,6 +201,55 @@ def test_peer_shapes_are_the_promised_ones(script):
     assert per_update == pytest.approx(ragged.rows * ragged.shape.length, rel=0.1)
 
 
+def test_generate_peers(script, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    missing = script("contestants").System(None, ("no_such_peer",))
+    monkeypatch.setitem(script("generators").SYSTEMS, "llama.cpp", missing)
+    systems = ["--systems", "monograph", "transformers, dynamic", "llama.cpp"]
+    found = smoke(script("generate_peers"), monkeypatch, tmp_path / "found.json", *systems)
+    cases = {case["system"]: case for case in found["cases"]}
+    assert cases.pop("llama.cpp")["error"] == "not measured: no_such_peer missing"
+    assert "missing: no_such_peer. pip install" in capsys.readouterr().out
+    for case in cases.values():
+        assert len(case["tokens_per_s"]["values"]) == 2 and min(case["tokens_per_s"]["values"]) > 0, case
+        assert case["same_text"] == 1.0 and case["repeats"] and len(case["texts"]) == 2 and all(case["texts"])
+
+
+def test_generated_text_is_printable_ascii_and_comes_back(script):
+    generators, case = script("generators"), script("generate_peers").SMOKE["smoke"]
+    task = generators.task(case.config, 2, 8, 1, torch.float32)
+    assert task.tokenizer.vocab_size == case.config.vocab_size
+    silent = (task.model.lm_head.weight == 0).all(1)
+    for index, piece in enumerate(task.tokenizer.pieces):
+        drawable = piece != b"" and piece.isascii() and piece.decode().isprintable()
+        assert bool(silent[index]) is not drawable, piece
+    assert task.tokenizer.decode(task.prompt_ids) == generators.PROMPT
+
+
+def test_the_host_sampler_draws_what_transformers_chain_leaves(script):
+    from transformers import generation
+
+    draw, chain = script("generators").drawn, script("generators").CHAIN
+    warpers = (generation.TemperatureLogitsWarper, generation.TopKLogitsWarper, generation.TopPLogitsWarper)
+    logits_BV = 3 * torch.randn(20, 500, generator=torch.Generator().manual_seed(0))
+    left_BV = logits_BV
+    for warper, value in zip((*warpers, generation.MinPLogitsWarper), chain.values(), strict=True):
+        left_BV = warper(value)(None, left_BV)
+    random = np.random.default_rng(0)
+    for logits_V, left_V in zip(logits_BV, left_BV, strict=True):
+        counts = np.bincount([draw(logits_V.numpy(), random) for _ in range(400)], minlength=500) / 400
+        odds = left_V.softmax(-1).numpy()
+        assert not counts[odds == 0].any()
+        assert np.abs(counts - odds).max() < 5 * 0.5 / 400**0.5  # five standard deviations of a share
+
+
+def test_what_llama_cpp_calls_the_tensors(script):
+    names = [name for name, _ in Llama(LlamaConfig.preset("nano", tie_word_embeddings=False)).named_parameters()]
+    theirs = [script("peer_llama").gguf_name(name) for name in names]
+    assert len(set(theirs)) == len(names)
+    assert {"token_embd.weight", "output_norm.weight", "output.weight", "blk.0.attn_q.weight"} <= set(theirs)
+
+
 def test_first_run(script, monkeypatch, tmp_path):
     source = tmp_path / "text"
     source.mkdir()
@@ -364,7 +415,7 @@ def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_gpu_sh_says_what_it_has(tmp_path):
     gpu = str(BENCHMARKS / "gpu.sh")
-    for part in ("memory", "stream", "generate", "ensemble"):
+    for part in ("memory", "stream", "ensemble"):
         assert call(gpu, part, OUT=str(tmp_path)).stdout == f"{part}: not built yet, nothing measured\n"
     assert call(gpu, "laundry", OUT=str(tmp_path)).returncode == call(gpu, OUT=str(tmp_path)).returncode == 2
 

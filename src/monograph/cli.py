@@ -123,10 +123,13 @@ def generate(
 @app.command()
 def evaluate(
     run: Run,
-    data: Annotated[list[str] | None, typer.Option(metavar="PATH", help="text; default: what the run held out")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="text, or a file of questions; default: what the run held out"),
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Measure bits per byte on text that was held out."""
+    """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
     return command(run, data=data or [], json=json)
@@ -134,14 +137,20 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run, or `last`")],
+    run: Run,
     to: Annotated[Path, typer.Option(metavar="DIR", help="the folder to write")],
-    format: Annotated[str, typer.Option(metavar="hf", help="hf: a folder that transformers loads")] = "hf",
+    format: Annotated[
+        str, typer.Option(metavar="hf|gguf", help="hf: for transformers; gguf: for llama.cpp and Ollama")
+    ] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="f32|f16|bf16|q8_0", help="of the weights in a GGUF file; default: their own"),
+    ] = None,
 ) -> int:
     """Write a run's model for other tools."""
     from monograph.commands.export import run as command
 
-    return command(run, to=to, format=format)
+    return command(run, to=to, format=format, dtype=dtype)
 
 
 @data_app.command()

@@ -80,7 +80,10 @@ CASES: list[tuple[list[str], int, str]] = [
     (["generate", "full", "a"], 3, "'config.json' is not a file"),
     (["evaluate", "full"], 3, "'config.json' is not a file"),
     (["export", "nothere", "--to", "out"], 3, "nothere: no such folder"),
-    (["export", "full", "--to", "out", "--format", "gguf"], 2, "gguf: not built yet"),
+    (["export", "full", "--to", "out"], 3, "'config.json' is not a file"),
+    (["export", "full", "--to", "out", "--format", "onnx"], 2, "--format onnx: expected hf or gguf"),
+    (["export", "full", "--to", "out", "--dtype", "f16"], 2, "--dtype f16 is for --format gguf"),
+    (["export", "full", "--to", "out", "--format", "gguf", "--dtype", "q4_0"], 2, "--dtype q4_0: expected one of f32"),
     (["check", "nothere"], 3, "nothere is not a run"),
 ]
 

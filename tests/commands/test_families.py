@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from commands.forked import CommandServer
 from commands.inputs import OWN, over
 from monograph.data.tokenizer import Tokenizer
+from monograph.model.families import FAMILIES
 from monograph.model.torch_file import read
 from reference.article import Pretraining
 
@@ -53,6 +55,34 @@ def test_a_folder_of_transformers_is_trained_measured_sampled_and_handed_back(
     assert type(after) is type(theirs) and after.config.sliding_window == 8
     before, now = theirs.state_dict(), after.state_dict()
     assert all(not torch.equal(before[name], now[name]) for name in before if "mlp" in name), "it was trained"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss(
+    server: CommandServer, here: Path, family: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    windows = {"mistral": {"sliding_window": 8}, "llama": {}}
+    window = windows.get(family, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
+    torch.manual_seed(0)
+    sizes = SIZES | {"max_position_embeddings": 512}  # a document is one row
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **window, initializer_range=0.3))
+    theirs.save_pretrained(here / "hf")
+    tokenizer = Tokenizer.bytes()
+    tokenizer.save(here / "hf" / "tokenizer.json")
+    done = server.run(here, "evaluate", "hf", "--data", "texts", "--json")
+    assert done.code == 0, done.err
+
+    nats, size = 0.0, 0
+    for path in sorted((here / "texts").iterdir()):
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(path.read_text()), tokenizer.eos_id]])
+        with torch.no_grad():
+            nats += float(theirs(ids, labels=ids).loss) * (ids.shape[1] - 1)
+        size += path.stat().st_size
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert found["bits_per_byte"] > 8.1, "random weights are no better than guessing bytes"
 
 
 def test_the_articles_checkpoint_is_trained_on_and_exported(server: CommandServer, here: Path) -> None:

@@ -18,7 +18,8 @@ TRAIN = (
 COMMANDS = {
     "train --resume run": TRAIN,
     "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s",
-    "evaluate run": "schema bits_per_byte perplexity loss tokens weights",
+    "evaluate run": "schema bits_per_byte perplexity loss tokens acc acc_stderr acc_norm acc_norm_stderr acc_bytes "
+    "acc_bytes_stderr chance questions weights",
     "check run": "schema run files checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
     "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle monograph_version torch_version python_version",

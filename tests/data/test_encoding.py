@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -65,6 +68,79 @@ def test_parts_and_batches_do_not_show(texts, trained, tmp_path, monkeypatch):
     for side in ("train", "held_out"):
         for one, other in zip(whole[0][side], parts[0][side], strict=True):
             assert (one == other).all()
+
+
+def test_who_is_faster_does_not_show_in_the_bytes(texts, trained, tmp_path, monkeypatch):
+    documents = documents_of(texts, tmp_path, held_out=0.3)
+    encoded(documents, trained, tmp_path / "undisturbed")
+    monkeypatch.setattr(encoding, "_BATCH_CHARS", 900)
+    encode_batch, delays, begun, told = trained.encode_batch, random.Random(0), [], []
+
+    def delayed(texts):
+        begun.append(len(texts))
+        time.sleep(delays.choice([0.0, 0.0, 0.02]))
+        return encode_batch(texts)
+
+    monkeypatch.setattr(trained, "encode_batch", delayed)
+    (tmp_path / "delayed").mkdir()
+    meter = Meter(lambda *arguments: told.append((threading.current_thread(), arguments[1])), "tokens", None)
+    encode_documents(documents, 40, trained, tmp_path / "delayed", meter)
+    for path in sorted((tmp_path / "undisturbed").iterdir()):
+        assert (tmp_path / "delayed" / path.name).read_bytes() == path.read_bytes()
+    assert len(begun) > 20 and meter.done == documents.text_bytes
+    # A caller's function is called in the caller's thread, and counts what is written.
+    assert {thread for thread, _ in told} == {threading.current_thread()}
+    assert [done for _, done in told] == sorted(done for _, done in told)
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("monograph")]
+
+
+@pytest.mark.parametrize("where", ["reading", "tokenizer", "progress"])
+def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(texts, trained, tmp_path, monkeypatch, where):
+    monkeypatch.setattr(encoding, "_BATCH_CHARS", 900)
+    (tmp_path / "out").mkdir()
+    error = {"progress": KeyboardInterrupt}.get(where, InputRefused)("as it was raised")
+    calls = []
+
+    def failing(value):
+        calls.append(value)
+        if len(calls) > 5:
+            raise error
+        return value
+
+    documents, meter = documents_of(texts, tmp_path, held_out=0.3), Meter(None, "tokens", None)
+    if where == "tokenizer":
+        encode_batch = trained.encode_batch
+        monkeypatch.setattr(trained, "encode_batch", lambda texts: failing(encode_batch(texts)))
+    elif where == "progress":
+        monkeypatch.setattr(meter, "add", failing)
+    source = map(failing, documents) if where == "reading" else documents
+    with pytest.raises(type(error), match="as it was raised"):
+        encode_documents(source, 40, trained, tmp_path / "out", meter)
+    assert own_threads() == []
+    # Read ahead, encoded ahead, and no further: an error stops the rest.
+    assert len(calls) <= 6 + 2 * encoding._ENCODERS
+
+
+def test_an_interrupt_ends_the_training_before_anything_is_merged(documents, monkeypatch):
+    monkeypatch.setattr(encoding, "_FED_PARTS", 1)
+    merged, train_bpe = [], Tokenizer.train_bpe
+
+    def slow(texts, vocab_size):
+        tokenizer = train_bpe((time.sleep(0.05) or text for text in texts), vocab_size)
+        merged.append(tokenizer)
+        return tokenizer
+
+    def interrupt(stage, done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tokenizer, "train_bpe", slow)
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(documents, 300, interrupt)
+    assert merged == [] and own_threads() == []
 
 
 def test_both_parts_of_a_file_are_documents(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.decode.chain import Drawn, chain_of
+from monograph.decode.chain import OVERFLOW, Drawn
 from monograph.decode.generator import Finish, Generator, Request
+from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
@@ -119,7 +120,7 @@ def test_where_the_fast_truncation_cannot_decide_the_exact_one_does(
         asked.append(truncation)
         drawn = decide(logits, rows, allowed, chain, truncation)
         stuck = (rows.position_B % 4 == 2) & (truncation == "window")
-        return drawn._replace(status_B=torch.where(stuck, 3, drawn.status_B))
+        return drawn._replace(status_B=torch.where(stuck, OVERFLOW, drawn.status_B))
 
     monkeypatch.setattr(step, "sample", undecided)
     for block in (1, 3, 8):

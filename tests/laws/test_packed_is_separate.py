@@ -98,7 +98,7 @@ LENGTHS = [5, 17, 1, 20, 31, 9, 2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "auto"])
 @settings(max_examples=5)
 @given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_packed_is_separate_in_float64(impl, family, lengths, seed):
@@ -120,7 +120,7 @@ def test_packed_is_separate_with_flex_attention_forward(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_is_as_exact_as_separate_in_low_precision(impl, dtype, family):
     documents, model = _documents(LENGTHS), Llama(FAMILIES[family], attention=impl).to(dtype)
@@ -161,7 +161,7 @@ def _without_window(model, documents):
     return _packed(model, documents)
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_the_law_notices_a_lost_window(impl):
     documents = _documents(LENGTHS)
     models = [Llama(FAMILIES["mistral"], attention=impl).double() for _ in range(2)]
@@ -170,14 +170,14 @@ def test_the_law_notices_a_lost_window(impl):
 
 
 @pytest.mark.parametrize("broken", [_without_mask, _without_rotation])
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_the_law_notices_a_lost_mask_or_lost_rotation(impl, broken):
     documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl).double()
     for packed, alone in zip(_results(model, broken, documents), _results(model, _alone, documents), strict=True):
         assert relative_error(packed, alone) > 1e-3
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_a_document_never_hears_of_its_neighbours(impl):
     documents, model = _documents(LENGTHS), Llama(CONFIG, attention=impl)
     others = [documents[0], *(CONFIG.vocab_size - 1 - document for document in documents[1:])]
@@ -186,7 +186,7 @@ def test_a_document_never_hears_of_its_neighbours(impl):
         assert not torch.equal(_packed(model, documents)[1], _packed(model, others)[1])
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_rows_of_padding_alone_stay_finite(impl):
     model = Llama(CONFIG, attention=impl)
     nothing = torch.zeros(2, ROW, dtype=torch.int64)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from monograph.data.companions import Companions
 from monograph.errors import InputRefused
 from monograph.model.config import Llama3Scaling, LlamaConfig
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
@@ -26,6 +27,7 @@ class _Tokenizer:
     """Byte-level, with a beginning and an end of document."""
 
     bos_id, eos_id = 0, 1
+    companions = Companions()
 
     def save(self, path):
         from tokenizers import Tokenizer

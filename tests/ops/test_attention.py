@@ -46,6 +46,31 @@ def test_the_reference_is_the_equation():
             torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
 
 
+def _textbook(query, key, value, mask, impl):
+    """Attention as eager models of transformers write it: products in the heads' dtype, the softmax in fp32."""
+    key, value = (heads.repeat_interleave(HEADS // KV_HEADS, dim=1) for heads in (key, value))
+    scores = (query @ key.transpose(-1, -2) * SIZE**-0.5).float().masked_fill(~mask, torch.finfo(torch.float32).min)
+    return scores.softmax(-1).to(query.dtype) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_are_as_exact_as_the_textbook(dtype, compiled):
+    mask = dense_mask(_segments())
+    call = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention
+    ours, naive = _run("blocks", dtype, mask, call=call), _run("", dtype, mask, call=_textbook)
+    for a, b, c in zip(ours, naive, _run("reference", torch.float64, mask), strict=True):
+        assert error_within(a, b, c)
+
+
+def test_a_captured_graph_takes_blocks_for_bf16_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    mask = dense_mask(_segments())
+    ran = {dtype: _run("auto", dtype, mask)[0] for dtype in (torch.float32, torch.bfloat16)}
+    assert torch.equal(ran[torch.bfloat16], _run("blocks", torch.bfloat16, mask)[0])
+    assert torch.equal(ran[torch.float32], _run("sdpa", torch.float32, mask)[0])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
@@ -57,7 +82,7 @@ def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
         assert error_within(a, b, c, k=4)
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_no_mask_is_the_causal_mask(impl):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     for a, b in zip(_run(impl, torch.float64, None), _run(impl, torch.float64, causal), strict=True):
@@ -65,7 +90,7 @@ def test_no_mask_is_the_causal_mask(impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
     mask = dense_mask(_segments())
     mask[1] = False
@@ -96,7 +121,7 @@ def test_a_mask_of_the_wrong_kind_is_refused():
 
 
 @pytest.mark.filterwarnings(VMAP_LOOP)
-@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
 def test_vmap_over_members_equals_each_member(impl):
     query, key, value = (torch.stack([x, -x, x * 2]) for x in _heads(torch.float64, length=24))
     mask = dense_mask(_segments(24))

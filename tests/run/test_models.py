@@ -15,8 +15,9 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
+from monograph.run.exports import save
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, build, load, load_trained, load_weights, save, tokenizer_of, unique_state
+from monograph.run.models import Recipe, build, load, load_trained, load_weights, tokenizer_of, unique_state
 
 MODULE = """
 from __future__ import annotations
@@ -147,8 +148,8 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     for other in (mine, theirs, load_trained(run, print).model):
         assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
-    with pytest.raises(UsageError, match="gguf"):
-        save(mine, tmp_path / "b", tokenizer, format="gguf")
+    with pytest.raises(UsageError, match="--format onnx: expected hf or gguf"):
+        save(mine, tmp_path / "b", tokenizer, format="onnx")
     model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
     assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)
 

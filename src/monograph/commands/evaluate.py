@@ -1,81 +1,119 @@
-"""`monograph evaluate`: bits per byte of a run's held-out text, or of other text."""
+"""`monograph evaluate`: bits per byte of a run's held-out text or of other text, or a share of questions."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import sys
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from monograph.config import load as load_settings
 from monograph.data.corpus import corpus as open_corpus
+from monograph.data.questions import hold_questions, read_questions
+from monograph.data.tokenizer import Tokenizer
 from monograph.device import default_device
-from monograph.errors import UsageError
-from monograph.evaluation import Evaluation, evaluate
+from monograph.errors import InputRefused, UsageError
+from monograph.evaluation import Accuracy, Evaluation, choose, evaluate
 from monograph.graph.precision import Precision
 from monograph.loss import Batch, Loss, token_loss
 from monograph.measure.quantities import counted
+from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained, run_named
 from monograph.session.story import standard_json
 
 LONGEST_ROW = 4096
+# What --json gives, null where it was not measured.
+TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
+QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
-class _Scores:
-    """A bare model and its loss as something that evaluates, at a precision."""
+@dataclass(frozen=True)
+class _Subject:
+    """A model, how it computes and how it reads text; of a run also the text that was held out."""
 
-    def __init__(self, model: nn.Module, loss: Loss, precision: Precision):
-        self.model, self.loss, self.precision = model.to(default_device()).eval(), loss, precision
+    module: nn.Module
+    loss: Loss
+    tokenizer: Tokenizer
+    precision: Precision
+    reading: dict[str, Any]  # arguments of `corpus`
+    averaged: bool = False
+    own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
+    fingerprint: str = ""
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self.precision.context(default_device().type):
-            return self.loss(self.model, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+            return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
 
 
 def run(run: str, *, data: list[str], json: bool) -> int:
-    """Score the held-out rows of the run's data, or all of the text given; see the command line's help."""
+    """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
     trained = run_named(run)
-    result, name, averaged = _of_run(trained, data) if trained else (*_of_folder(run, data), False)
-    standing = f"loss {result.loss:.4f}"
-    if result.bits_per_byte is not None:
-        standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
-    note = ", averaged weights" if averaged else ""
-    print(f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {name}{note}")
+    subject = _of_run(trained) if trained else _of_folder(run, data)
+    subject.module.to(default_device()).eval()
+    quiz = hold_questions(data, subject.reading.get("text_key", "text"))
+    measured, line = _questions(subject, data, run) if quiz else _text(subject, data)
+    print(line + (", averaged weights" if subject.averaged else ""))
     if json:
-        scores = {key: getattr(result, key) for key in ("bits_per_byte", "perplexity", "loss", "tokens")}
-        weights = "averaged" if averaged else "last"
+        scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
+        weights = "averaged" if subject.averaged else "last"
         print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}))
     return 0
 
 
-def _of_run(run: Run, data: list[str]) -> tuple[Evaluation, str, bool]:
-    model, loss, tokenizer, state, averaged = load_trained(run, _warn)
+def _of_run(run: Run) -> _Subject:
+    module, loss, tokenizer, state, averaged = load_trained(run, _warn)
     settings = load_settings(run.config, {}, {})
-    section, precision = settings.data, Precision(settings.train.precision)  # the run's own, or the figures differ
-    text = open_corpus(
-        data or section.source,
-        tokenizer=tokenizer,
-        sequence_length=section.sequence_length,
-        packing=section.packing,
-        held_out=0.0 if data else section.held_out,
-        text_key=section.text_key,
-        bad_records=section.bad_records,
+    return _Subject(
+        module,
+        loss,
+        tokenizer,
+        Precision(settings.train.precision),  # the run's own, or the figures differ
+        {key: getattr(settings.data, key) for key in ("sequence_length", "packing", "text_key", "bad_records")},
+        averaged,
+        {key: getattr(settings.data, key) for key in ("source", "held_out")},
+        state["fingerprint"],
     )
-    if not data and text.fingerprint != state["fingerprint"]:
-        _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    return evaluate(_Scores(model, loss, precision), text.train if data else text.held_out), text.name, averaged
 
 
-def _of_folder(folder: str, data: list[str]) -> tuple[Evaluation, str]:
+def _of_folder(folder: str, data: list[str]) -> _Subject:
     model, tokenizer = load(folder, _warn)
     if not data:
         raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
-    text = open_corpus(data, tokenizer=tokenizer, sequence_length=length, held_out=0.0)
-    return evaluate(_Scores(model, token_loss, Precision("fp32")), text.train), text.name
+    return _Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
+
+
+def _text(subject: _Subject, data: list[str]) -> tuple[Evaluation, str]:
+    where = {"source": data, "held_out": 0.0} if data else subject.own_text
+    text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where)
+    if not data and text.fingerprint != subject.fingerprint:
+        _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
+    result = evaluate(subject, text.train if data else text.held_out)
+    standing = f"loss {result.loss:.4f}"
+    if result.bits_per_byte is not None:
+        standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
+    return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
+
+
+def _questions(subject: _Subject, data: list[str], name: str) -> tuple[Accuracy, str]:
+    if not isinstance(subject.module, Llama):
+        raise InputRefused(f"{name} holds a module of its own, which does not say what follows a question: give a text")
+    result = choose(subject.module, subject.tokenizer, read_questions(data), subject.precision)
+    if result.cut:
+        _warn(f"{counted(result.cut, 'question')} did not fit the model's positions: the beginning was left out")
+    shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
+    of = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
+    return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {of}"
+
+
+def _share(result: Accuracy, name: str) -> str:
+    error = getattr(result, f"{name}_stderr")
+    return f"{getattr(result, name):.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _warn(line: str) -> None:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from monograph.errors import UsageError
-from monograph.run.models import load, save
+from monograph.run.exports import check, save
+from monograph.run.models import load
+
+_NEXT = {
+    "hf": "a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({folder!r})",
+    "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {folder}/Modelfile",
+}
 
 
-def run(run: str, *, to: Path, format: str) -> int:
+def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     """Write the newest sound checkpoint's model; see the command line's help."""
-    if format != "hf":
-        raise UsageError(f"--format {format}: not built yet; hf is")
-    model, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
-    save(model, to, tokenizer)
-    print(f"{to}: a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({str(to)!r})")
+
+    def warn(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr)
+
+    check(format, dtype)
+    model, tokenizer = load(run, warn)
+    save(model, to, tokenizer, format, dtype, warn)
+    print(f"{to}: {_NEXT[format].format(folder=str(to))}")
     return 0

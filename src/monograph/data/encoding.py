@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from monograph.data.ahead import ahead
 from monograph.data.documents import Document, Documents
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import ShardWriter, token_dtype
@@ -19,10 +22,22 @@ from monograph.data.tokenizer import Tokenizer
 # Merges hardly change beyond this much text, and the time to count its words grows with it.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
-_BATCH_CHARS = 1 << 19
+_BATCH_CHARS, _READ_AHEAD = 1 << 19, 2
+# The library hands its results over in one thread that holds Python's lock, for a good part of the time that its own
+# threads need for them: another batch is theirs meanwhile.
+_ENCODERS = 2
+# Parts of text that the library asks for at a time while it counts words.
+_FED_PARTS = 256
 _INDEX = np.dtype("<u8")
 
 Part = tuple[Document, str]
+
+
+class Batch(NamedTuple):
+    """Parts of documents in their order, and the bytes of text read up to the end of the last."""
+
+    parts: list[Part]
+    read_bytes: int
 
 
 def train_tokenizer(
@@ -35,11 +50,14 @@ def train_tokenizer(
     fed_bytes, stop = [0], threading.Event()
 
     def fed() -> Iterator[str]:
-        for text in documents.sample(TOKENIZER_SAMPLE_BYTES):
-            if stop.is_set():
-                return
-            yield text
-            fed_bytes[0] += len(text.encode())
+        sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
+        stretches = iter(lambda: list(islice(sample, _FED_PARTS)), [])
+        with closing(ahead(stretches, _READ_AHEAD)) as ready:
+            for text in chain.from_iterable(ready):
+                if stop.is_set():
+                    raise CancelledError  # an end would have the library merge what it has, for seconds
+                yield text
+                fed_bytes[0] += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
     # The library is silent while it merges, for seconds; a thread lets this one tell that work goes on.
@@ -116,45 +134,44 @@ def encode_documents(
 ) -> dict[str, SideWriter]:
     """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; returns the writers, for what they counted.
 
-    The tokenizer works on all cores, and here on the batch after the one that it works on.
+    One thread reads, `_ENCODERS` have the tokenizer work on all cores, and this one writes, in the order of the text:
+    how far each of them is does not show in the files.
     """
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, files, stack) for side in SIDES}
-        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="monograph-tokens"))
-        ahead: tuple[list[Part], Future[list[list[int]]]] | None = None
-        for batch in _batches(documents, meter):
-            encoding = pool.submit(tokenizer.encode_batch, [text for _, text in batch])
-            _write(sides, ahead)
-            ahead = batch, encoding
-        _write(sides, ahead)
+        batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
+        pool = stack.enter_context(ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens"))
+        encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
+        for batch in batches:
+            encoding.append((batch, pool.submit(tokenizer.encode_batch, [text for _, text in batch.parts])))
+            if len(encoding) > _ENCODERS:
+                _write(sides, *encoding.popleft(), meter)
+        while encoding:
+            _write(sides, *encoding.popleft(), meter)
         for side in sides.values():
             side.end()
     return sides
 
 
-def _write(sides: dict[str, SideWriter], ahead: tuple[list[Part], Future[list[list[int]]]] | None) -> None:
-    if ahead is None:
-        return
-    batch, encoding = ahead
-    for (document, _), ids in zip(batch, encoding.result(), strict=True):
+def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter) -> None:
+    for (document, _), ids in zip(batch.parts, encoding.result(), strict=True):
         sides["held_out" if document.held_out else "train"].add(document, ids)
     for side in sides.values():
         side.write()
+    meter.add(batch.read_bytes - meter.done)
 
 
-def _batches(documents: Iterable[Document], meter: Meter) -> Iterator[list[Part]]:
+def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
     """Parts of documents, enough at a time for all cores and for bounded memory."""
-    batch: list[Part] = []
-    chars = 0
+    parts: list[Part] = []
+    chars = begin = 0
     for document in documents:
-        before = meter.done
         for text, done in document.parts:
-            batch.append((document, text))
+            parts.append((document, text))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield batch
-                meter.add(before + done - meter.done)
-                batch, chars = [], 0
-        meter.add(before + document.bytes - meter.done)
-    if batch:
-        yield batch
+                yield Batch(parts, begin + done)
+                parts, chars = [], 0
+        begin += document.bytes
+    if parts:
+        yield Batch(parts, begin)

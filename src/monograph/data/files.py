@@ -1,4 +1,4 @@
-"""Writing so that a file is on the disk, and so that a full or forbidden disk is one clear line."""
+"""Files: only those of a folder itself are read; what is written is on the disk, or the reason is one clear line."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ def writing(folder: Path) -> Iterator[None]:
             ) from None
         what = f"cannot be written ({error.strerror or error})"
         raise InputRefused(f"{folder}: {what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
+
+    Raises:
+        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
+    """
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
+    home = folder.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if path.resolve().parent not in homes:
+        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
+    return path
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -49,7 +49,18 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=float, parse_const
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
-    """(line number from 1, text under `key` or what is wrong) of every line that is not blank.
+    """(line number from 1, text under `key` or what is wrong) of every line that is not blank; see `json_objects`."""
+    for number, record in json_objects(path):
+        if isinstance(record, Fault):
+            yield number, record
+        elif key not in record:
+            yield number, Fault("no text", f"has no key {_short(key)}; its keys are {_few(list(record))}")
+        else:
+            yield number, checked(record[key], key)
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """(line number from 1, object or what is wrong) of every line that is not blank; its numbers are floats.
 
     A byte order mark at the beginning of the file is no part of its first line.
 
@@ -61,7 +72,7 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
         if line is None:
             yield number, _TOO_LONG
         elif not line.isspace() and line:
-            yield number, _parsed(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, key)
+            yield number, _parsed(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
 
 
 def checked(text: Any, key: str) -> str | Fault:
@@ -82,16 +93,13 @@ def not_utf8(error: UnicodeDecodeError) -> Fault:
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
 
 
-def _parsed(line: bytes, key: str) -> str | Fault:
+def _parsed(line: bytes) -> dict[str, Any] | Fault:
     fault = Fault("not JSON", "is nested too deeply")
     try:
         record = _JSON.decode(line.decode())
-        if not isinstance(record, dict):
-            fault = Fault("not an object", f"is {_KINDS[type(record)]}, not an object")
-        elif key not in record:
-            fault = Fault("no text", f"has no key {_short(key)}; its keys are {_few(list(record))}")
-        else:
-            return checked(record[key], key)
+        if isinstance(record, dict):
+            return record
+        fault = Fault("not an object", f"is {_KINDS[type(record)]}, not an object")
     except UnicodeDecodeError as error:
         fault = not_utf8(error)
     except _KeyTwice as error:

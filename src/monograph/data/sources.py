@@ -52,7 +52,7 @@ class SourceFile:
     @property
     def suffix(self) -> str:
         """What kind of file it is: the last part of its name, or the one before .gz and .zst, in lower case."""
-        return _suffix(self.path)
+        return kind_of(self.path)
 
     @property
     def has_records(self) -> bool:
@@ -148,14 +148,15 @@ def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candid
     return list(unique.values())
 
 
-def _suffix(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """The last part of a file's name, or the one before .gz and .zst, in lower case."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     return inner.suffix.lower()
 
 
 def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | None) -> list[SourceFile]:
     for candidate in candidates:
-        path, kind = candidate.path, _suffix(candidate.path)
+        path, kind = candidate.path, kind_of(candidate.path)
         if kind in _NOT_READ or (kind in TABLES and path.suffix.lower() in COMPRESSIONS):
             remedy = "convert it to plain text, or choose other files with a pattern"
             raise InputRefused(f"{path}: {kind} files are not read; {remedy}")
@@ -176,7 +177,7 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
 def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     """One pass over a file: what it is, and why it cannot be text, if so."""
     path, digest, size, has_nul = candidate.path, hashlib.sha256(), 0, False
-    records = _suffix(path) in LINES | TABLES
+    records = kind_of(path) in LINES | TABLES
     modified_ns = status_of(path).st_mtime_ns
     for block in (raw_blocks if records else read_blocks)(path, meter):
         # The rule by which git calls a file binary.

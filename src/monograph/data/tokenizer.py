@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from monograph.data import tokenizer_file
+from monograph.data import companions, tokenizer_file
+from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -41,7 +43,10 @@ class Tokenizer:
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
         token_bytes: their lengths, int32 [V].
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
+        companions: what lies beside the file, the chat template above all; empty unless `from_file` found something.
     """
+
+    companions = Companions()
 
     def __init__(self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None) -> None:
         """From the JSON object of a `tokenizer.json`; see `from_file`."""
@@ -108,7 +113,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
-        """Read a `tokenizer.json`, or the one in a folder.
+        """Read a `tokenizer.json`, or the one in a folder, with its chat template and what else is beside it.
 
         Args:
             path: the file or its folder.
@@ -117,15 +122,17 @@ class Tokenizer:
             eos: the same for the end of a document. Where only one of the two is known it serves as both.
 
         Raises:
-            InputRefused: not a lossless byte-level BPE of known parts, or neither bos nor eos is known.
+            InputRefused: not a lossless byte-level BPE of known parts, or neither bos nor eos is known, or a file
+                beside it is damaged.
         """
         path = Path(path).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
-        config_path = path.with_name("tokenizer_config.json")
-        if bos is None and eos is None and config_path.is_file():
-            config = tokenizer_file.read(config_path)
-            bos, eos = _content(config.get("bos_token")), _content(config.get("eos_token"))
-        return cls(tokenizer_file.read(path), str(path), bos, eos)
+        beside = companions.read(path.parent)
+        if bos is None and eos is None:
+            bos, eos = beside.borders
+        tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos)
+        tokenizer.companions = beside
+        return tokenizer
 
     @classmethod
     def bytes(cls) -> Tokenizer:
@@ -161,6 +168,31 @@ class Tokenizer:
             ) from None
         return [encoding.ids for encoding in encodings]
 
+    def encode_rendered(self, text: str, marker: str = "") -> list[int]:
+        """Ids of a rendered chat: special tokens are themselves here, and everything between them is `encode`d.
+
+        Args:
+            text: what a chat template wrote.
+            marker: a character that keeps apart the letters of a special token that someone typed; it is left out.
+
+        Raises:
+            InputRefused: as `encode`.
+        """
+        try:
+            found = self._recognising.encode(text, add_special_tokens=False)
+        except TypeError:
+            return self.encode(text)  # which says what is wrong with it
+        controls, ids, at = set(self.special.values()), list[int](), 0
+        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if index in controls:
+                ids += [*self.encode(text[at:start].replace(marker, "")), index]
+                at = end
+        return ids + self.encode(text[at:].replace(marker, ""))
+
+    @functools.cached_property
+    def _recognising(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(json.dumps(self._json))
+
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
         """The bytes that ids stand for; special tokens stand for none."""
         return b"".join([self.pieces[index] for index in ids])
@@ -189,11 +221,6 @@ _BEGIN_WITH_BOS: dict[str, Any] = {
     ],
     "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
 }
-
-
-def _content(token: Any) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:

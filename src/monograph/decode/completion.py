@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
-from monograph.decode.chain import chain_of
 from monograph.decode.generator import Finish, Generator, Request
+from monograph.decode.knobs import chain_of
 from monograph.decode.noise import continuation_seed
 from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
@@ -158,11 +158,11 @@ def generator_for(model: Llama, requests: Sequence[Request], vocabulary: int) ->
     automata = {id(each): each for request in requests for each in (request.constraint, request.stop) if each}
     return Generator(
         model,
-        chain_of([request.sampling for request in requests]),
+        chain_of([request.sampling for request in requests], max(len(request.stop_ids) for request in requests)),
         rows=rows,
         slots=min(longest, model.config.max_position_embeddings),
         vocabulary=vocabulary,
-        automata=sum(automaton.states for automaton in automata.values()),
+        automata=list(automata.values()),
         compiled=device == "cuda" or steps >= WORTH_COMPILING,
     )
 

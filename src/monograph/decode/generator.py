@@ -7,17 +7,19 @@ the row, on the other rows, on when it came or on how many steps a block has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from monograph import compat
-from monograph.decode.automata import Automaton, Tables
+from monograph.decode.automata import FREE, Automaton, Tables
 from monograph.decode.cache import KVCache, visible_blocks
-from monograph.decode.chain import Chain, Truncation, allocate_knobs, write_knobs
+from monograph.decode.candidates import Truncation
+from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.outbox import Outbox
+from monograph.decode.penalties import first_counts
 from monograph.decode.prompt import Reader
 from monograph.decode.replay import Replays, cuda_graph
 from monograph.decode.sampling import Sampling
@@ -77,6 +79,7 @@ class _Slot:
     number: int
     request: Request
     limit: int
+    starts: list[int]
     launched: int = 0
     received: int = 0
     exact: bool = False
@@ -107,7 +110,7 @@ class Generator:
         rows: int,
         slots: int,
         vocabulary: int,
-        automata: int = 0,
+        automata: Collection[Automaton] = (),
         block: int | None = None,
         compiled: bool = False,
     ) -> None:
@@ -119,7 +122,7 @@ class Generator:
             rows: requests that run at once.
             slots: positions of each, at most the model's context.
             vocabulary: V, the tokenizer's.
-            automata: states of all constraints and stop strings that are on at once; 0: none will be.
+            automata: constraints and stop strings that there is to be room for at once.
             block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
             compiled: compile the step, and on a GPU replay it as a CUDA graph.
         """
@@ -130,9 +133,9 @@ class Generator:
         chunk = 1 << min(slots, 512 if weight.is_cuda else 64, model.config.max_position_embeddings).bit_length() - 1
         self.reader = Reader(model, slots, min(chunk, 128), wrap)
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
-        self.state = State.allocate(rows, vocabulary, 2 * self.block, penalties=chain.penalties, device=weight.device)
-        self.knobs = allocate_knobs(chain, rows, weight.device)
-        self.tables = Tables.allocate(automata, vocabulary, weight.device) if automata else None
+        self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
+        self.knobs = new_knobs(chain, rows, weight.device)
+        self.tables = tables_for(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
@@ -192,25 +195,30 @@ class Generator:
         state.stop_ids_BM[row] = -1
         for index, token in enumerate(request.stop_ids):
             state.stop_ids_BM[row, index] = token
-        if state.counts_BV is not None and state.prompt_BV is not None:
-            state.counts_BV[row], state.prompt_BV[row] = 0, False
+        if state.counts_BV is not None:
+            state.counts_BV[row].copy_(first_counts(request.sampling, prompt, self.vocabulary))
+        if state.prompt_BV is not None:
+            state.prompt_BV[row] = False
             state.prompt_BV[row, torch.tensor(sorted(set(prompt)), device=self.device)] = True
-        write_knobs(self.knobs, row, request.sampling, self.chain)
-        for states_B, automaton in ((state.constraint_B, request.constraint), (state.stopping_B, request.stop)):
-            states_B[row] = self.tables.place(automaton) if automaton is not None and self.tables is not None else 0
+        write_row(self.knobs, row, knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids]))
+        starts = [self._start(automaton) for automaton in (request.constraint, request.stop)]
+        state.constraint_B[row], state.stopping_B[row] = starts
         state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
         state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
         state.status_B[row] = Status.RUNNING
-        self._slots[row] = _Slot(number, request, limit)
+        self._slots[row] = _Slot(number, request, limit, [start for start in starts if start != FREE])
+
+    def _start(self, automaton: Automaton | None) -> int:
+        return FREE if automaton is None or self.tables is None else self.tables.place(automaton)
 
     def _release(self, row: int, finish: Finish) -> None:
         slot, self._slots[row] = self._slots[row], None
         assert slot is not None
         # A row that does not run still reads and writes at its position, which others may not look as far as.
         self.state.position_B[row] = 0
-        for automaton in (slot.request.constraint, slot.request.stop):
-            if automaton is not None and self.tables is not None:
-                self.tables.release(automaton)
+        self.state.constraint_B[row] = self.state.stopping_B[row] = FREE
+        for start in slot.starts:
+            self.tables.free(start)  # type: ignore[union-attr]
         if finish == "not_finite":
             self.cache.clear(row)
             self.reader.forget()
@@ -259,3 +267,9 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
         if status != Status.RUNNING:
             break
     return tokens, status
+
+
+def tables_for(automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Tables:
+    """Tables with room for all of these at once."""
+    states, cells = sum(len(each.next_SC) for each in automata), sum(each.next_SC.size for each in automata)
+    return Tables(vocabulary, device, automata=len(automata), states=states, cells=cells)

@@ -11,6 +11,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from monograph.decode.knobs import Chain
+from monograph.decode.penalties import count_drawn
+
 TOKEN_BITS = 24  # of a code in the ring; the status stands above them
 MAX_STOP_IDS = 16
 
@@ -70,7 +73,7 @@ class State:
     ring_RB: Tensor
 
     @classmethod
-    def allocate(cls, rows: int, vocabulary: int, lines: int, *, penalties: bool, device: torch.device) -> State:
+    def allocate(cls, rows: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
         """All rows free."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -81,8 +84,8 @@ class State:
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
-            counts_BV=zeros(rows, vocabulary, dtype=torch.int16) if penalties else None,
-            prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if penalties else None,
+            counts_BV=zeros(rows, vocabulary, dtype=torch.int16) if chain.reads_counts else None,
+            prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if chain.reads_prompt else None,
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
         )
@@ -93,7 +96,7 @@ class State:
         self.position_B += moved_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
-            self.counts_BV.scatter_add_(1, self.token_B[:, None], moved_B[:, None].to(torch.int16))
+            count_drawn(self.counts_BV, self.token_B, moved_B)
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1

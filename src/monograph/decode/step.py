@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Tables
+from monograph.decode.automata import Tables, advance, allowed, stopped
 from monograph.decode.cache import KVCache
-from monograph.decode.chain import Chain, Drawn, Rows, Truncation, sample
+from monograph.decode.candidates import Truncation
+from monograph.decode.chain import OK, Drawn, Rows, sample
+from monograph.decode.knobs import Chain
 from monograph.decode.state import State, Status
 from monograph.model.llama import Llama
 
@@ -62,7 +64,7 @@ class DecodeStep:
             counts_BV=state.counts_BV,
             prompt_BV=state.prompt_BV,
         )
-        allowed_BV = None if self.tables is None else self.tables.allowed(state.constraint_B)
+        allowed_BV = None if self.tables is None else allowed(self.tables, state.constraint_B)
         self._advance(sample(logits_BV, rows, allowed_BV, self.chain, truncation))
 
     def _advance(self, drawn: Drawn) -> None:
@@ -71,13 +73,13 @@ class DecodeStep:
         # Plain numbers: Dynamo does not take an IntEnum for one.
         running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
         running_B = state.status_B == running
-        moved_B = running_B & (drawn.status_B == 0)
+        moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
         if self.tables is not None:
             for states_B in (state.constraint_B, state.stopping_B):
-                states_B.copy_(torch.where(moved_B, self.tables.advance(states_B, state.token_B), states_B))
-            ended_B |= self.tables.stopped(state.stopping_B)
+                states_B.copy_(torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B))
+            ended_B |= stopped(self.tables, state.stopping_B) | stopped(self.tables, state.constraint_B)
         full_B = state.generated_B + 1 >= state.limit_B
         after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from monograph.data.files import inside
 from monograph.errors import DiskFull, InputRefused
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,22 +31,6 @@ class Stored(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
-
-    Raises:
-        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
-    """
-    path = folder / name
-    if Path(name).name != name or not path.is_file():
-        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home = folder.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if path.resolve().parent not in homes:
-        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
-    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -170,7 +155,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
         number = int(reported[1]) if reported else getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT):
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         raise InputRefused(f"{target}: cannot be written: {error}") from error
     finally:

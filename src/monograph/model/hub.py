@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from monograph.data.companions import Companions
+from monograph.data.files import inside
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.files import (
     DTYPES,
     Stored,
-    inside,
     new_folder,
     read_headers,
     read_json,
@@ -46,6 +47,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int | None:
         """Id that ends a document."""
+        ...
+
+    @property
+    def companions(self) -> Companions:
+        """What belongs beside the tokenizer.json."""
         ...
 
     def save(self, path: Path) -> None:
@@ -141,7 +147,8 @@ def save_model(
     Args:
         model: its weights are written in their own dtype, a tied head once.
         folder: to be created; may exist if it is empty.
-        tokenizer: its bos and eos ids are used where the model's configuration has none.
+        tokenizer: its bos and eos ids are used where the model's configuration has none; what belongs beside it, the
+            chat template above all, is written, too.
         max_shard_bytes: weights above this size are split into shards with an index.
 
     Raises:
@@ -153,16 +160,25 @@ def save_model(
     if tokenizer is not None:
         for key, token in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
             config[key] = token if config[key] is None else config[key]
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
-        write_json(new / "generation_config.json", {"_from_model_config": True, **ends})
+        write_json(new / "generation_config.json", _generation_config(config, tokenizer))
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
+            if template := tokenizer.companions.template:
+                (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         # Parameters, not the state dict: a tied head is the embedding and appears once.
         named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
         write_tensors(new, named, max_shard_bytes, mode=(new / "config.json").stat().st_mode & 0o777)
+
+
+def _generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    if tokenizer is not None and tokenizer.companions.stops:
+        return {**ends, "eos_token_id": list(tokenizer.companions.stops)}
+    return {"_from_model_config": True, **ends}
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
@@ -175,7 +191,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
-        **{key: text_of[id_] for key, id_ in ends.items() if id_ is not None},
+        **(tokenizer.companions.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
     }
 
 

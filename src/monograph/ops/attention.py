@@ -1,6 +1,7 @@
 """Grouped-query scaled dot-product attention: the plain softmax beside the fused kernels.
 
-Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), T queries, S keys, D head dimension.
+Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
+dimension, Q queries of a block, R keys that they may see, M = G Q.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-Impl = Literal["auto", "reference", "sdpa", "flex"]
+Impl = Literal["auto", "reference", "sdpa", "flex", "blocks"]
 Mask = Tensor | BlockMask | None
+
+QUERIES = 128  # of a block
+MOST_KEYS = 1024  # for which probabilities are kept until the backward pass
 
 
 def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto") -> Tensor:
@@ -34,7 +38,11 @@ def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Ma
             "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
             "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it is fused only inside
             a compiled graph and has no backward on a CPU.
-            "auto": what the mask is made for: "flex" for a BlockMask, else "sdpa".
+            "blocks": matrix products of 128 queries with the keys up to the last of them, for a causal mask. Where
+            heads are bf16 it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on
+            a CPU it takes half the time of the fused kernel there (docs/log.md), for memory that grows with T^2.
+            "auto": what the mask is made for: "flex" for a BlockMask, else "sdpa", which is "blocks" for bf16 and up
+            to 1,024 keys in a compiled graph on a CPU; a mask of one's own that is not causal needs "sdpa" there.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -52,6 +60,8 @@ def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Ma
         raise ValueError("impl='flex' reads a BlockMask, not a boolean tensor or None")
     if impl == "reference":
         return _reference(query_BHTD, key_BKSD, value_BKSD, mask)
+    if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
+        return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask)
     if mask is not None and query_BHTD.is_cuda:
         # The one CUDA kernel that reads a dense mask (memory-efficient) wants as many key-value heads as query heads;
         # with fewer, PyTorch would take the unfused path.
@@ -59,6 +69,32 @@ def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Ma
     return F.scaled_dot_product_attention(
         query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
+
+
+def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
+    on_cpu = query_BHTD.device.type == "cpu" and torch.compiler.is_compiling()
+    return on_cpu and query_BHTD.dtype == torch.bfloat16 and key_BKSD.shape[2] <= MOST_KEYS
+
+
+def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+    key_heads, length = key_BKSD.shape[1], query_BHTD.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
+    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape).expand(-1, query_BHTD.shape[1], -1, -1)
+    mask_BKGTS = mask.unflatten(1, (key_heads, -1))
+    query_BKGTD = (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1))
+    wide = torch.promote_types(query_BHTD.dtype, torch.float32)
+    outs = []
+    for begin in range(0, length, QUERIES):
+        end = min(begin + QUERIES, length)
+        query_BKMD = query_BKGTD[..., begin:end, :].flatten(2, 3)
+        seen_BKGQR = mask_BKGTS[..., begin:end, :end]
+        scores_BKMR = (query_BKMD @ key_BKSD[:, :, :end].transpose(-1, -2)).to(wide)
+        scores_BKGQR = scores_BKMR.unflatten(2, (-1, end - begin)).masked_fill(~seen_BKGQR, torch.finfo(wide).min)
+        probabilities_BKGQR = torch.where(seen_BKGQR, scores_BKGQR.softmax(dim=-1), 0.0).to(value_BKSD.dtype)
+        out_BKMD = probabilities_BKGQR.flatten(2, 3) @ value_BKSD[:, :, :end]
+        outs.append(out_BKMD.unflatten(2, (-1, end - begin)))
+    return torch.cat(outs, dim=3).flatten(1, 2)
 
 
 def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models by name: build one from settings, load one from a run, a Hugging Face folder or a weight file, save one."""
+"""Models by name: build one from settings, load one from a run, a Hugging Face folder or a weight file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.data.tokenizer import Tokenizer
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused
 from monograph.graph.inspect import unique_state
 from monograph.loss import Loss, token_loss
 from monograph.model import hub, torch_file
@@ -223,18 +223,6 @@ def tokenizer_of(folder: str | Path) -> Path:
             "or to train on it name it as data.tokenizer"
         )
     return path
-
-
-def save(model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, format: str = "hf") -> None:
-    """Write a model for other tools; see `monograph.model.hub.save_model`.
-
-    Raises:
-        UsageError: a format other than "hf".
-        InputRefused: the folder exists and holds something.
-    """
-    if format != "hf":
-        raise UsageError(f"format {format!r} is not built yet; hf is")
-    hub.save_model(model, folder, tokenizer)
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

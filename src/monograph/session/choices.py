@@ -11,6 +11,7 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
+from monograph.data import companions
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -160,7 +161,9 @@ def write_config(run: Run, settings: Settings) -> None:
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json, whole or not at all."""
+    """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
+    for name, text in tokenizer.companions.files().items():
+        _write_whole(run.folder / name, text)
     _write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
@@ -182,7 +185,8 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    written = [run.config, run.parent_file, run.tokenizer, run.folder / "stdin", run.lock_file]
+    beside = [run.folder / name for name in companions.NAMES]
+    written = [run.config, run.parent_file, run.tokenizer, *beside, run.folder / "stdin", run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):

@@ -163,8 +163,12 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 
 def calibrate(session: Session) -> float:
-    """Seconds that an update takes: the median of a few accumulations whose gradients are thrown away."""
+    """Seconds that an update takes: the median of a few whose gradients are thrown away.
+
+    Without targets an update is refused by the device, which computes it all the same: no weight changes.
+    """
     engine = session.engine
+    skipped = engine.step.skipped.clone()
     window = next(session.open_batches(0))
     times: list[float] = []
     with session.undisturbed():
@@ -172,9 +176,11 @@ def calibrate(session: Session) -> float:
             synchronize(engine.step.device)
             began = clock()
             engine.accumulate(window)
+            engine.step.discard()
+            engine.step.apply()
             synchronize(engine.step.device)
             times.append(clock() - began)
-            engine.step.discard()
+    engine.step.skipped.copy_(skipped)
     return sorted(times)[len(times) // 2]
 
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_evaluation.py"""
+"""Run: pytest tests/evaluation/test_text.py"""
 
 from __future__ import annotations
 

@@ -1,0 +1,254 @@
+"""Generating beside the peers: transformers, a compiled model whose sampler is on the host, llama.cpp.
+
+transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. The same
+random weights, prompt and filters (temperature, top-k, top-p, min-p) for all, each system in a process of its own;
+rounds interleave. A round asks each for one token (the first-token latency), for all tokens sampled, and for all tokens
+greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts are
+compared with Monograph's: where two systems round differently, they part at the first token whose two best logits are
+nearly equal. "copy" is how fast the weights are read, once a step, beside the measured rate of a large copy.
+
+llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from another place).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from generators import HOW_TO_INSTALL, ON_A_CPU_ONLY, SYSTEMS, Write, task
+from rounds import Child, ChildFailed
+
+from monograph.device import clock, default_device
+from monograph.model.config import LlamaConfig
+
+
+class Case(NamedTuple):
+    """A shape, its rows, the tokens of a round; and what is asked: at least so many times a system's tokens/s."""
+
+    config: LlamaConfig
+    rows: int
+    tokens: int = 128
+    dtype: str = "float32"
+    goals: dict[str, float] = {}
+
+
+def shape(layers: int, width: int, vocabulary: int, **sizes: Any) -> LlamaConfig:
+    """A Llama with heads of 64 and a head of its own."""
+    given = {"intermediate_size": -(-8 * width // 3 // 64) * 64, "num_attention_heads": width // 64} | sizes
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, max_position_embeddings=1024, **given
+    )
+
+
+SMALL = shape(6, 384, 32_000)
+ONE_B, EIGHT_B = (
+    LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False) for name in ("1b", "8b")
+)
+STATIC = "transformers, static"
+ON_CPU = {
+    "small, 1 row": Case(SMALL, 1, goals={STATIC: 1.15}),
+    "small, 8 rows": Case(SMALL, 8, goals={STATIC: 1.0}),
+}
+ON_GPU = {
+    "1b, 1 row": Case(ONE_B, 1, 256, "bfloat16", {STATIC: 4.0}),
+    "8b, 1 row": Case(EIGHT_B, 1, 128, "bfloat16"),
+    "1b, 32 rows": Case(ONE_B, 32, 256, "bfloat16", {STATIC: 1.3}),
+}
+SMOKE = {"smoke": Case(shape(2, 64, 512), 2, 8)}
+COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+
+
+# ── a system's own process ────────────────────────────────────────────────────────────────────────
+
+
+def serve(args: Namespace, name: str, system: str) -> None:
+    """Write in this process whenever the other side of stdin says so; the first answer comes when all is warm."""
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what systems print is none of the answers
+    torch.set_num_threads(args.threads)
+    case, began = args.cases[name], clock()
+    mine = task(case.config, case.rows, case.tokens, args.threads, getattr(torch, case.dtype))
+    write = SYSTEMS[system].fit(mine)
+    for greedy in (True, False):
+        for tokens in (case.tokens, 1, case.tokens):
+            write(tokens, greedy)
+    answer: dict[str, Any] = {"first_s": clock() - began, "versions": SYSTEMS[system].versions}
+    while True:
+        print(json.dumps(answer), file=reply, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # no system's own end: it would print or wait
+        answer = timed(write, **json.loads(line))
+
+
+def timed(write: Write, tokens: int, greedy: bool) -> dict[str, Any]:
+    """One call: seconds on the clock and of the CPU, and what was written."""
+    wall, cpu = clock(), time.process_time()
+    texts = write(tokens, greedy)
+    return {"wall_s": clock() - wall, "cpu_s": time.process_time() - cpu, "texts": texts}
+
+
+# ── the side that asks ────────────────────────────────────────────────────────────────────────────
+
+
+def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
+    """Every system of one case."""
+    case = args.cases[name]
+    found, children = start_all(args, name)
+    answers: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
+    for system in harness.turns(children, args.rounds):
+        ask = children[system].ask
+        first, sampled = ask(tokens=1, greedy=False), ask(tokens=case.tokens, greedy=False)
+        greedy = ask(tokens=case.tokens, greedy=True)
+        answers[system].append({"first": first, "sampled": sampled, "greedy": greedy})
+    for child in children.values():
+        child.end()
+    written, copied = case.rows * case.tokens, copied_bytes_per_s() if children else 0.0
+    # Of the embedding a step reads a row each.
+    read = case.config.parameter_count() - case.config.vocab_size * case.config.hidden_size
+    read_bytes = read * torch.finfo(getattr(torch, case.dtype)).bits // 8
+    for entry in found:
+        if rounds := answers.get(entry["system"]):
+            walls = [each["sampled"]["wall_s"] for each in rounds]
+            entry["tokens_per_s"] = harness.spread([written / wall for wall in walls])
+            entry["cpu_s_per_token"] = harness.spread([each["sampled"]["cpu_s"] / written for each in rounds])
+            entry["first_token_s"] = harness.spread([each["first"]["wall_s"] for each in rounds])
+            # What the filters and the draw add to a step that takes the likeliest token.
+            entry["sampler_tax"] = harness.spread(
+                [each["sampled"]["wall_s"] / each["greedy"]["wall_s"] - 1 for each in rounds]
+            )
+            entry["copy_share"] = read_bytes * entry["tokens_per_s"]["median"] / case.rows / copied
+            entry["texts"] = rounds[0]["greedy"]["texts"]
+            entry["repeats"] = all(each["greedy"]["texts"] == entry["texts"] for each in rounds)
+    return found
+
+
+def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
+    """An entry for every system of a case, and the processes of those that could be started, warmed up."""
+    found: list[dict[str, Any]] = []
+    children: dict[str, Child] = {}
+    for system in args.systems:
+        entry: dict[str, Any] = {"case": name, "system": system}
+        found.append(entry)
+        if default_device().type != "cpu" and system in ON_A_CPU_ONLY:
+            entry["error"] = "not measured: its wheel computes on a CPU"
+            continue
+        if missing := SYSTEMS[system].missing:
+            entry["error"] = f"not measured: {', '.join(missing)} missing"
+            continue
+        own = [__file__, "--serve", name, system, "--threads", str(args.threads), *(["--smoke"] if args.smoke else [])]
+        child = Child(own, args.threads, {})
+        try:
+            entry |= child.answer()
+            children[system] = child
+            print(f"{name}: {system} is ready after {entry['first_s']:.0f} s", file=sys.stderr, flush=True)
+        except ChildFailed as error:
+            entry |= {"error": str(error.args[0]), "stderr": error.args[1]}
+    return found, children
+
+
+def copied_bytes_per_s() -> float:
+    """Bytes read and written per second by the fastest of a few large copies on the device."""
+    device = default_device()
+    source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = [harness.timed(lambda: target.copy_(source), device).wall_s for _ in range(5)]
+    return 2 * source.numel() / min(seconds)
+
+
+def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
+    """Add to each entry Monograph's tokens/s over its own, round by round, and how far their greedy texts agree."""
+    ours = next((e for e in found if e["system"] == "monograph" and "error" not in e), None)
+    for entry in found:
+        if ours is None or "error" in entry:
+            continue
+        pairs = zip(ours["tokens_per_s"]["values"], entry["tokens_per_s"]["values"], strict=True)
+        entry["ratio_wall"] = harness.spread([a / b for a, b in pairs])
+        pairs = zip(entry["cpu_s_per_token"]["values"], ours["cpu_s_per_token"]["values"], strict=True)
+        entry["ratio_cpu"] = harness.spread([a / b for a, b in pairs])
+        entry["same_text"] = min(map(agreement, entry["texts"], ours["texts"]))
+        entry["goal"] = goals.get(entry["system"])
+
+
+def agreement(one: str, other: str) -> float:
+    """Share of a text up to the first character that differs."""
+    longest = max(len(one), len(other))
+    return len(os.path.commonprefix([one, other])) / longest if longest else 1.0
+
+
+HEADERS = [
+    "",
+    "tokens/s",
+    "ms CPU/token",
+    "first ms",
+    "Monograph is",
+    "in CPU time",
+    "goal",
+    "tax",
+    "copy",
+    "same text",
+]
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    """The table's line of one system."""
+    label = f"{entry['case']}: {entry['system']}"
+    if "error" in entry:
+        return [label, entry["error"][:60], *[""] * (len(HEADERS) - 2)]
+    return [
+        label,
+        f"{entry['tokens_per_s']['median']:,.0f}",
+        f"{1000 * entry['cpu_s_per_token']['median']:.2f}",
+        f"{1000 * entry['first_token_s']['median']:.1f}",
+        harness.shown(entry["ratio_wall"]) if "ratio_wall" in entry else "-",
+        harness.shown(entry["ratio_cpu"]) if "ratio_cpu" in entry else "-",
+        f"{entry['goal']:.2f}" if entry.get("goal") else "-",
+        f"{entry['sampler_tax']['median']:.0%}",
+        f"{entry['copy_share']:.0%}",
+        f"{entry['same_text']:.0%}" if "same_text" in entry else "-",
+    ]
+
+
+def parse() -> Namespace:
+    """The arguments, with the cases they choose as `args.cases`."""
+    on_gpu = default_device().type == "cuda"
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=[*ON_CPU, *ON_GPU], dest="names")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--serve", nargs=2, metavar=("CASE", "SYSTEM"), help="one system's own process")
+    args = parser.parse_args()
+    args.cases = SMOKE if args.smoke else ON_CPU | ON_GPU
+    args.names = list(SMOKE) if args.smoke else args.names or list(ON_GPU if on_gpu else ON_CPU)
+    if args.smoke:
+        args.rounds = 2
+    return args
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    args = parse()
+    if args.serve:
+        return serve(args, *args.serve)
+    found = harness.result("generate-peers", {"rounds": args.rounds, "threads": args.threads, "smoke": args.smoke})
+    harness.print_machine(found)
+    if missing := sorted({name for system in args.systems for name in SYSTEMS[system].missing}):
+        print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")
+    for name in args.names:
+        measured = measure(args, name)
+        compare(measured, args.cases[name].goals)
+        found["cases"] += measured
+        harness.write(args.out, found)
+    harness.print_table(HEADERS, [row(entry) for entry in found["cases"]])
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""How each system generates the same rows: Monograph, transformers, and a compiled model with a sampler on the host.
+
+Each is built once in a process of its own and then writes when asked: a function of (tokens, greedy) that returns the
+texts of all rows. Shapes: B rows, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from contestants import System
+from numpy.typing import NDArray
+from peer_llama import llama_cpp, llama_cpp_backend
+from systems import drawn_on
+from torch import Tensor
+
+from monograph.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from monograph.data.tokenizer_file import byte_alphabet
+from monograph.decode import Sampling, generate
+from monograph.decode.cache import KVCache
+from monograph.device import default_device
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+
+# transformers' order: temperature, top-k, top-p, min-p.
+CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+PROMPT = "The model and the whole sampler are one graph; only ids leave the device."
+Write = Callable[[int, bool], list[str]]
+
+
+class Task(NamedTuple):
+    """What is written: `rows` continuations of one prompt, each of at most `tokens` tokens.
+
+    Attributes:
+        model: the same random weights for every system; nothing but printable ASCII is ever likely, so that texts can
+            be compared and no row ends early.
+        tokenizer: of as many entries as the model has.
+        rows: continuations at once.
+        tokens: the most that is asked for.
+        threads: of the CPU.
+    """
+
+    model: Llama
+    tokenizer: Tokenizer
+    rows: int
+    tokens: int
+    threads: int
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt after the token that begins a document."""
+        return [self.tokenizer.bos_id, *self.tokenizer.encode(PROMPT)]
+
+    @property
+    def slots(self) -> int:
+        """Positions of a row."""
+        return len(self.prompt_ids) + self.tokens
+
+
+def task(config: LlamaConfig, rows: int, tokens: int, threads: int, dtype: torch.dtype) -> Task:
+    """A task on this machine's device."""
+    device = default_device()
+    torch.manual_seed(0)
+    model = Llama(config) if device.type == "cpu" else drawn_on(device, config)
+    tokenizer = ascii_tokenizer(config.vocab_size)
+    letters = [piece.isascii() and piece.decode().isprintable() and piece != b"" for piece in tokenizer.pieces]
+    with torch.no_grad():
+        # Logits that spread as a trained model's do, and none of what is never to be drawn.
+        model.lm_head.weight.mul_(8.0).mul_(torch.tensor(letters, device=device)[:, None])
+    return Task(model.to(dtype).eval(), tokenizer, rows, tokens, threads)
+
+
+def ascii_tokenizer(size: int) -> Tokenizer:
+    """The 256 bytes, then pairs and triples of printable ASCII."""
+    letters = [chr(code) for code in range(33, 127)]
+    pairs = [(first, second) for first in letters for second in letters]
+    merges = [*pairs, *((first + second, third) for first, second in pairs for third in letters)][: size - 259]
+    entries = [BOS, EOS, PAD, *sorted(byte_alphabet()), *(first + second for first, second in merges)]
+    content = {
+        "added_tokens": [{"id": index, "content": name, "special": True} for index, name in enumerate((BOS, EOS, PAD))],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {entry: index for index, entry in enumerate(entries)},
+            "merges": [list(merge) for merge in merges],
+        },
+    }
+    return Tokenizer(content, "pairs and triples")
+
+
+# ── Monograph ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def monograph(task: Task) -> Write:
+    """The public `monograph.generate`, with those of the filters that `Sampling` has."""
+    known = {field.name for field in dataclasses.fields(Sampling)}
+    sampled = Sampling(**{name: value for name, value in CHAIN.items() if name in known}, seed=0)
+
+    def write(tokens: int, greedy: bool) -> list[str]:
+        how = Sampling(temperature=0) if greedy else sampled
+        done = list(generate(task.model, task.tokenizer, [PROMPT], how, max_tokens=tokens, n=task.rows))
+        assert all(len(completion.token_ids) == tokens for completion in done)
+        return [completion.text for completion in done]
+
+    return write
+
+
+# ── a compiled model whose logits go to a sampler on the host ─────────────────────────────────────
+
+
+@torch.no_grad()
+def host_sampler(task: Task) -> Write:
+    """One compiled decode step of this project's model; its logits are copied and numpy draws from them."""
+    model, ids, rows = task.model, task.prompt_ids, task.rows
+    weight = model.lm_head.weight
+    cache = KVCache(model.config, rows, task.slots, weight.dtype, weight.device)
+
+    def logits(tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        hidden_BTD = model(tokens_BT, positions=positions_BT, cache=cache)
+        return model.logits(hidden_BTD[:, -1]).float()
+
+    step = torch.compile(logits, fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def write(tokens: int, greedy: bool) -> list[str]:
+        random = np.random.default_rng(0)
+        tokens_BT = torch.tensor([ids] * rows, device=weight.device)
+        positions_BT = torch.arange(len(ids), device=weight.device).expand(rows, -1)
+        found, forward = [], logits
+        for _ in range(tokens):
+            logits_BV = forward(tokens_BT, positions_BT).cpu().numpy()
+            found.append(logits_BV.argmax(-1) if greedy else np.array([drawn(row_V, random) for row_V in logits_BV]))
+            tokens_BT = torch.from_numpy(found[-1])[:, None].to(weight.device)
+            positions_BT, forward = positions_BT[:, -1:] + 1, step
+        return [task.tokenizer.decode(row) for row in np.stack(found, 1).tolist()]
+
+    return write
+
+
+def drawn(logits_V: NDArray[np.float32], random: np.random.Generator) -> int:
+    """One id by the chain, as a careful host sampler does it: a partial sort first, then only its k candidates."""
+    k = min(CHAIN["top_k"], len(logits_V) - 1)
+    best_k = np.argpartition(logits_V, -int(k))[-int(k) :]
+    best_k = best_k[np.argsort(-logits_V[best_k])]
+    odds_k = np.exp((logits_V[best_k] - logits_V[best_k[0]]) / CHAIN["temperature"])
+    odds_k /= odds_k.sum()
+    kept = int(np.searchsorted(odds_k.cumsum(), CHAIN["top_p"])) + 1
+    odds_k = odds_k[:kept][odds_k[:kept] >= CHAIN["min_p"] * odds_k[0]]
+    return int(best_k[np.searchsorted(odds_k.cumsum(), random.random() * odds_k.sum())])
+
+
+# ── transformers ──────────────────────────────────────────────────────────────────────────────────
+
+
+def transformers_dynamic(task: Task) -> Write:
+    """`generate` of transformers as it is."""
+    return _transformers(task, {})
+
+
+def transformers_static(task: Task) -> Write:
+    """`generate` of transformers with a static cache, which compiles its forward; on a CPU it has to be told to."""
+    import transformers
+
+    compiled = transformers.CompileConfig()
+    compiled._compile_all_devices = True
+    return _transformers(
+        task, {"cache_implementation": "static", "max_cache_len": task.slots, "compile_config": compiled}
+    )
+
+
+def _transformers(task: Task, options: dict[str, Any]) -> Write:
+    import transformers
+
+    weight = task.model.lm_head.weight
+    config = transformers.LlamaConfig.from_dict(task.model.config.to_hf())
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.load_state_dict(task.model.state_dict(), assign=True)  # the weights themselves: a card holds no second copy
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config, device=weight.device)
+    ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
+
+    def write(tokens: int, greedy: bool) -> list[str]:
+        torch.manual_seed(0)
+        how = {"do_sample": False} if greedy else {"do_sample": True, **CHAIN}
+        settings = transformers.GenerationConfig(
+            **how, **options, max_new_tokens=tokens, min_new_tokens=None, eos_token_id=None, pad_token_id=0
+        )
+        rows_BT = theirs.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=settings)
+        assert rows_BT.shape[1] == ids_BT.shape[1] + tokens
+        return [task.tokenizer.decode(row) for row in rows_BT[:, ids_BT.shape[1] :].tolist()]
+
+    return write
+
+
+SYSTEMS = {
+    "monograph": System(monograph),
+    "compiled, host sampler": System(host_sampler),
+    "transformers, dynamic": System(transformers_dynamic, ("transformers",)),
+    "transformers, static": System(transformers_static, ("transformers",)),
+    "llama.cpp": System(llama_cpp, ("xllamacpp", "gguf")),
+    "llama.cpp, backend": System(llama_cpp_backend, ("xllamacpp", "gguf")),
+}
+ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")  # the wheel that an index has computes on the CPU
+HOW_TO_INSTALL = "pip install -e '.[peers]' -c constraints.txt"

@@ -1,0 +1,105 @@
+"""A chat in token ids: what the template writes is control, what people typed is text; and where an answer ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from monograph.data.template import ChatTemplate, Message
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+_QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat that every template can render
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's chat template.
+
+    Raises:
+        InputRefused: it has none.
+    """
+    if tokenizer.companions.template is None:
+        raise InputRefused(
+            "the model has no chat template: put its chat_template.jinja beside its tokenizer.json, or give plain text"
+        )
+    return tokenizer.companions.template
+
+
+def chat_ids(
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
+) -> list[int]:
+    """Ids of a chat, its beginning-of-text token only where the template writes one.
+
+    "<|im_start|>" inside a message is the letters that someone typed and not the token, so no message can end its turn.
+    To tell them apart the chat is rendered a second time with a character put inside such letters that occurs nowhere
+    else; should that change anything else in the text, the chat is refused.
+
+    Raises:
+        InputRefused: as `ChatTemplate.render`, or a template that computes with such letters.
+    """
+    template = template_of(tokenizer)
+    text = template.render(messages, add_generation_prompt, **variables)
+    typed = [content for content in tokenizer.special if _holds(messages, content)]
+    if not typed:
+        return tokenizer.encode_rendered(text)
+    taken = text + json.dumps(list(messages), ensure_ascii=False)
+    marker = next((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), None)
+    if marker is None:
+        raise InputRefused("a chat with all of Unicode's private characters and a control token is not supported")
+    apart = [_apart(dict(message), typed, marker) for message in messages]
+    marked = template.render(apart, add_generation_prompt, **variables)
+    if marked.replace(marker, "") != text or any(_holds(apart, content) for content in typed):
+        raise InputRefused(
+            f"the text {typed[0]!r} in a message is a control token of this model, and its chat template does not "
+            "copy it as it is; write it in another way"
+        )
+    return tokenizer.encode_rendered(marked, marker)
+
+
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template writes after an answer; None where there is no such.
+
+    It may write text there or change the answer's letters, or the model has no template.
+
+    Raises:
+        InputRefused: the template does not render.
+    """
+    if tokenizer.companions.template is None:
+        return None
+    chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    _, found, rest = tokenizer.companions.template.render(chat).rpartition(_ANSWER)
+    controls = set(tokenizer.special.values())
+    after = tokenizer.encode_rendered(rest) if found else []
+    return next((index for index in after if index in controls), None)
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All ids at which a text is over, each once.
+
+    The tokenizer's end of text, what generation_config.json lists, and what the chat template writes after an answer.
+
+    Raises:
+        InputRefused: the template does not render.
+    """
+    ends = [tokenizer.eos_id, *tokenizer.companions.stops, end_of_turn(tokenizer)]
+    return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
+
+
+def _holds(value: Any, content: str) -> bool:
+    if isinstance(value, str):
+        return content in value
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(_holds(each, content) for each in values)
+
+
+def _apart(value: Any, contents: Sequence[str], marker: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _apart(each, contents, marker) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_apart(each, contents, marker) for each in value]
+    if isinstance(value, str):
+        for content in contents:
+            value = value.replace(content, content[0] + marker + content[1:])
+    return value

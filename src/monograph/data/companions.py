@@ -1,0 +1,116 @@
+"""What lies beside a tokenizer.json and belongs to it: special tokens by role, the chat template, ids that end a text.
+
+Files of a Hugging Face folder, all optional: tokenizer_config.json, chat_template.jinja, generation_config.json or else
+config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monograph.data.files import inside
+from monograph.data.template import ChatTemplate, read_source
+from monograph.errors import InputRefused
+
+_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
+MAX_STOPS, MAX_FILE_BYTES = 64, 1 << 24
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Companions(NamedTuple):
+    """The files' content as far as it is used here.
+
+    Attributes:
+        tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
+        template: the chat template, None where there is none.
+        stops: ids that end a text, by generation_config.json, or where that says nothing by config.json.
+    """
+
+    tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    template: ChatTemplate | None = None
+    stops: tuple[int, ...] = ()
+
+    @property
+    def borders(self) -> tuple[str | None, str | None]:
+        """Contents of the tokens that begin and end a document."""
+        return self.tokens.get("bos_token"), self.tokens.get("eos_token")
+
+    def files(self) -> dict[str, str]:
+        """Their content by name, as transformers reads them; none for what is not there."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
+        written = {_CONFIG: _as_json(config)} if self.tokens else {}
+        if self.template is not None:
+            written[_TEMPLATE] = self.template.source
+        if self.stops:
+            written[_GENERATION] = _as_json({"eos_token_id": list(self.stops)})
+        return written
+
+
+def read(folder: Path) -> Companions:
+    """What is there of the three files.
+
+    Raises:
+        InputRefused: one cannot be read, or holds another type where a token, an id or a template is expected.
+    """
+    path = folder / _CONFIG
+    config = _read(folder, _CONFIG)
+    tokens = _tokens(config, path)
+    source = read_source(folder, config)
+    template = None if source is None else ChatTemplate(source, str(folder), tokens)
+    return Companions(tokens, template, _stops(folder))
+
+
+def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    tokens = {}
+    for role, token in config.items():
+        if role not in _ROLES and not (role.endswith("_token") and isinstance(token, str | dict)):
+            continue
+        content = token.get("content") if isinstance(token, dict) else token
+        if content is None:
+            continue
+        if not isinstance(content, str):
+            raise InputRefused(f"{path}: {role} is {str(token)[:60]!r}: expected a token's text")
+        tokens[role] = content
+    return tokens
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    if not os.path.lexists(folder / name):
+        return {}
+    path = inside(folder, name)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON ({error}); put the model's own there") from None
+    if not isinstance(content, dict):
+        raise InputRefused(f"{path}: not a JSON object; put the model's own there")
+    return content
+
+
+def _stops(folder: Path) -> tuple[int, ...]:
+    for name in (_GENERATION, "config.json"):
+        stored = _read(folder, name).get("eos_token_id")
+        if stored is not None:
+            return _ids(stored, folder / name)
+    return ()
+
+
+def _ids(stored: object, path: Path) -> tuple[int, ...]:
+    stops: Sequence[object] = stored if isinstance(stored, list) else [stored]
+    ids = [stop for stop in stops if isinstance(stop, int) and not isinstance(stop, bool) and stop >= 0]
+    if len(ids) < len(stops) or len(ids) > MAX_STOPS:
+        raise InputRefused(
+            f"{path}: eos_token_id is {str(stored)[:60]}: expected a token id or a list of at most {MAX_STOPS}"
+        )
+    return tuple(ids)
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=2) + "\n"

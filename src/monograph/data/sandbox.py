@@ -1,0 +1,146 @@
+"""Renders a chat template where it can do no harm: run as a program, under limits of memory and time.
+
+A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's insides, but not from endless
+loops and strings of gigabytes, and no thread can stop those: hence a process. It imports nothing of this package, so
+that it starts in a tenth of a second.
+
+The first line of standard input is the template's source, each further one the variables of a rendering, all of them
+JSON; the answers are lines of JSON, {"text": ...} or {"error": ...}.
+
+What a template finds here is what transformers gives it (`apply_chat_template` of release 5).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MEMORY_BYTES = 1 << 29  # of address space, of which Python and jinja take a tenth
+SECONDS = 2  # of computation for one rendering
+OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbox
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant says; its text is that of the block."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Any) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without what hangs on the type."""
+
+    def __call__(self, *pairs: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*pairs, **values)
+
+    def fromkeys(self, *keys: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*keys)
+
+
+class _Namespace(Namespace):
+    """`namespace` without names that begin with an underscore."""
+
+    def __init__(*pairs: Any, **values: Any) -> None:  # `self` is a name that a template may use
+        own, given = pairs[0], dict(*pairs[1:], **values)
+        for name in given:
+            _public(name)
+        Namespace.__init__(own, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _public(name)
+        super().__setitem__(name, value)
+
+
+def _public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the name {name!r} in a namespace begins with an underscore")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own escapes < and > for web pages.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def compiled(source: str) -> jinja2.Template:
+    """The template, ready to render; raises what jinja raises."""
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST:
+        raise jinja2.exceptions.SecurityError(f"jinja2 {jinja2.__version__} is not safe; install 3.1.6 or newer")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(source)
+
+
+def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) -> Iterator[str]:
+    length = 0
+    for piece in template.generate(**variables):
+        length += len(piece)
+        if length > longest:
+            raise jinja2.exceptions.SecurityError(f"it writes more than {longest} characters")
+        yield piece
+
+
+def _answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    template = None
+    source = json.loads(next(lines))
+    for line in lines:
+        # Whole seconds of the processor since the start, after which the system ends the process.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
+        try:
+            template = template or compiled(source)
+            yield {"text": "".join(_pieces(template, json.loads(line), 64 * len(line) + (1 << 20)))}
+        except MemoryError:
+            yield {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+        except RecursionError:
+            yield {"error": "it calls itself without end"}
+        except Exception as error:  # whatever a template can make Python raise
+            yield {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for answer in _answers(sys.stdin):
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

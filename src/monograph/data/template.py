@@ -1,0 +1,163 @@
+"""A model's chat template: messages in, the text that the model was trained to go on from out, as transformers does it.
+
+Templates are programs from whoever made the model. They are rendered by `sandbox` in a process of its own, never here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monograph.data import sandbox
+from monograph.data.files import inside
+from monograph.errors import InputRefused
+
+MAX_SOURCE_BYTES = 1 << 16
+PATIENCE_S = 60.0  # of waiting for a process that has two seconds of computation, on however busy a machine
+
+Message = Mapping[str, Any]  # "role", "content", and what else a template reads
+# By these names transformers hands on what a model thought before it spoke; templates read the first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A chat template in Jinja.
+
+    Attributes:
+        source: its text.
+        tokens: the special tokens that it knows by name, such as {"bos_token": "<s>"}.
+
+    Raises:
+        InputRefused: larger than 64 KiB, which no template of a model is.
+    """
+
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
+            raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
+        self.source, self.tokens, self._where = source, dict(tokens or {}), where
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The chat as text, special tokens included; equal to transformers' `apply_chat_template(tokenize=False)`.
+
+        Args:
+            messages: what was said, each {"role": ..., "content": ...}; values that JSON knows.
+            add_generation_prompt: end with what begins an assistant's turn.
+            variables: what else the template reads, such as enable_thinking or date_string.
+
+        Raises:
+            InputRefused: the template is no Jinja, refuses the messages, or does what no template needs: reaches for
+                Python's insides, computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64
+                times its input.
+        """
+        request = {
+            "tools": None,
+            "documents": None,
+            **self.tokens,
+            **variables,
+            "messages": [_with_reasoning(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            line = json.dumps(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputRefused(f"a chat's messages must be JSON: {error}") from None
+        answer = self._answer(line)
+        if "text" not in answer:
+            raise InputRefused(f"{self._where}: the chat template does not render: {answer['error']}")
+        return str(answer["text"])
+
+    def _answer(self, line: str) -> dict[str, str]:
+        if self._process is None:
+            # Not in this terminal's group: Ctrl-C is for the run, which still wants to save.
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", sandbox.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            weakref.finalize(self, _end, process)
+            line = json.dumps(self.source) + "\n" + line
+        answer = _asked(self._process, line)
+        if answer is None:
+            _end(self._process)
+            self._process = None
+            return {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
+        return answer
+
+
+def _asked(process: subprocess.Popen[bytes], line: str) -> dict[str, str] | None:
+    """What the process answers; None where it ended instead."""
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    received = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not received.endswith(b"\n"):
+            if not selector.select(PATIENCE_S):
+                return None
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            if not piece:
+                return None
+            received += piece
+    answer: dict[str, str] = json.loads(received)
+    return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            try:
+                pipe.close()
+            except BrokenPipeError:  # what was still to be written to it
+                pass
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InputRefused(
+            f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
+        )
+    thought = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return dict(message) if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The source of a folder's chat template: chat_template.jinja, else the key in tokenizer_config.json; None: none.
+
+    Of several templates with names the one named "default" is taken, as transformers does for chats without tools.
+
+    Raises:
+        InputRefused: a file that cannot be read, is too large or no UTF-8, or a key of another form.
+    """
+    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if os.path.lexists(path):
+        try:
+            with inside(folder, path.name).open("rb") as file:
+                content = file.read(MAX_SOURCE_BYTES + 1)
+            if len(content) > MAX_SOURCE_BYTES:
+                raise InputRefused(f"{path}: larger than {MAX_SOURCE_BYTES >> 10} KiB; this is no chat template")
+            return content.decode().replace("\r\n", "\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputRefused(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    stored = tokenizer_config.get("chat_template")
+    if isinstance(stored, list):
+        named = [each for each in stored if isinstance(each, dict) and each.get("name") == "default"]
+        stored = named[0].get("template") if named else stored
+    if stored is None or isinstance(stored, str):
+        return stored
+    raise InputRefused(f"{config}: chat_template is {str(stored)[:60]!r}: expected a text, or a list with a 'default'")

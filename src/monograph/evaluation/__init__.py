@@ -1,0 +1,11 @@
+"""How good a model is: bits per byte of text, log-probabilities of continuations, answers to multiple choice."""
+
+from __future__ import annotations
+
+from monograph.evaluation.choices import Accuracy as Accuracy
+from monograph.evaluation.choices import choose as choose
+from monograph.evaluation.continuations import Continuation as Continuation
+from monograph.evaluation.continuations import score as score
+from monograph.evaluation.text import Evaluates as Evaluates
+from monograph.evaluation.text import Evaluation as Evaluation
+from monograph.evaluation.text import evaluate as evaluate

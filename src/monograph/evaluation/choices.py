@@ -1,0 +1,108 @@
+"""Multiple choice: which answer a model finds likeliest, as lm-evaluation-harness scores it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from monograph.data.questions import Question
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused
+from monograph.evaluation.continuations import Continuation, score
+from monograph.graph.precision import Precision
+from monograph.model.llama import Llama
+
+
+class Accuracy(NamedTuple):
+    """Shares of questions that were answered right, with standard errors.
+
+    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, 1 for right and 0 for wrong; None
+    for one question.
+
+    Attributes:
+        acc: the answer is the choice of the largest log-probability.
+        acc_stderr: its standard error.
+        acc_norm: the answer is the choice of the largest log-probability per character, so that length does not decide.
+        acc_norm_stderr: its standard error.
+        acc_bytes: the same per byte of UTF-8, which is fairer where choices are in several scripts.
+        acc_bytes_stderr: its standard error.
+        chance: what guessing would reach: the mean of 1 / number of choices.
+        questions: n.
+        cut: questions whose beginning had no room in the model's positions and was left out.
+    """
+
+    acc: float
+    acc_stderr: float | None
+    acc_norm: float
+    acc_norm_stderr: float | None
+    acc_bytes: float
+    acc_bytes_stderr: float | None
+    chance: float
+    questions: int
+    cut: int
+
+
+def choose(model: Llama, tokenizer: Tokenizer, questions: Sequence[Question], precision: Precision) -> Accuracy:
+    """Answer questions by the log-probability of " " + choice after the question; of equals the first choice counts.
+
+    Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
+    and values are those of its metrics.
+
+    Raises:
+        InputRefused: no questions, or a choice that is longer than the model's positions.
+    """
+    if not questions:
+        raise InputRefused("there are no questions to answer; give a file with one record a line")
+    asked = [[encode_pair(tokenizer, each.query, f" {choice}") for choice in each.choices] for each in questions]
+    longest = model.config.max_position_embeddings
+    for each, pairs in zip(questions, asked, strict=True):
+        if (most := max(len(pair.ids) for pair in pairs)) > longest:
+            raise InputRefused(
+                f"{each.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
+            )
+    scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision))
+    right = [_right(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
+    acc, acc_norm, acc_bytes = (list(answers) for answers in zip(*right, strict=True))
+    return Accuracy(
+        acc=statistics.fmean(acc),
+        acc_stderr=_standard_error(acc),
+        acc_norm=statistics.fmean(acc_norm),
+        acc_norm_stderr=_standard_error(acc_norm),
+        acc_bytes=statistics.fmean(acc_bytes),
+        acc_bytes_stderr=_standard_error(acc_bytes),
+        chance=statistics.fmean(1 / len(each.choices) for each in questions),
+        questions=len(questions),
+        cut=sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked),
+    )
+
+
+def _right(question: Question, logs: Sequence[float]) -> tuple[bool, bool, bool]:
+    """Whether the right choice has the largest log-probability, as it is, per character and per byte."""
+    characters, sizes = [len(choice) for choice in question.choices], [len(c.encode()) for c in question.choices]
+    normed = ([log / length for log, length in zip(logs, each, strict=True)] for each in (characters, sizes))
+    acc, acc_norm, acc_bytes = (each.index(max(each)) == question.gold for each in (list(logs), *normed))
+    return acc, acc_norm, acc_bytes
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
+    """Ids of a text's two parts, the first after the token that begins a document.
+
+    White space at the end of the context belongs to the continuation, as in lm-evaluation-harness: a tokenizer joins it
+    with the word that follows. Where it joins more than that, the parts are encoded each alone.
+    """
+    words = context.rstrip()
+    context, continuation = words, context[len(words) :] + continuation
+    before, whole = tokenizer.encode_batch([context, context + continuation])
+    if whole[: len(before)] == before and len(whole) > len(before):
+        ids = whole[len(before) :]
+    else:
+        ids = tokenizer.encode(continuation)
+    return Continuation([tokenizer.bos_id, *before], ids)
+
+
+def _standard_error(answers: Sequence[bool]) -> float | None:
+    if len(answers) < 2:
+        return None
+    return statistics.stdev(map(float, answers)) / math.sqrt(len(answers))

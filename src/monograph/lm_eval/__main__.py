@@ -1,0 +1,28 @@
+"""`python -m monograph.lm_eval ...` is the command `lm_eval ...`, which then knows the model "monograph"."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from monograph.errors import MonographError, UsageError
+
+
+def main() -> int:
+    """Run lm-evaluation-harness; what this package refuses is one line and its exit code."""
+    try:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UsageError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
+        from lm_eval.__main__ import cli_evaluate
+
+        import monograph.lm_eval.model  # noqa: F401  # registers the model
+
+        cli_evaluate()
+    except MonographError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

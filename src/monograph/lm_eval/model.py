@@ -1,0 +1,162 @@
+"""The model "monograph" of lm-evaluation-harness: a run, a Hugging Face folder or a weight file, not exported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from monograph.data.tokenizer import Tokenizer
+from monograph.decode import Sampling, generate
+from monograph.device import default_device
+from monograph.errors import InputRefused, UsageError
+from monograph.evaluation import Continuation, score
+from monograph.evaluation.continuations import BATCH_TOKENS
+from monograph.graph.precision import Precision
+from monograph.model.llama import Llama
+from monograph.run.models import load
+
+MAX_TOKENS = 256  # where a task does not say; lm-evaluation-harness's own default
+# Names that tasks have for the most tokens to write, in lm-evaluation-harness's order.
+_MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@register_model("monograph")
+class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+    """What lm-evaluation-harness asks of a model.
+
+    A context begins with the token that begins a document, as in training. Its log-likelihoods are those of lm_eval's
+    `hf` model on the exported folder; those of whole texts (`loglikelihood_rolling`) too if `hf` has
+    `add_bos_token=False`, without which it scores that first token as well, as no text has it.
+    """
+
+    def __init__(
+        self, run: str, precision: str = "fp32", batch_tokens: int = BATCH_TOKENS, **others: int | str | None
+    ) -> None:
+        """Load a model.
+
+        Args:
+            run: a run ("last", or a run's folder), a Hugging Face folder, or a weight file.
+            precision: "fp32" or "bf16".
+            batch_tokens: most ids of a forward pass, padding included.
+            others: batch_size, max_batch_size and device, which lm_eval gives every model. Batches are made by their
+                tokens, and the device is the machine's; neither changes a result beyond rounding.
+
+        Raises:
+            UsageError: an argument that the model does not have.
+            InputRefused: nothing that can be loaded.
+        """
+        super().__init__()
+        if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
+            raise UsageError(f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens")
+        loaded = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
+        self._model: Llama = loaded[0].to(default_device()).eval()
+        self._tokenizer: Tokenizer = loaded[1]
+        self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Ends a document."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Begins a document."""
+        return self._tokenizer.bos_id
+
+    @property
+    def max_length(self) -> int:
+        """The model's positions."""
+        return self._model.config.max_position_embeddings
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm_eval's caches."""
+        return self._tokenizer.hash
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text, after the one that begins a document unless told otherwise."""
+        ids = self._tokenizer.encode(string)
+        return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        scores = self._score([Continuation(context, ids) for _, context, ids in requests])
+        for (texts, _, _), answer in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return scores
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, each token predicted once, after as many before it as there is room for."""
+        windows, owners = list[Continuation](), list[int]()
+        for owner, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            found = [Continuation(*make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            owners += [owner] * len(found)
+        sums = [0.0] * len(requests)
+        for owner, (log_probability, _) in zip(owners, self._score(windows), strict=True):
+            sums[owner] += log_probability
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts that go on from contexts; requests that ask for the same settings are generated together."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        seen: Counter[str] = Counter()
+        for index, request in enumerate(requests):
+            asked = json.dumps(request.args, sort_keys=True)
+            # A request that comes again is a further sample of the same text, so it has draws of its own.
+            groups[json.dumps([request.args[1], seen[asked]], sort_keys=True)].append(index)
+            seen[asked] += 1
+        texts: dict[int, str] = {}
+        for settings, indices in groups.items():
+            options, seed = json.loads(settings)
+            texts |= zip(indices, self._continued([requests[i].args[0] for i in indices], options, seed), strict=True)
+        for index, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, texts[index])
+        return [texts[index] for index in range(len(requests))]
+
+    def _score(self, asked: Sequence[Continuation]) -> list[tuple[float, bool]]:
+        return [tuple(each) for each in score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)]
+
+    def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
+        sampling, max_tokens, stop = generation(options, seed)
+        room = self.max_length - max_tokens - 1  # one is the token that begins a document
+        if room < 1:
+            raise InputRefused(
+                f"max_gen_toks = {max_tokens} leaves no room for a context in the model's {self.max_length} positions: "
+                "give the task a smaller one (--gen_kwargs max_gen_toks=N)"
+            )
+        prompts = [self._tokenizer.decode(self._tokenizer.encode(context)[-room:]) for context in contexts]
+        done = generate(self._model, self._tokenizer, prompts, sampling, max_tokens=max_tokens, stop=stop)
+        return [completion.text for completion in done]
+
+
+def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, list[str]]:
+    """(sampling, most tokens, stop strings) of a task's generation arguments.
+
+    As in lm-evaluation-harness, nothing is sampled unless the task says so by `do_sample` or a temperature.
+
+    Raises:
+        UsageError: an argument that means nothing here.
+    """
+    left = dict(options)
+    limits = [value for value in (left.pop(key, None) for key in _MAX_TOKENS_KEYS) if value is not None]
+    until = left.pop("until", None) or []
+    samples, temperature, top_k = left.pop("do_sample", None), left.pop("temperature", None), left.pop("top_k", None)
+    if left:
+        raise UsageError(f"generation argument {min(left)!r} is not known to the model 'monograph'; leave it out")
+    drawn = bool(temperature) if samples is None else bool(samples)
+    chosen = (1.0 if temperature is None else float(temperature)) if drawn else 0.0
+    stop = [until] if isinstance(until, str) else list(until)
+    return Sampling(chosen, top_k, seed), int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]

@@ -1,0 +1,65 @@
+"""Run: pytest tests/commands/test_export.py (a model that chats, through training and out again)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from chats import TEMPLATES, speaking
+from commands.forked import CommandServer
+from commands.inputs import OWN, over
+from monograph.data.chat import stop_ids
+from monograph.data.tokenizer import Tokenizer
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
+
+needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+
+
+@needs_gguf
+def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path) -> None:
+    tokenizer = speaking(here / "words", "thinking", stops=[1, 2])
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=64,
+    )
+    save_model(Llama(config), here / "chatty", tokenizer)
+    settings = [setting for setting in over(OWN, "train.updates=2") if not setting.startswith("data.tokenizer")]
+    assert server.run(here, "train", *settings, "model.init=chatty", "--out", "run", figures=0).code == 0
+    assert server.run(here, "train", "--resume", "run", figures=0).code == 0
+    for of, to in (("run", "out"), ("out", "again")):
+        assert server.run(here, "export", of, "--to", to).code == 0
+        kept = Tokenizer.from_file(here / to)
+        assert (here / to / "chat_template.jinja").read_text() == TEMPLATES["thinking"]
+        assert kept.companions.files() == tokenizer.companions.files() and stop_ids(kept) == stop_ids(tokenizer)
+    done = server.run(here, "export", "run", "--to", "gguf", "--format", "gguf", "--dtype", "q8_0")
+    assert done.code == 0 and "ollama create NAME -f gguf/Modelfile" in done.out, done.err
+    assert {path.name for path in (here / "gguf").iterdir()} == {"model.gguf", "Modelfile"}
+    import gguf
+
+    fields = gguf.GGUFReader(here / "gguf" / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == TEMPLATES["thinking"]
+
+
+@needs_gguf
+def test_what_llama_cpp_will_do_otherwise_is_a_warning(server: CommandServer, here: Path) -> None:
+    tokenizer = speaking(here / "words", "plain")
+    (here / "words" / "tokenizer_config.json").write_text('{"eos_token": "<|eos|>", "bos_token": "<|bos|>"}')
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    save_model(Llama(config), here / "chatty", tokenizer)
+    done = server.run(here, "export", "chatty", "--to", "gguf", "--format", "gguf")
+    assert done.code == 0
+    assert "warning: llama.cpp stops at <|im_end|>, which does not end a text of this model" in done.err

@@ -1,0 +1,129 @@
+"""Run: pytest tests/data/test_template.py (chat templates: equal to transformers', and harmless)."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from chats import CHATS, TEMPLATES, speaking
+from monograph.data import sandbox
+from monograph.data.template import ChatTemplate, read_source
+from monograph.errors import InputRefused
+
+SAID = [{"role": "user", "content": "h"}]
+HOSTILE = {
+    "endless loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+    "a long string": ("{{ 'x' * 10**10 }}", "MiB of memory"),
+    "a wide format": ("{{ '%900000000d' % 1 }}", "MiB of memory"),
+    "a replacement that grows": ("{{ ('a' * 500000) | replace('a', 'b' * 50000) }}", "MiB of memory"),
+    "endless text": ("{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "writes more than"),
+    "a class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "a function's globals": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+    "a name with an underscore": ("{% set n = namespace(_x=1) %}", "underscore"),
+    "a change of its input": ("{{ messages.append(1) }}", "unsafe"),
+    "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
+    "a huge range": ("{{ range(10**9) }}", "Range too big"),
+    "another file": ("{% include '/etc/passwd' %}", "no loader"),
+    "no template": ("{% if", "TemplateSyntaxError"),
+    "deep brackets": ("{{" + "(" * 9000 + ")" * 9000 + "}}", "calls itself"),
+    "a refusal": ("{{ raise_exception('no roles') }}", "no roles"),
+}
+
+
+def seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_template_is_refused_in_three_seconds_and_a_gigabyte(kind: str) -> None:
+    source, why = HOSTILE[kind]
+    before = seconds_of_children()
+    template = ChatTemplate(source, "model/chat_template.jinja")
+    with pytest.raises(InputRefused, match=f"model/chat_template.jinja: the chat template does not render: .*{why}"):
+        template.render(SAID)
+    del template  # its process is waited for, and counted
+    assert seconds_of_children() - before < 3
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20  # KiB
+
+
+def test_after_a_refusal_it_renders_again() -> None:
+    template = ChatTemplate("{% if messages | length > 1 %}{{ 'x' * 10**10 }}{% endif %}{{ messages[0].content }}", "x")
+    assert template.render(SAID) == "h"
+    with pytest.raises(InputRefused, match="memory"):
+        template.render(SAID * 2)
+    assert template.render(SAID) == "h"
+    endless = ChatTemplate("{% if not messages %}" + HOSTILE["endless loops"][0] + "{% endif %}ok", "x")
+    with pytest.raises(InputRefused, match="2 s"):
+        endless.render([])
+    assert endless.render(SAID) == "ok"
+
+
+def test_it_equals_transformers(tmp_path: Path) -> None:
+    """Every template and chat, with and without what begins an answer; what transformers refuses is refused."""
+    from transformers import AutoTokenizer
+
+    for name in TEMPLATES:
+        ours = speaking(tmp_path / name, name).companions.template
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert ours and ours.source == theirs.chat_template
+        for chat in CHATS:
+            for options in (
+                {},
+                {"add_generation_prompt": True},
+                {"add_generation_prompt": True, "enable_thinking": False},
+            ):
+                try:
+                    expected = theirs.apply_chat_template(chat, tokenize=False, **options)
+                except Exception as error:
+                    with pytest.raises(InputRefused, match=str(error)):
+                        ours.render(chat, **options)
+                else:
+                    assert ours.render(chat, **options) == expected
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert read_source(tmp_path, {}) is None
+    assert read_source(tmp_path, {"chat_template": "a"}) == "a"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert read_source(tmp_path, {"chat_template": named}) == "d"
+    (tmp_path / "chat_template.jinja").write_bytes(b"f\xc3\xbcr\n")
+    assert read_source(tmp_path, {"chat_template": "a"}) == "für\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "config", "why"),
+    [
+        (b"\xff", {}, "cannot be read as UTF-8"),
+        (b"x" * (1 << 16) + b"y", {}, "larger than 64 KiB"),
+        (None, {"chat_template": 5}, "chat_template is '5': expected a text"),
+        (None, {"chat_template": [{"name": "other", "template": "t"}]}, "or a list with a 'default'"),
+        (None, {"chat_template": [{"name": "default", "template": 5}]}, "expected a text"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(tmp_path: Path, content: bytes | None, config: dict, why: str) -> None:
+    if content is not None:
+        (tmp_path / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(InputRefused, match=why):
+        read_source(tmp_path, config)
+
+
+def test_a_source_in_the_configuration_is_limited_too() -> None:
+    with pytest.raises(InputRefused, match="larger than 64 KiB"):
+        ChatTemplate("x" * (1 << 17), "x")
+
+
+@pytest.mark.parametrize("message", ["text", 5, {"role": "user", "content": {1, 2}}])
+def test_messages_of_another_kind_are_refused(message: object) -> None:
+    with pytest.raises(InputRefused, match="a chat's message"):
+        ChatTemplate("{{ messages }}", "x").render([message])  # type: ignore[list-item]
+
+
+def test_the_process_is_started_without_this_package() -> None:
+    """It must start quickly: a package that imports torch would cost seconds at the first word of a chat."""
+    source = Path(sandbox.__file__).read_text()
+    assert "monograph" not in source.replace("of this package", "") and "import torch" not in source
+    assert json.loads(json.dumps(ChatTemplate("{{ 'ü' }}", "x").render([]))) == "ü"

@@ -1,0 +1,166 @@
+# Run: pytest tests/model/test_family_files.py
+"""What a config.json says of a family, as transformers reads it; and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from model.family_shapes import MIXED, SMALL
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.model.families import FAMILIES, FULL, MOST_LAYERS, SLIDING
+from monograph.model.hub import load_model, save_model
+from monograph.model.llama import Llama
+
+HF = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+
+
+def _read(**values):
+    return LlamaConfig.from_hf({**HF, "num_hidden_layers": 4, "num_key_value_heads": 2, **values})
+
+
+def _windows(config):
+    return [config.window(layer) for layer in range(config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        ({"model_type": "mistral"}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "llama", "sliding_window": 7}, [None] * 4),  # transformers does not read it either
+        ({"model_type": "qwen2", "sliding_window": 7}, [None] * 4),
+        ({"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True}, [None] * 4),
+        (
+            {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
+            [None] * 3 + [7],
+        ),
+        ({"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, [7] * 4),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": [FULL, SLIDING, FULL, FULL],
+            },
+            [None, 7, None, None],
+        ),
+    ],
+)
+def test_windows_are_those_of_transformers(values, windows):
+    from transformers import AutoConfig
+
+    assert _windows(_read(**values)) == windows
+    theirs = AutoConfig.for_model(**{**HF, "num_hidden_layers": 4, **values})
+    kinds = getattr(theirs, "layer_types", [SLIDING] * 4)
+    window = theirs.sliding_window if values["model_type"] != "llama" else None
+    assert [window if kind == SLIDING else None for kind in kinds] == windows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_file_leaves_open_is_what_transformers_takes(family):
+    from transformers import AutoConfig
+
+    heads = {"num_attention_heads": 32, "hidden_size": 64}
+    ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
+    theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
+    for key in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.head_dim == getattr(theirs, "head_dim", 2)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_json_goes_both_ways(family):
+    config = LlamaConfig(model_type=family, **SMALL | MIXED[family])
+    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    same = LlamaConfig(model_type=family, **SMALL)
+    if "layer_types" in FAMILIES[family].keys:
+        assert LlamaConfig(model_type=family, **SMALL, sliding_window=9, layer_types=(FULL,) * 3) == same
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "gemma2"}, r"model_type = 'gemma2' is not supported: only llama, mistral, qwen2, qwen3 are"),
+        ({"model_type": "gpt2"}, r"model_type = 'gpt2' is not supported: only llama, mistral"),
+        ({"model_type": ["llama"]}, r"model_type = \['llama'\] is not supported"),
+        ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window = 0: expected a whole number of at least 1"),
+        ({"model_type": "mistral", "sliding_window": "4k"}, r"sliding_window = '4k'"),
+        ({"model_type": "mistral", "layer_types": [SLIDING] * 4}, r"layer_types is not supported with .* 'mistral'"),
+        ({"model_type": "qwen3", "layer_types": SLIDING}, r"layer_types = 'sliding_attention': expected a list"),
+        ({"model_type": "qwen3", "layer_types": [FULL] * 3}, r"layer_types has 3 entries, but num_hidden_layers = 4"),
+        (
+            {"model_type": "qwen3", "layer_types": [FULL, "chunked_attention"] * 2},
+            r"layer_types has 'chunked_attention'",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": [SLIDING] * 4},
+            r"layer_types has 'sliding_attention', but no sliding_w",
+        ),
+        ({"model_type": "qwen3", "attention_bias": "yes"}, r"attention_bias = 'yes': expected true or false"),
+        ({"model_type": "qwen3", "head_dim": 7}, r"head_dim = 7 is odd"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 10**9},
+            rf"num_hidden_layers = 1000000000: expected at most {MOST_LAYERS}",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "2"},
+            r"max_window_layers = '2': expected a whole number",
+        ),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 5},
+            r"hidden_size = 32 is not a multiple of num_attention_heads",
+        ),
+    ],
+)
+def test_a_wrong_config_json_is_refused_by_name_and_at_once(values, said):
+    start = time.process_time()
+    with pytest.raises(InputRefused, match=said) as refusal:
+        _read(**values)
+    assert time.process_time() - start < 0.1 and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "llama", "sliding_window": 5}, r"sliding_window is not supported with model_type = 'llama'"),
+        ({"model_type": "mistral", "attention_bias": True}, r"attention_bias is not supported .* 'mistral'"),
+        ({"model_type": "mistral", "sliding_window": 5, "layer_types": (FULL,) * 3}, r"layer_types is not supported"),
+    ],
+)
+def test_a_key_that_the_family_would_lose_is_refused(values, said):
+    with pytest.raises(InputRefused, match=said):
+        LlamaConfig(**SMALL | values)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"vocab_size": 65},
+            r"lm_head.weight has shape \[64, 32\], expected \[65, 32\] by config.json \(vocab_size,",
+        ),
+        ({"head_dim": 8}, r"k_norm.weight has shape \[6\], expected \[8\] by config.json \(head_dim\)"),
+        (
+            {"num_key_value_heads": 4},
+            r"expected \[24, 32\] by config.json \(num_key_value_heads \* head_dim, hidden_size\)",
+        ),
+        ({"attention_bias": True}, r"12 missing in the weights of a qwen3, the first is .*k_proj.bias'"),
+        ({"model_type": "qwen2"}, r"9 missing in the weights of a qwen2, the first is .*k_proj.bias'"),
+        ({"model_type": "llama"}, r"6 unexpected in the weights of a llama, the first is .*k_norm.weight'"),
+        ({"num_hidden_layers": 10**8}, r"num_hidden_layers = 100000000 in config.json, the weights have 3 layers"),
+    ],
+)
+def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_built(tmp_path, change, said):
+    save_model(Llama(LlamaConfig(model_type="qwen3", **SMALL)), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": None} | change))
+    start = time.process_time()
+    with pytest.raises(InputRefused, match=said):
+        load_model(tmp_path / "model")
+    assert time.process_time() - start < 0.5

@@ -1,0 +1,233 @@
+# Run: pytest tests/model/test_gguf.py
+"""GGUF files: what is refused, what is warned of, and that a failed write leaves nothing. Law 11 holds the content."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import speaking
+from monograph.data.tokenizer import Tokenizer
+from monograph.data.tokenizer_file import KNOWN_PATTERNS
+from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
+from monograph.model import gguf as ours
+from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.gguf import FILE, neighbouring, save_gguf
+from monograph.model.gguf_words import pre_tokenizer
+from monograph.model.llama import Llama
+from monograph.model.rope import cos_sin, rotate
+from monograph.run.exports import check
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+
+SMALL = LlamaConfig(
+    vocab_size=259,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+
+
+def refuse(line: str) -> None:
+    raise AssertionError(f"nothing was to be warned of: {line}")
+
+
+def test_the_keys_are_the_models(tmp_path: Path) -> None:
+    config = replace(SMALL, model_type="qwen3", head_dim=16, num_key_value_heads=1, rope_theta=5e5, rms_norm_eps=1e-6)
+    save_gguf(Llama(config).bfloat16(), tmp_path / "out", Tokenizer.bytes(), None, refuse)
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out" / FILE).fields.items()}
+    wanted = {
+        "general.architecture": "qwen3",
+        "general.file_type": gguf.LlamaFileType.MOSTLY_BF16,
+        "qwen3.context_length": 64,
+        "qwen3.embedding_length": 64,
+        "qwen3.block_count": 2,
+        "qwen3.feed_forward_length": 96,
+        "qwen3.attention.head_count": 2,
+        "qwen3.attention.head_count_kv": 1,
+        "qwen3.attention.key_length": 16,
+        "qwen3.attention.value_length": 16,
+        "qwen3.rope.dimension_count": 16,
+        "qwen3.rope.freq_base": 5e5,
+        "qwen3.vocab_size": 259,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    assert {name: fields.get(name) for name in wanted} == wanted
+    assert fields["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    assert fields["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    (tmp_path / "out" / "Modelfile").read_text().index("FROM ./model.gguf\n")
+
+
+def test_rotary_pairs_become_neighbours() -> None:
+    """Rotating halves and then reordering is reordering and then rotating neighbours, as llama.cpp does."""
+    generator = torch.Generator().manual_seed(0)
+    heads_BHTD = torch.randn(1, 3, 5, 8, generator=generator, dtype=torch.float64)
+    config = replace(SMALL, hidden_size=24, head_dim=8, num_attention_heads=3, num_key_value_heads=3)
+    turn = cos_sin(torch.arange(5)[None], config, torch.float64)
+
+    def reordered(x_BHTD: torch.Tensor) -> torch.Tensor:
+        return neighbouring(x_BHTD.transpose(2, 3).reshape(24, 5), 8).reshape(1, 3, 8, 5).transpose(2, 3)
+
+    x_BHTD = reordered(heads_BHTD)
+    first, second = x_BHTD[..., 0::2], x_BHTD[..., 1::2]
+    pairs = (first * turn[0] - second * turn[1], second * turn[0] + first * turn[1])
+    assert torch.equal(torch.stack(pairs, dim=-1).flatten(-2), reordered(rotate(heads_BHTD, turn)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "why"),
+    [
+        (
+            {"model_type": "mistral", "sliding_window": 63},
+            "f32",
+            "sliding_window = 63 is below max_position_embeddings",
+        ),
+        (
+            {"model_type": "qwen2", "rope_scaling": Llama3Scaling()},
+            "f32",
+            "'llama3' is not computed by llama.cpp for a q",
+        ),
+        ({"model_type": "qwen3", "attention_bias": True}, "f32", "attention_bias = true is not computed"),
+        ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
+    ],
+)
+def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict, dtype: str, why: str) -> None:
+    with pytest.raises(InputRefused, match=why):
+        save_gguf(Llama(replace(SMALL, **changes)), tmp_path / "out", Tokenizer.bytes(), dtype, refuse)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [("f16", 1e5), ("q8_0", 1e7), ("f32", float("inf")), ("bf16", float("nan"))]
+)
+def test_a_weight_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, weight: float) -> None:
+    model = Llama(SMALL)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = weight
+    with pytest.raises(InputRefused, match=f"blk.1.ffn_up.weight: a weight of .* does not fit {dtype}"):
+        save_gguf(model, tmp_path / "out", Tokenizer.bytes(), dtype, refuse)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    named = {}
+    for name, pattern in KNOWN_PATTERNS.items():
+        for whole_words in (False, True):
+            split = {"type": "Split", "pattern": {"Regex": pattern}}
+            part = {"type": "Sequence", "pretokenizers": [split, last]}
+            try:
+                named[name, whole_words] = pre_tokenizer(
+                    {"pre_tokenizer": part, "model": {"ignore_merges": whole_words}}
+                )
+            except InputRefused as error:
+                assert "not known to be one of llama.cpp's" in str(error)
+    names = {("qwen2", False): "qwen2", ("qwen3.5", False): "qwen35"}
+    assert named == {**names, ("llama3", True): "llama-bpe", ("llama3", False): "smaug-bpe"}
+    for part in ({**last, "use_regex": True}, {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]}):
+        assert pre_tokenizer({"pre_tokenizer": part, "model": {"ignore_merges": False}}) == "gpt-2"
+    digits = {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}]}
+    with pytest.raises(InputRefused, match="Digits, ByteLevel"):
+        pre_tokenizer({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
+
+
+def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_no_place(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path / "a", "headers", stops=[1, 5, 6])
+    model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
+    with pytest.raises(InputRefused, match=r"4 tokens end a text \(.*<\|eot\|>\), and a GGUF file can name three"):
+        save_gguf(model, tmp_path / "out", tokenizer, None, refuse)
+    known = tokenizer.special["<|im_end|>"]
+    tokenizer = speaking(tmp_path / "b", "headers", stops=[1, 5, known])
+    save_gguf(model, tmp_path / "out", tokenizer, None, refuse)
+    fields = gguf.GGUFReader(tmp_path / "out" / FILE).fields
+    ids = [fields[f"tokenizer.ggml.{kind}_token_id"].contents() for kind in ("eos", "eot", "eom")]
+    assert ids == [1, 5, tokenizer.special["<|eot|>"]]
+
+
+def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+    tokenizer = speaking(tmp_path / "a", "json")
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages[0].content }}\nAnswer: {{ messages[-1].content }}")
+    tokenizer = Tokenizer.from_file(tmp_path / "a")
+    model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
+    save_gguf(model, tmp_path / "out", tokenizer, None, lines.append)
+    said = "\n".join(lines)
+    assert "the chat template does not begin with <|bos|>" in said
+    assert "ends an answer with no special token" in said
+    assert "llama.cpp stops at <|im_end|>, which does not end a text of this model" in said and len(lines) == 3
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel write part of the file and then refuse, as a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (100, 20_000, 200_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(DiskFull, match="no space left to write the model; nothing was kept"):
+                save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not list(tmp_path.iterdir())
+
+
+def test_any_user_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
+    previous = os.umask(0o022)
+    try:
+        save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
+    finally:
+        os.umask(previous)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = [], 0
+    stored = ours._stored
+
+    class Counted(bytearray):
+        nbytes = property(len)
+
+        def __del__(self) -> None:
+            alive.remove(len(self))
+
+    def counting(*arguments):
+        nonlocal most
+        data = Counted(stored(*arguments).tobytes())
+        alive.append(len(data))
+        most = max(most, len(alive))
+        return data
+
+    monkeypatch.setattr(ours, "_stored", counting)
+    save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), "f16", refuse)
+    assert 1 <= most <= 2, "the one that is written and the one that replaces it"
+
+
+def test_without_the_package_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UsageError, match=r"needs the package gguf: pip install 'monograph\[gguf\]'") as raised:
+        check("gguf", "f16")
+    assert isinstance(raised.value, MonographError) and raised.value.exit_code == 2
+    check("hf", None)
+
+
+def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(ours, "_write", refused)
+    with pytest.raises(InputRefused, match="cannot be written"):
+        save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
+    assert not list(tmp_path.iterdir())

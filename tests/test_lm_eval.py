@@ -1,0 +1,228 @@
+"""Run: pytest tests/test_lm_eval.py (with lm-evaluation-harness: pip install -e '.[dev,lm-eval]' -c constraints.txt)
+
+A run's log-likelihoods are those of lm_eval's own `hf` model on the exported folder, and all of it works offline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batches import tiny_llama
+from monograph.data.questions import read_questions
+from monograph.data.tokenizer import Tokenizer
+from monograph.evaluation import choose
+from monograph.graph.precision import Precision
+from monograph.run.models import load, save
+from numerics import error_within
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # what its libraries warn of is not ours to fix
+]
+QUIZ, PROSE = "monograph_test_quiz", "monograph_test_prose"
+WORDS = "alpha beta gamma delta épsilon zeta".split()
+
+
+def words(draws: random.Random, most: int) -> str:
+    return " ".join(draws.choice(WORDS) for _ in range(draws.randint(1, most)))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an exported model, a quiz, documents, some longer than the model's positions, and tasks of them."""
+    folder, draws = tmp_path_factory.mktemp("lm_eval"), random.Random(0)
+    tokenizer = Tokenizer.train_bpe([words(draws, 30) for _ in range(200)], 300)
+    # Positions are fewer than a long document's tokens, and logits are far apart.
+    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=48, initializer_range=0.3)
+    save(model, folder / "out", tokenizer)
+    quiz = [
+        {"query": words(draws, 12), "choices": [words(draws, 4) for _ in range(4)], "gold": draws.randrange(4)}
+        for _ in range(30)
+    ]
+    prose = [{"text": words(draws, 60)} for _ in range(12)]
+    (folder / "tasks").mkdir()
+    for name, records, settings in (
+        (
+            QUIZ,
+            quiz,
+            {"output_type": "multiple_choice", "doc_to_text": "query", "doc_to_choice": "choices",
+             "doc_to_target": "gold", "metric_list": [{"metric": m} for m in ("acc", "acc_norm", "acc_bytes")]},
+        ),
+        (
+            PROSE,
+            prose,
+            {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text",
+             "metric_list": [{"metric": "bits_per_byte"}]},
+        ),
+    ):  # fmt: skip
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+        files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **files, **settings}))
+    return folder
+
+
+def instances(place: Path) -> tuple[list[Any], list[Any]]:
+    """Requests as lm_eval makes them: (context, continuation), and (text,)."""
+    from lm_eval.api.instance import Instance
+
+    asked = [
+        Instance("loglikelihood", {}, (each.query, f" {choice}"), 0)
+        for each in read_questions([str(place / f"{QUIZ}.jsonl")])
+        for choice in each.choices
+    ]
+    asked += [Instance("loglikelihood", {}, ("", "alpha"), 0), Instance("loglikelihood", {}, ("alpha \n", "beta"), 0)]
+    asked += [Instance("loglikelihood", {}, ("alpha " * 60, "beta gamma"), 0)]  # longer than the model's positions
+    texts = [json.loads(line)["text"] for line in (place / f"{PROSE}.jsonl").read_text().splitlines()]
+    return asked, [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+
+
+def test_log_likelihoods_are_those_of_the_exported_folder(place: Path) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from monograph.lm_eval.model import Monograph
+
+    asked, texts = instances(place)
+    ours = Monograph(str(place / "out"))
+    theirs, without_bos = (
+        HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=8, **options)
+        for options in ({}, {"add_bos_token": False})
+    )
+    exact = Monograph(str(place / "out"), batch_tokens=1)
+    exact._model.double()
+
+    def sums(scores: list[Any]) -> torch.Tensor:
+        return torch.tensor([each[0] if isinstance(each, tuple) else each for each in scores], dtype=torch.float32)
+
+    found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked)
+    assert error_within(sums(found), sums(expected), sums(exact.loglikelihood(asked)).double())
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    rolled = ours.loglikelihood_rolling(texts), without_bos.loglikelihood_rolling(texts)
+    assert error_within(*map(sums, rolled), sums(exact.loglikelihood_rolling(texts)).double())
+    # With its default `hf` predicts the token that begins a document as well, which no text has.
+    with_bos = sums(theirs.loglikelihood_rolling(texts))
+    assert bool((with_bos < sums(rolled[0]) - 0.1).all())
+
+
+def test_both_models_give_the_same_results_offline_and_the_quiz_is_ours(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    import monograph.lm_eval.model  # noqa: F401  # registers the model
+
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # its standard errors of bits per byte, in this process
+    tasks = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
+    found = {
+        name: lm_eval.simple_evaluate(
+            name, arguments, tasks=[QUIZ, PROSE], task_manager=tasks, bootstrap_iters=2, device="cpu"
+        )["results"]
+        for name, arguments in (
+            ("monograph", {"run": str(place / "out")}),
+            ("hf", {"pretrained": str(place / "out"), "dtype": "float32", "add_bos_token": False}),
+        )
+    }
+    bits = [found[name][PROSE]["bits_per_byte,none"] for name in found]
+    assert bits[0] == pytest.approx(bits[1], rel=1e-5)
+    model, tokenizer = load(place / "out")
+    own = choose(model, tokenizer, read_questions([str(place / f"{QUIZ}.jsonl")]), Precision())
+    scores = found["monograph"][QUIZ]
+    for name in ("acc", "acc_norm", "acc_bytes"):
+        assert scores[f"{name},none"] == pytest.approx(getattr(own, name), rel=1e-12)
+        assert scores[f"{name}_stderr,none"] == pytest.approx(getattr(own, f"{name}_stderr"), rel=1e-12)
+
+
+def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from monograph.lm_eval.model import Monograph
+
+    settings = [{"until": ["a"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}, {"max_gen_toks": 5}]
+    asked = [
+        Instance("generate_until", {}, (text, each), 0)
+        for each in settings
+        for text in ("alpha", "beta gamma", "zeta", "alpha " * 60)
+    ]
+    ours = Monograph(str(place / "out")).generate_until(asked)
+    theirs = HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1).generate_until(asked)
+    # Its longest context loses the token that begins a document, ours does not.
+    short = [index for index in range(len(asked)) if index % 4 != 3]
+    assert [ours[i] for i in short] == [theirs[i] for i in short] and any(ours)
+    assert not any("a" in text for text in ours[:4])
+
+
+def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from monograph.errors import InputRefused, UsageError
+    from monograph.lm_eval.model import Monograph, generation
+
+    model = Monograph(str(place / "out"), batch_size=4, max_batch_size=None, device="cpu")
+    with pytest.raises(InputRefused, match="max_gen_toks = 256 leaves no room for a context in the model's 48"):
+        model.generate_until([Instance("generate_until", {}, ("alpha", {}), 0)])
+    with pytest.raises(UsageError, match="generation argument 'num_beams' is not known to the model 'monograph'"):
+        generation({"num_beams": 4}, 0)
+    with pytest.raises(UsageError, match="--model_args pretrained: the model 'monograph' takes run, precision and"):
+        Monograph(str(place / "out"), pretrained="x")
+    sampling, most, stop = generation({"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7)
+    assert (sampling.temperature, sampling.seed, most, stop) == (0.5, 7, 3, ["\n"])
+    assert generation({"do_sample": False, "temperature": 0.5}, 0)[0].temperature == 0
+    assert generation({"do_sample": True}, 0)[0].temperature == 1
+
+
+def test_a_sample_that_is_asked_for_again_is_another_one(place: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    from monograph.lm_eval.model import Monograph
+
+    asked = [Instance("generate_until", {}, ("alpha", {"max_gen_toks": 20, "temperature": 1.0}), 0)] * 3
+    model = Monograph(str(place / "out"))
+    texts = model.generate_until(asked)
+    assert len(set(texts)) == 3 and model.generate_until(asked) == texts
+
+
+def command(place: Path, module: str, model: str, arguments: str) -> subprocess.CompletedProcess[str]:
+    """`lm_eval run` on the quiz, where the system can in a namespace without a network."""
+    apart = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        apart = []
+    asked = ["run", "--model", model, "--model_args", arguments, "--tasks", QUIZ, "--include_path", "tasks"]
+    asked += ["--device", "cpu", "--output_path", f"results-{model}"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return subprocess.run(
+        [*apart, sys.executable, "-m", module, *asked], capture_output=True, text=True, cwd=place, env=environment
+    )
+
+
+@pytest.mark.timeout(1200)  # each looks through the thousands of tasks that lm_eval brings
+def test_the_commands_work_without_a_network(place: Path) -> None:
+    found = []
+    for module, model, arguments in (
+        ("lm_eval", "hf", "pretrained=out,dtype=float32"),
+        ("monograph.lm_eval", "monograph", "run=out"),
+    ):
+        done = command(place, module, model, arguments)
+        assert done.returncode == 0, done.stderr[-2000:]
+        [results] = (place / f"results-{model}").rglob("results*.json")
+        scores = json.loads(results.read_text())["results"][QUIZ]
+        found.append({name: scores[f"{name},none"] for name in ("acc", "acc_norm", "acc_bytes")})
+    assert found[0] == found[1]
+
+
+def test_the_command_says_in_one_line_what_is_wrong(place: Path) -> None:
+    done = command(place, "monograph.lm_eval", "monograph", "run=nothere")
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: nothere: no such folder")
