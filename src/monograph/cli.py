@@ -96,28 +96,44 @@ def train(
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="more prompts: lines, or JSON lines with prompt")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="answer each prompt by the model's chat template")] = False,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="draw from the K likeliest tokens")] = None,
+    top_k: Annotated[int, typer.Option(metavar="K", min=0, help="draw from the K likeliest tokens; 0: off")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="draw from the likeliest, up to this probability")] = 1.0,
+    min_p: Annotated[float, typer.Option(metavar="P", help="no token less likely than P times the likeliest")] = 0.0,
+    sampler: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of Sampling; may be repeated")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="same seed, same text")] = 0,
     n: Annotated[int, typer.Option("-n", "--n", metavar="N", min=1, help="continuations of each prompt")] = 1,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="longest continuation, in tokens")] = 128,
     stop: Annotated[list[str] | None, typer.Option(metavar="S", help="end before this text; may be repeated")] = None,
+    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="write one of these; repeat it")] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="write what matches as a whole")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write JSON that this bounded schema validates")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Continue text with a trained model."""
+    """Continue text, or answer, with a trained model."""
+    from monograph.commands.generate import Asked
     from monograph.commands.generate import run as command
 
-    return command(
-        run,
-        prompts or [],
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        n=n,
-        max_tokens=max_tokens,
-        stop=stop or [],
-        json=json,
-    )
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    given = [("choices", choice), ("regex", regex), ("json_schema", json_schema and _text_of(json_schema))]
+    constraints = [(kind, value) for kind, value in given if value is not None]
+    asked = Asked((numbers, sampler or []), n, max_tokens, stop or [], constraints, chat, json)
+    return command(run, prompts or [], file=file, asked=asked)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputRefused(f"{path}: cannot be read as text: {error}") from None
 
 
 @app.command()

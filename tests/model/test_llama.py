@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from monograph.errors import InputRefused
 from monograph.decode.cache import KVCache
+from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from numerics import relative_error

@@ -16,8 +16,8 @@ from monograph.decode.text import Transcript
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 
-# Below so many steps, compiling on a CPU takes longer than it saves (docs/log.md).
-WORTH_COMPILING = 20_000
+# Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
+WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
 MOST_ROWS = {"cuda": 64, "cpu": 8}
 
 
@@ -42,9 +42,9 @@ class Completion:
 
 
 class Piece(NamedTuple):
-    """New text of a completion, which is whole if it is given."""
+    """New text of a completion, which is whole if it is given; completions are numbered prompt by prompt."""
 
-    index: int
+    number: int
     text: str
     completion: Completion | None
 
@@ -163,7 +163,7 @@ def generator_for(model: Llama, requests: Sequence[Request], vocabulary: int) ->
         slots=min(longest, model.config.max_position_embeddings),
         vocabulary=vocabulary,
         automata=list(automata.values()),
-        compiled=device == "cuda" or steps >= WORTH_COMPILING,
+        compiled=steps >= WORTH_COMPILING[device],
     )
 
 

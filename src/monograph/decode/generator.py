@@ -79,7 +79,6 @@ class _Slot:
     number: int
     request: Request
     limit: int
-    starts: list[int]
     launched: int = 0
     received: int = 0
     exact: bool = False
@@ -122,7 +121,7 @@ class Generator:
             rows: requests that run at once.
             slots: positions of each, at most the model's context.
             vocabulary: V, the tokenizer's.
-            automata: constraints and stop strings that there is to be room for at once.
+            automata: all constraints and stop strings that requests will have.
             block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
             compiled: compile the step, and on a GPU replay it as a CUDA graph.
         """
@@ -135,7 +134,7 @@ class Generator:
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
         self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
-        self.tables = tables_for(automata, vocabulary, weight.device) if automata else None
+        self.tables, self._starts = tables_for(automata, vocabulary, weight.device) if automata else (None, {})
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
@@ -162,6 +161,9 @@ class Generator:
                 f"the prompt has {len(request.prompt_ids)} tokens, but the model's context is {self.slots}: "
                 f"shorten it to below {self.slots}"
             )
+        for automaton in (request.constraint, request.stop):
+            if automaton is not None and id(automaton) not in self._starts:
+                raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
         self._waiting.append((self._submitted, request))
@@ -201,24 +203,20 @@ class Generator:
             state.prompt_BV[row] = False
             state.prompt_BV[row, torch.tensor(sorted(set(prompt)), device=self.device)] = True
         write_row(self.knobs, row, knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids]))
-        starts = [self._start(automaton) for automaton in (request.constraint, request.stop)]
-        state.constraint_B[row], state.stopping_B[row] = starts
+        state.constraint_B[row], state.stopping_B[row] = self._start(request.constraint), self._start(request.stop)
         state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
         state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
         state.status_B[row] = Status.RUNNING
-        self._slots[row] = _Slot(number, request, limit, [start for start in starts if start != FREE])
+        self._slots[row] = _Slot(number, request, limit)
 
     def _start(self, automaton: Automaton | None) -> int:
-        return FREE if automaton is None or self.tables is None else self.tables.place(automaton)
+        return FREE if automaton is None else self._starts[id(automaton)]
 
     def _release(self, row: int, finish: Finish) -> None:
         slot, self._slots[row] = self._slots[row], None
         assert slot is not None
         # A row that does not run still reads and writes at its position, which others may not look as far as.
         self.state.position_B[row] = 0
-        self.state.constraint_B[row] = self.state.stopping_B[row] = FREE
-        for start in slot.starts:
-            self.tables.free(start)  # type: ignore[union-attr]
         if finish == "not_finite":
             self.cache.clear(row)
             self.reader.forget()
@@ -269,7 +267,8 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
     return tokens, status
 
 
-def tables_for(automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Tables:
-    """Tables with room for all of these at once."""
+def tables_for(automata: Collection[Automaton], vocabulary: int, device: torch.device) -> tuple[Tables, dict[int, int]]:
+    """Tables that hold all of these, for good, and where each begins by its `id`."""
     states, cells = sum(len(each.next_SC) for each in automata), sum(each.next_SC.size for each in automata)
-    return Tables(vocabulary, device, automata=len(automata), states=states, cells=cells)
+    tables = Tables(vocabulary, device, automata=len(automata), states=states, cells=cells)
+    return tables, {id(automaton): tables.place(automaton) for automaton in automata}

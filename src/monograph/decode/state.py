@@ -22,8 +22,9 @@ class Status(IntEnum):
     """What a row is doing.
 
     FREE: nothing. RUNNING: it draws a token at every step. STOP: it drew a stop id, or a token that completes a stop
-    string. LENGTH: it drew as many tokens as it may. NOT_FINITE: its logits hold a NaN or +inf. NOTHING_ALLOWED: no token
-    is left to draw. UNDECIDED: the fast truncation could not tell what may be drawn; the row waits for the exact one.
+    string, or nothing but an end may follow. LENGTH: it drew as many tokens as it may. NOT_FINITE: its logits hold a
+    NaN or +inf. NOTHING_ALLOWED: no token is left to draw. UNDECIDED: the fast truncation could not tell what may be drawn;
+    the row waits for the exact one.
     """
 
     FREE = 0
@@ -80,7 +81,12 @@ class State:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            *(zeros(rows) for _ in range(6)),
+            token_B=zeros(rows),
+            position_B=zeros(rows),
+            seed_B=zeros(rows),
+            generated_B=zeros(rows),
+            limit_B=zeros(rows),
+            status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),

@@ -153,10 +153,10 @@ def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, li
     left = dict(options)
     limits = [value for value in (left.pop(key, None) for key in _MAX_TOKENS_KEYS) if value is not None]
     until = left.pop("until", None) or []
-    samples, temperature, top_k = left.pop("do_sample", None), left.pop("temperature", None), left.pop("top_k", None)
+    samples, temperature, top_k = left.pop("do_sample", None), left.pop("temperature", None), left.pop("top_k", 0)
     if left:
         raise UsageError(f"generation argument {min(left)!r} is not known to the model 'monograph'; leave it out")
     drawn = bool(temperature) if samples is None else bool(samples)
     chosen = (1.0 if temperature is None else float(temperature)) if drawn else 0.0
     stop = [until] if isinstance(until, str) else list(until)
-    return Sampling(chosen, top_k, seed), int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
+    return Sampling(chosen, top_k or 0, seed=seed), int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
