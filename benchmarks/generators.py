@@ -20,14 +20,16 @@ from torch import Tensor
 
 from monograph.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.data.tokenizer_file import byte_alphabet
-from monograph.decode import Sampling, generate
+from monograph.decode import Generation, Sampling
 from monograph.decode.cache import KVCache
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
 from monograph.device import default_device
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 
 # transformers' order: temperature, top-k, top-p, min-p.
-CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+CHAIN: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 PROMPT = "The model and the whole sampler are one graph; only ids leave the device."
 Write = Callable[[int, bool], list[str]]
 
@@ -96,13 +98,23 @@ def ascii_tokenizer(size: int) -> Tokenizer:
 
 
 def monograph(task: Task) -> Write:
-    """The public `monograph.generate`, with those of the filters that `Sampling` has."""
-    known = {field.name for field in dataclasses.fields(Sampling)}
-    sampled = Sampling(**{name: value for name, value in CHAIN.items() if name in known}, seed=0)
+    """The compiled decode graph with the whole chain in it; on a GPU replayed as a CUDA graph."""
+    sampled, greedy_only = Sampling(**CHAIN), Sampling(temperature=0)
+    generator = Generator(
+        task.model,
+        chain_of([sampled, greedy_only]),
+        rows=task.rows,
+        slots=task.slots,
+        vocabulary=task.tokenizer.vocab_size,
+        compiled=True,
+    )
 
     def write(tokens: int, greedy: bool) -> list[str]:
-        how = Sampling(temperature=0) if greedy else sampled
-        done = list(generate(task.model, task.tokenizer, [PROMPT], how, max_tokens=tokens, n=task.rows))
+        how = greedy_only if greedy else sampled
+        requests = [
+            Request(tuple(task.prompt_ids), dataclasses.replace(how, seed=row), tokens) for row in range(task.rows)
+        ]
+        done = list(Generation(generator, requests, task.tokenizer, []))
         assert all(len(completion.token_ids) == tokens for completion in done)
         return [completion.text for completion in done]
 
@@ -117,7 +129,7 @@ def host_sampler(task: Task) -> Write:
     """One compiled decode step of this project's model; its logits are copied and numpy draws from them."""
     model, ids, rows = task.model, task.prompt_ids, task.rows
     weight = model.lm_head.weight
-    cache = KVCache(model.config, rows, task.slots, weight.dtype, weight.device)
+    cache = KVCache.allocate(model.config, rows, task.slots, weight.dtype, weight.device)
 
     def logits(tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
         hidden_BTD = model(tokens_BT, positions=positions_BT, cache=cache)
