@@ -15,6 +15,7 @@ import torch
 
 from monograph.decode.chain import OK, Rows, sample
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.penalties import COUNTS
 from monograph.decode.sampling import Sampling
 from monograph.device import default_device
 from monograph.graph.capture import compiled
@@ -38,7 +39,7 @@ def rows_of(sampling: Sampling, chain: Chain, count: int, vocabulary: int, devic
     for row in range(count):
         write_row(knobs, row, knobs_of(sampling, chain))
     ids_B = torch.arange(count, device=device)
-    counts_BV = torch.zeros(count, vocabulary, dtype=torch.int16, device=device)
+    counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS, device=device)
     return Rows(ids_B, ids_B + 100, ids_B * 0, knobs, counts_BV, counts_BV > 0)
 
 

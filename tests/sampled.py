@@ -9,6 +9,7 @@ from torch import Tensor
 
 from monograph.decode.chain import Rows
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.penalties import COUNTS
 from monograph.decode.sampling import Sampling
 
 
@@ -21,7 +22,7 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     prompt_BV = (torch.arange(vocabulary) % 3 == 0).expand(count, -1)
     zero_B = torch.zeros(count, dtype=torch.int64)
     seed_B = torch.tensor([sampling.seed for sampling in samplings])
-    counts_BV = torch.zeros(count, vocabulary, dtype=torch.int16)
+    counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
     return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, log_probabilities, narrowed, sample
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
-from monograph.decode.penalties import MOST_COUNTED, count_drawn, first_counts
+from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
 from sampled import rows_of
 
@@ -121,7 +121,7 @@ def test_a_window_that_is_too_small_says_so() -> None:
 
 def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not() -> None:
     """At 0 and at -inf it changes nothing; ids of the prompt (0, 3) and ids that were drawn (4) are meant."""
-    counts = torch.tensor([[0, 0, 0, 0, 2, 0]], dtype=torch.int16)
+    counts = torch.tensor([[0, 0, 0, 0, 2, 0]], dtype=COUNTS)
     options = Sampling(0, repetition_penalty=4.0)
 
     def best(logits: list[float]) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not(
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
-    counts = torch.tensor([[3, 1, 0]], dtype=torch.int16)
+    counts = torch.tensor([[3, 1, 0]], dtype=COUNTS)
     assert drawn([[3.5, 1.9, 1.0]], Sampling(0, frequency_penalty=1.0), counts_BV=counts).token_B.tolist() == [2]
     assert drawn([[3.5, 1.9, 1.0]], Sampling(0, presence_penalty=1.0), counts_BV=counts).token_B.tolist() == [0]
     assert drawn([[0.0, 0.0, 0.5]], Sampling(0, frequency_penalty=-1.0), counts_BV=counts).token_B.tolist() == [0]
@@ -145,10 +145,10 @@ def test_the_scope_says_whether_the_prompt_counts() -> None:
     prompt = [2, 2, 5]
     assert first_counts(Sampling(), prompt, 6).tolist() == [0] * 6
     assert first_counts(Sampling(penalty_scope="all"), prompt, 6).tolist() == [0, 0, 2, 0, 0, 1]
-    assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2).tolist() == [0, MOST_COUNTED]
-    counts = torch.tensor([[0, 1], [0, MOST_COUNTED], [0, 5]], dtype=torch.int16)
-    count_drawn(counts, torch.tensor([1, 1, 1]), torch.tensor([True, True, False]))
-    assert counts[:, 1].tolist() == [2, MOST_COUNTED, 5]
+    assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2).tolist() == [0, 40_000]
+    counts = torch.tensor([[0, 1], [3, 0], [0, 5]], dtype=COUNTS)
+    count_drawn(counts, torch.tensor([1, 0, 1]), torch.tensor([True, True, False]))
+    assert counts.tolist() == [[0, 2], [4, 0], [0, 5]]
 
 
 def test_biases_are_added_and_padding_adds_nothing() -> None:

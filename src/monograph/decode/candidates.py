@@ -21,6 +21,8 @@ Truncation = Literal["window", "search", "sort"]
 
 # How many of the nearest tokens "window" looks at.
 WINDOW = 256
+# Of how many tokens a group has one maximum, where the window is looked for by groups.
+_GROUP = 16
 # "search" fixes the bits of a non-negative float from the top: one bit, then two at a time.
 _DIGITS = ((30, 2), *((shift, 4) for shift in range(28, -1, -2)))
 
@@ -64,7 +66,7 @@ class Candidates(NamedTuple):
         """With `ranked_BW`, for a filter that counts from the likeliest down; the next such filter finds it there."""
         if self.ranked_BW is not None or self.truncation == "search":
             return self
-        return self._replace(ranked_BW=self.scores_BV.topk(_width(self.scores_BV, self.truncation)).values)
+        return self._replace(ranked_BW=largest(self.scores_BV, _width(self.scores_BV, self.truncation)))
 
     def masked(self) -> Tensor:
         """The scores, -inf where a token is dropped; [B, V]."""
@@ -111,6 +113,21 @@ def reach(
         scores_BW = scores_BV.gather(-1, ids_BW)
     reached_BW = weigh(scores_BW).cumsum(-1) >= target_B1
     return torch.where(reached_BW, distance_BW, torch.inf).amin(-1, keepdim=True), reached_BW[:, -1:]
+
+
+def largest(scores_BV: Tensor, width: int) -> Tensor:
+    """The largest scores in descending order, [B, width].
+
+    They all lie in the `width` groups with the largest maxima, so a large vocabulary is searched for groups first.
+    """
+    rows, vocabulary = scores_BV.shape
+    if vocabulary <= _GROUP * width:
+        return scores_BV.topk(width).values
+    if spare := -vocabulary % _GROUP:
+        scores_BV = torch.nn.functional.pad(scores_BV, (0, spare), value=-torch.inf)
+    members_BGN = scores_BV.view(rows, _GROUP, -1)
+    groups_BW = members_BGN.amax(1).topk(width, sorted=False).indices
+    return members_BGN.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width).values
 
 
 def _width(scores_BV: Tensor, truncation: Truncation) -> int:

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
         position_B: int64, the absolute position of the token to be drawn.
         generated_B: int64, tokens drawn so far.
         knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
-        counts_BV: int16, how often each id was drawn; begins as `first_counts` says. None where the chain reads none.
+        counts_BV: int32, how often each id was drawn; begins as `first_counts` says. None where the chain reads none.
         prompt_BV: bool, the ids of the prompt. None likewise.
     """
 

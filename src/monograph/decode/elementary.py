@@ -1,7 +1,7 @@
 """exp and log of elementary operations alone, so that their bits depend on their argument alone.
 
-A library's exp gives one element other bits in the vector part of a loop than in its remainder, in a graph than
-outside: a token could then depend on the batch that its row is in. Here every operation is one that IEEE 754 rounds
+No library promises for its exp the same bits inside a graph as outside, or in the vector part of a loop as in its
+remainder; a token could then depend on the batch that its row is in. Here every operation is one that IEEE 754 rounds
 correctly, and a sum of weights is one of integers, whose order does not matter. The polynomials and the two-part
 ln 2 are those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
 """
@@ -14,8 +14,10 @@ from torch import Tensor
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 # The bits of sqrt(1/2): subtracted, they make an exponent that splits x into m 2^k with m in [sqrt(1/2), sqrt 2).
 _ROOT_HALF, _MANTISSA_BITS = 0x3F3504F3, 23
-_LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1)
-_LOG += (-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
+_LOG = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 # A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. What is cut off a weight is at most 2^-43 of the

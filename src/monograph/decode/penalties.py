@@ -12,8 +12,8 @@ from torch import Tensor
 
 from monograph.decode.sampling import Sampling
 
-# Counts are int16; one more than this is not told from this.
-MOST_COUNTED = 2**15 - 1
+# Inductor vectorises int32 on a CPU and not int16, which made every loop beside the counts a scalar one.
+COUNTS = torch.int32
 
 
 def add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
@@ -39,15 +39,12 @@ def counted(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence
 
 
 def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> Tensor:
-    """A row's counts before its first draw, [V] int16: zero, or with the scope "all" those of the prompt."""
+    """A row's counts before its first draw, [V] int32: zero, or with the scope "all" those of the prompt."""
     if sampling.penalty_scope == "output":
-        return torch.zeros(vocabulary, dtype=torch.int16)
-    counts_V = torch.bincount(torch.tensor(prompt_ids, dtype=torch.int64), minlength=vocabulary)
-    return counts_V.clamp(max=MOST_COUNTED).to(torch.int16)
+        return torch.zeros(vocabulary, dtype=COUNTS)
+    return torch.bincount(torch.tensor(prompt_ids, dtype=torch.int64), minlength=vocabulary).to(COUNTS)
 
 
 def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor) -> None:
     """Add the drawn tokens of the rows that run to the counts, in place."""
-    token_B1 = token_B[:, None]
-    more_B1 = running_B[:, None] & (counts_BV.gather(-1, token_B1) < MOST_COUNTED)
-    counts_BV.scatter_add_(-1, token_B1, more_B1.to(counts_BV.dtype))
+    counts_BV.scatter_add_(-1, token_B[:, None], running_B[:, None].to(counts_BV.dtype))
