@@ -23,8 +23,8 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "harness", "loss", "peer_litgpt", "peers")
-SCRIPTS += ("rounds", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
+SCRIPTS = ("accumulation", "automata", "contestants", "corpus", "families", "first_run", "harness", "loss")
+SCRIPTS += ("peer_litgpt", "peers", "rounds", "start", "steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -59,6 +59,15 @@ def test_each_script_is_tested_here():
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
+
+
+def test_automata(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
+    automata = script("automata")
+    cases = smoke(automata, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["case"] for case in cases] == list(automata.CASES)
+    assert all(case["states"] > 2 and case["build_cpu_s"]["median"] > 0 for case in cases)
+    assert len(set(automata.vocabulary(1000))) == 1000
 
 
 def test_families(script, monkeypatch, tmp_path):

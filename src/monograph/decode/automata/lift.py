@@ -70,6 +70,9 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
     class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
     class_V[ends] = len(columns_CS) - 1
+    # What tokens without bytes would do is nobody's column now.
+    used, class_V = np.unique(class_V, return_inverse=True)
+    columns_CS, class_V = columns_CS[used], class_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
     live_S = _reaches(next_SC, automaton.accepting_S)
     live_S &= _reached(next_SC)

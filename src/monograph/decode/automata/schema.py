@@ -250,7 +250,7 @@ class _Schemas:
             )
         if properties is None and "additionalProperties" not in schema:
             self.refuse(path, "an object of any members is not bounded: give 'properties'")
-        if not isinstance(properties or {}, Mapping):
+        if not isinstance(properties, Mapping | None):
             self.refuse(path, "'properties' is not an object of schemas")
         if not isinstance(required, list):
             self.refuse(path, "'required' is not a list of names")

@@ -21,7 +21,7 @@ from monograph.decode.automata.expression import (
 
 STRING_LENGTH = 64  # most characters of a string whose schema does not say
 DIGITS = 15  # of a number whose schema does not say: what a float64 holds exactly
-FRACTION_DIGITS = 17  # enough for any float64
+FRACTION_DIGITS = 22  # serialisers write no more: 17 significant ones after at most five zeros
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
