@@ -107,14 +107,15 @@ def measured(
 
 def vocabulary(size: int) -> list[bytes]:
     """Pieces as a byte-level BPE has them, without training one: no piece twice."""
-    words: Counter[str] = Counter()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        words.update(re.findall(r" ?\w+| ?[^\w\s]+|\s+", path.read_text(encoding="utf-8", errors="replace")))
     parts: Counter[bytes] = Counter()
-    for word, count in words.items():
-        text = word.encode()
-        for length in range(2, min(len(text), 12) + 1):
-            parts[text[:length]] += count
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if len(parts) > 3 * size:
+            break
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for word, count in Counter(re.findall(r" ?\w+| ?[^\w\s]+|\s+", text)).items():
+            letters = word.encode()
+            for length in range(2, min(len(letters), 12) + 1):
+                parts[letters[:length]] += count
     pieces = dict.fromkeys(bytes([byte]) for byte in range(256))
     pieces |= dict.fromkeys(piece for piece, _ in parts.most_common(size))
     draw = random.Random(0)
