@@ -31,7 +31,9 @@ def state_after(automaton: Automaton, tokens: Sequence[int], state: int = 0) -> 
 
 
 def allowed_ids(automaton: Automaton, state: int) -> set[int]:
-    """The tokens that may come next."""
+    """The tokens that may come next; none after a forbidden one."""
+    if state < 0:
+        return set()
     return set(np.flatnonzero(automaton.next_SC[state, automaton.class_V] >= 0).tolist())
 
 

@@ -24,8 +24,8 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "contestants", "corpus", "families", "first_run", "generate_peers", "generators", "harness")
-SCRIPTS += ("loss", "peer_litgpt", "peer_llama", "peers", "rounds", "sampler", "start", "steps", "systems")
+SCRIPTS = ("accumulation", "automata", "contestants", "corpus", "families", "first_run", "generate_peers", "generators")
+SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "rounds", "sampler", "start", "steps", "systems")
 SCRIPTS += ("time_to_quality", "train", "train_peers")
 
 
@@ -68,6 +68,15 @@ def test_sampler(script, monkeypatch, tmp_path):
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
+
+
+def test_automata(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
+    automata = script("automata")
+    cases = smoke(automata, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["case"] for case in cases] == list(automata.CASES)
+    assert all(case["states"] > 2 and case["build_cpu_s"]["median"] > 0 for case in cases)
+    assert len(set(automata.vocabulary(1000))) == 1000
 
 
 def test_families(script, monkeypatch, tmp_path):

@@ -24,7 +24,10 @@ def test_tokens_walk_as_their_bytes(pattern: str) -> None:
     tokens, byte_by_byte = constraint("regex", pattern, pieces, [END]), compiled(whole(pattern, "it"), "it")
     accepted = 0
     for _ in range(600):
-        ids = draw.choices(range(2, len(pieces)), k=draw.randrange(5))
+        ids: list[int] = []
+        for _ in range(draw.randrange(6)):
+            inside = sorted(allowed_ids(tokens, state_after(tokens, ids)) - {END}) if draw.random() < 0.9 else []
+            ids.append(draw.choice(inside or range(2, len(pieces))))
         state = state_after(tokens, ids)
         accepts = byte_by_byte.accepts(b"".join(pieces[i] for i in ids))
         assert (state >= 0 and END in allowed_ids(tokens, state)) == accepts, [pieces[i] for i in ids]
@@ -91,7 +94,7 @@ def test_an_end_token_ends_whatever_its_bytes() -> None:
 def test_one_of_the_choices() -> None:
     pieces, draw = vocabulary("yesno", longer=60), random.Random(0)
     automaton = constraint("choices", ["yes", "no", "none"], pieces, [END])
-    assert {random_text(automaton, pieces, draw) for _ in range(60)} == {b"yes", b"no", b"none"}
+    assert {random_text(automaton, pieces, draw) for _ in range(300)} == {b"yes", b"no", b"none"}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,8 @@ def test_equal_tokens_are_one_class() -> None:
         ("choices", "yes", "expected a list"),
         ("choices", ["\ud800"], "half of a surrogate pair"),
         ("regex", "[", "is not closed"),
+        ("regex", None, "regex: expected a text, not None"),
+        ("json_schema", [], "at \\$: '\\[\\]' is no schema"),
         ("regex", "c", "no sequence of the tokenizer's tokens makes such a text"),
     ],
 )

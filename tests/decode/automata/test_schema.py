@@ -204,6 +204,7 @@ def nested(levels: int) -> Any:
         ({"type": "string", "enum": [1]}, "no value of 'enum' and 'const' is valid"),
         ({"type": "string", "pattern": 3}, "'pattern' is not a string"),
         ({"type": "string", "pattern": "^a{9}$", "maxLength": 3}, "matches no text at all"),
+        ({"type": "string", "pattern": r"[^\s\S]"}, "matches no text at all"),
         (False, "is no schema that any value could follow"),
         (nested(40), "more than 32 deep"),
     ],

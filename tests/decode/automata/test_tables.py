@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from automata_vocabularies import END, PAD, allowed_ids, state_after, vocabulary
 from monograph.decode.automata import (
@@ -95,7 +96,7 @@ def test_an_automaton_is_there_once_for_all_its_users() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"states": 2}, "needs room for 3 states, and the tables have 2, of which at most 2 in one piece are free"),
+        ({"states": 2}, "needs room for 5 states, and the tables have 2, of which at most 2 in one piece are free"),
         ({"cells": 5}, "needs room for .* cells, and the tables have 5"),
         ({"automata": 0}, "needs room for 1 automata, and the tables have 0"),
     ],

@@ -6,7 +6,7 @@ The front door: `constraint` and `stop_strings` make an `Automaton`, `Tables` ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from monograph.decode.automata.dfa import compiled
@@ -68,10 +68,12 @@ def _expression(kind: str, value: Any) -> tuple[Expression, str]:
             raise InputRefused("choices: expected a list of at least one text")
         return Alternation(tuple(literal(_utf8(text, "a choice")) for text in value)), "the choices"
     if kind == "regex":
+        if not isinstance(value, str):
+            raise InputRefused(f"regex: expected a text, not {value!r:.60}")
         shown = value if len(value) <= 60 else value[:60] + "..."
         return whole(value, f"the regular expression {shown!r}"), f"the regular expression {shown!r}"
     if kind == "json_schema":
-        return document(value if isinstance(value, Mapping | bool) else parsed(value)), "the JSON schema"
+        return document(parsed(value) if isinstance(value, str) else value), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "

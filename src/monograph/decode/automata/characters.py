@@ -89,8 +89,8 @@ def in_json(points: CodePoints) -> Expression:
 
 def _unit(first: int, last: int) -> Expression:
     r"""`\uXXXX` for a number from `first` to `last`."""
-    digits = [tuple(number >> shift & 15 for shift in (12, 8, 4, 0)) for number in (first, last)]
-    numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(*digits, 0, 15)]
+    low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
+    numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]
     return joined(literal(b"\\u"), Alternation(tuple(numbers)))
 
 

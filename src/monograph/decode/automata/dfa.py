@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.decode.automata.expression import Expression, Intersection
-from monograph.decode.automata.positions import END, Budget, Next, Positions
+from monograph.decode.automata.positions import END, NOWHERE, Budget, Next, Positions
 from monograph.errors import InputRefused
 
 MAX_STATES = 10_000
@@ -185,7 +185,7 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
     """The first positions of what both sides match, followed by `then`; see `Positions.before`."""
     sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
     if sides[0] is None or sides[1] is None:
-        return 0
+        return NOWHERE
     rows, accepting, bytes_of = _product(sides[0], sides[1], positions.budget)
     firsts: dict[int, Next] = {}
     for state in _ends_first(rows):

@@ -70,6 +70,9 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
     class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
     class_V[ends] = len(columns_CS) - 1
+    # What tokens without bytes would do is nobody's column now.
+    used, number_V = np.unique(class_V, return_inverse=True)
+    columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
     live_S = _reaches(next_SC, automaton.accepting_S)
     live_S &= _reached(next_SC)
@@ -81,7 +84,7 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
     last = len(next_SC) - 1
     next_SC[np.append(automaton.accepting_S[live_S], True), -1] = last
-    stops_S = (next_SC[:, :-1] < 0).all(axis=1)
+    stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
     merged_CS, merged_C = _merged(next_SC.T)
     return Automaton(where, np.ascontiguousarray(merged_CS.T), merged_C[class_V], stops_S)
 

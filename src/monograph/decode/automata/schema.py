@@ -250,7 +250,7 @@ class _Schemas:
             )
         if properties is None and "additionalProperties" not in schema:
             self.refuse(path, "an object of any members is not bounded: give 'properties'")
-        if not isinstance(properties or {}, Mapping):
+        if not isinstance(properties, Mapping | None):
             self.refuse(path, "'properties' is not an object of schemas")
         if not isinstance(required, list):
             self.refuse(path, "'required' is not a list of names")
@@ -260,7 +260,7 @@ class _Schemas:
         # From the last member to the first: what may come after one that was written, and what may be written first.
         after: list[Expression] = []
         firsts: list[Expression] = []
-        for name, member in reversed((properties or {}).items()):
+        for name, member in reversed([*(properties or {}).items()]):
             text = joined(values.constant(name), literal(b":"), self.read(member, (*path, f"properties.{name}")))
             begun = joined(text, *after)
             firsts = [begun, *(firsts if name not in required else [])]

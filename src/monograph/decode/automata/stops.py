@@ -15,8 +15,8 @@ MAX_BYTES = 4_096  # of all stop strings together
 def searching(strings: Sequence[bytes]) -> ByteAutomaton:
     """An automaton that accepts every text in which one of the strings occurs, and stays accepting from there.
 
-    State s is the longest beginning of a string with which the text so far ends; the last state is the one in which a
-    string has occurred.
+    A state is the longest beginning of a string with which the text so far ends; one in which a string has occurred is
+    never left.
 
     Raises:
         InputRefused: no string, an empty one, or more than MAX_BYTES bytes of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from monograph.decode.automata.characters import ANY, boxes, in_json
@@ -21,7 +21,7 @@ from monograph.decode.automata.expression import (
 
 STRING_LENGTH = 64  # most characters of a string whose schema does not say
 DIGITS = 15  # of a number whose schema does not say: what a float64 holds exactly
-FRACTION_DIGITS = 17  # enough for any float64
+FRACTION_DIGITS = 22  # serialisers write no more: 17 significant ones after at most five zeros
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
@@ -38,7 +38,7 @@ def constant(value: Any) -> Expression:
     return literal(json.dumps(value).encode())
 
 
-def _separated(parts: list[Expression]) -> list[Expression]:
+def _separated(parts: Sequence[Expression]) -> list[Expression]:
     return [piece for part in parts for piece in (literal(b","), part)][1:]
 
 
@@ -63,9 +63,9 @@ def _natural(least: int, most: int) -> Expression:
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
         first, last = max(least, 10 ** (size - 1) if size > 1 else 0), min(most, 10**size - 1)
         if first <= last:
-            digits = [[int(digit) for digit in str(number)] for number in (first, last)]
-            for box in boxes(*digits, 0, 9):
-                options.append(Concatenation(tuple(byte_range(0x30 + low, 0x30 + high) for low, high in box)))
+            low, high = ([int(digit) for digit in str(number)] for number in (first, last))
+            for box in boxes(low, high, 0, 9):
+                options.append(Concatenation(tuple(byte_range(0x30 + a, 0x30 + b) for a, b in box)))
     return Alternation(tuple(options))
 
 

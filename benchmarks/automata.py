@@ -1,0 +1,128 @@
+"""How long stop strings and constraints take to become automata over tokens, how large they are, and what a step costs.
+
+A vocabulary of 128,256 pieces: the special ones, all bytes, and the most frequent words and parts of words of Python's
+own source with and without a space before them, then random ones. On a GPU the step's part is timed there.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+from monograph.decode.automata import Automaton, Tables, advance, allowed, constraint, stop_strings, stopped
+from monograph.device import default_device
+
+END = 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"anyOf": [{"type": "string", "maxLength": 32}, {"type": "null"}]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "maxItems": 4},
+    },
+    "required": ["name", "age"],
+}
+CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
+    "4 stop strings": lambda pieces: stop_strings(["\n\n", "###", "User:", "</s>"], pieces),
+    "choices: yes, no": lambda pieces: constraint("choices", ["yes", "no"], pieces, [END]),
+    "regex: a date": lambda pieces: constraint("regex", r"\d{4}-\d{2}-\d{2}", pieces, [END]),
+    "regex: words": lambda pieces: constraint("regex", r"\w+( \w+){0,20}\.", pieces, [END]),
+    "schema: a string of 64": lambda pieces: constraint("json_schema", {"type": "string"}, pieces, [END]),
+    "schema: a person": lambda pieces: constraint("json_schema", PERSON, pieces, [END]),
+}
+
+
+def main() -> None:
+    """Measures, prints a table, and writes it as JSON if asked to."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.smoke:
+        args.vocabulary, args.rows, args.rounds = 600, 2, 2
+    pieces = vocabulary(args.vocabulary)
+    settings = {name: getattr(args, name) for name in ("vocabulary", "rows", "rounds", "smoke")}
+    found = harness.result("automata", settings)
+    harness.print_machine(found)
+    for name, build in CASES.items():
+        found["cases"].append(measured(name, build, pieces, args.rows, args.rounds))
+        harness.write(args.out, found)
+    harness.print_table(HEADERS, map(row, found["cases"]))
+
+
+HEADERS = ["", "states", "classes", "tables MiB", "build CPU s", "step CPU ms", "a step without ms"]
+
+
+def row(case: dict[str, Any]) -> list[str]:
+    """The table's line of one case."""
+    shown = [f"{case['states']:,}", f"{case['classes']:,}", f"{case['bytes'] / 2**20:.2f}"]
+    shown.append(f"{case['build_cpu_s']['median']:.2f}")
+    return [case["case"], *shown, *(f"{1e3 * case[key]['median']:.2f}" for key in ("step_cpu_s", "free_step_cpu_s"))]
+
+
+def measured(
+    name: str, build: Callable[[list[bytes]], Automaton], pieces: list[bytes], rows: int, rounds: int
+) -> dict[str, Any]:
+    """Build it a few times, then take steps with all rows in it and with no row in it, the step compiled."""
+    device, made = default_device(), []
+    times = [harness.timed(lambda: made.append(build(pieces)), torch.device("cpu")) for _ in range(min(rounds, 3))]
+    automaton = made[-1]
+    states, classes = automaton.next_SC.shape
+    tables = Tables(len(pieces), device, automata=1, states=states, cells=states * classes)
+    start = tables.place(automaton)
+    token_B = torch.full((rows,), len(pieces) - 1, device=device)
+    inside_B = torch.full((rows,), start, dtype=torch.int32, device=device)
+
+    @torch.compile(fullgraph=True)
+    def step(scores_BV: torch.Tensor, state_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        masked_BV = scores_BV.masked_fill(~allowed(tables, state_B), -torch.inf)
+        return masked_BV.argmax(-1), advance(tables, state_B, token_B), stopped(tables, state_B)
+
+    scores_BV = torch.randn(rows, len(pieces), device=device)
+    calls = {"step": lambda: step(scores_BV, inside_B), "free": lambda: step(scores_BV, torch.zeros_like(inside_B))}
+    for call in calls.values():
+        call()
+    steps = harness.interleaved(calls, rounds, device)
+    return {
+        "case": name,
+        "states": states,
+        "classes": classes,
+        "bytes": 4 * states * classes + 9 * states + 2 * len(pieces),
+        "build_s": harness.spread([time.wall_s for time in times]),
+        "build_cpu_s": harness.spread([time.cpu_s for time in times]),
+        "step_cpu_s": harness.spread([time.cpu_s for time in steps["step"]]),
+        "free_step_cpu_s": harness.spread([time.cpu_s for time in steps["free"]]),
+    }
+
+
+def vocabulary(size: int) -> list[bytes]:
+    """Pieces as a byte-level BPE has them, without training one: no piece twice."""
+    parts: Counter[bytes] = Counter()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if len(parts) > 3 * size:
+            break
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for word, count in Counter(re.findall(r" ?\w+| ?[^\w\s]+|\s+", text)).items():
+            letters = word.encode()
+            for length in range(2, min(len(letters), 12) + 1):
+                parts[letters[:length]] += count
+    pieces = dict.fromkeys(bytes([byte]) for byte in range(256))
+    pieces |= dict.fromkeys(piece for piece, _ in parts.most_common(size))
+    draw = random.Random(0)
+    while len(pieces) < size:
+        pieces[bytes(draw.choices(b"etaoinshrdlucm ETA0123456789\xc3\xa9", k=draw.randrange(3, 9)))] = None
+    return [b"", *pieces][:size]
+
+
+if __name__ == "__main__":
+    main()
