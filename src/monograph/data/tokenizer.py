@@ -75,7 +75,7 @@ class Tokenizer:
         try:
             self._engine = tokenizers.Tokenizer.from_str(json.dumps(self._json))
         except Exception as error:  # the library raises the bare class
-            raise InputRefused(f"{where}: the tokenizers library refuses it: {error}") from None
+            raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
         self._engine.encode_special_tokens = True
         same_ids = all(
             self._engine.token_to_id(token["content"]) == token["id"] for token in self._json["added_tokens"]
@@ -226,7 +226,7 @@ _BEGIN_WITH_BOS: dict[str, Any] = {
 def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:
     for name in (bos, eos):
         if name is not None and name not in special:
-            raise InputRefused(f"{where}: has no special token {name!r}; its special tokens are {_few(special)}")
+            raise InputRefused(f"{where}: has no special token {name[:60]!r}; its special tokens are {_few(special)}")
     if bos is None and eos is None:
         bos = next((name for name in _BOS_NAMES if name in special), None)
         eos = next((name for name in _EOS_NAMES if name in special), None)
@@ -240,7 +240,7 @@ def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | No
 
 
 def _few(special: dict[str, int]) -> str:
-    names = sorted(special)
+    names = sorted(name[:40] for name in special)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 

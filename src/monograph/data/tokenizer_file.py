@@ -123,10 +123,10 @@ class Checked:
 
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
-            raise self._refuse(f"model.type is {model['type']!r}, not 'BPE'")
+            raise self._refuse(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
             if model.get(key):
-                raise self._refuse(f"model.{key} = {model[key]!r} is not supported")
+                raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
 
     def _vocab(self, model: dict[str, Any]) -> dict[str, int]:
         vocab = self._section(model, "vocab")
@@ -146,14 +146,14 @@ class Checked:
                 )
             if vocab.get(content, token["id"]) != token["id"]:
                 raise self._refuse(
-                    f"added token {content!r} has id {token['id']}, but model.vocab says {vocab[content]}"
+                    f"added token {content[:60]!r} has id {token['id']}, but model.vocab says {vocab[content]}"
                 )
             flags = {
                 key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
             if not flags["special"] and (flags["lstrip"] or flags["rstrip"]):
                 raise self._refuse(
-                    f"added token {content!r} swallows the spaces beside it, so text would not come back"
+                    f"added token {content[:60]!r} swallows the spaces beside it, so text would not come back"
                 )
             added.append({"id": token["id"], "content": content} | flags)
         return sorted(added, key=lambda token: int(token["id"]))
@@ -170,7 +170,9 @@ class Checked:
             try:
                 pieces[index] = bytes([alphabet[character] for character in token])
             except KeyError:
-                raise self._refuse(f"vocabulary entry {token!r} is not written in the byte-level alphabet") from None
+                raise self._refuse(
+                    f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet"
+                ) from None
         missing = 256 - sum(len(piece) == 1 for piece in pieces.values())
         if missing:
             raise self._refuse(

@@ -192,8 +192,8 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
     writer.write_padding(file, file.tell())
     for name, weight in _tensors(model):
         # Not the package's own way, numpy's tofile, which hides why it cannot write: a full disk must be told apart.
-        data = _stored(gguf, name, weight, dtype) if weight.ndim == 2 else weight.float().cpu().numpy()
-        file.write(memoryview(data).cast("B"))
+        data = _stored(gguf, name, weight, dtype) if weight.ndim == 2 else weight.float().cpu().contiguous().numpy()
+        file.write(data)
         writer.write_padding(file, data.nbytes)
 
 

@@ -29,6 +29,7 @@ from monograph.model.files import (
 )
 from monograph.model.llama import Llama
 
+LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length
 SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
@@ -73,7 +74,9 @@ def read_config(folder: str | Path) -> LlamaConfig:
     try:
         return LlamaConfig.from_hf(values)
     except InputRefused as error:
-        raise InputRefused(f"{path}: {error}") from None
+        fault = str(error)
+        shown = fault if len(fault) <= LONGEST_FAULT else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
+        raise InputRefused(f"{path}: {shown}") from None
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
