@@ -160,7 +160,8 @@ def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
     theirs = HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1).generate_until(asked)
     # Its longest context loses the token that begins a document, ours does not.
     short = [index for index in range(len(asked)) if index % 4 != 3]
-    assert [ours[i] for i in short] == [theirs[i] for i in short] and any(ours)
+    # Bytes that are not yet a character are shown by it and not by ours.
+    assert [ours[i] for i in short] == [theirs[i].rstrip("\ufffd") for i in short] and any(ours)
     assert not any("a" in text for text in ours[:4])
 
 
