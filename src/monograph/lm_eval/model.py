@@ -81,13 +81,13 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Names the tokenizer in lm_eval's caches."""
         return self._tokenizer.hash
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """Ids of a text, after the one that begins a document unless told otherwise."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         scores = self._score([Continuation(context, ids) for _, context, ids in requests])
         for (texts, _, _), answer in zip(requests, scores, strict=True):
@@ -128,7 +128,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, asked: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        return [tuple(each) for each in score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)]
+        scores = score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)
+        return [(each.log_probability, each.greedy) for each in scores]
 
     def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
         sampling, max_tokens, stop = generation(options, seed)
