@@ -160,8 +160,9 @@ def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
     theirs = HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1).generate_until(asked)
     # Its longest context loses the token that begins a document, ours does not.
     short = [index for index in range(len(asked)) if index % 4 != 3]
-    # Bytes that are not yet a character are shown by it and not by ours.
-    assert [ours[i] for i in short] == [theirs[i].rstrip("\ufffd") for i in short] and any(ours)
+    # Bytes at the end that are not yet a character are shown by it and not always by ours.
+    whole = [[texts[i].rstrip("\ufffd") for i in short] for texts in (ours, theirs)]
+    assert whole[0] == whole[1] and all(whole[0])
     assert not any("a" in text for text in ours[:4])
 
 
@@ -223,7 +224,13 @@ def test_the_commands_work_without_a_network(place: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_command_says_in_one_line_what_is_wrong(place: Path) -> None:
-    done = command(place, "monograph.lm_eval", "monograph", "run=nothere")
-    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: nothere: no such folder")
+def test_the_command_says_in_one_line_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from monograph.lm_eval.__main__ import main
+    from monograph.lm_eval.model import Monograph
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: Monograph("nothere"))
+    assert main() == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: nothere: no such folder") and said.count("\n") == 1
