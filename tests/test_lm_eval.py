@@ -182,7 +182,8 @@ def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
     sampling, most, stop = generation({"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7)
     assert (sampling.temperature, sampling.seed, most, stop) == (0.5, 7, 3, ["\n"])
     assert generation({"do_sample": False, "temperature": 0.5}, 0)[0].temperature == 0
-    assert generation({"do_sample": True}, 0)[0].temperature == 1
+    sampled = generation({"do_sample": True, "top_k": 5, "temperature": None}, 0)[0]
+    assert (sampled.temperature, sampled.top_k) == (1, 5)
 
 
 def test_a_sample_that_is_asked_for_again_is_another_one(place: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # registers its own models, which it does not do once another one is there
@@ -152,13 +153,14 @@ def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, li
     Raises:
         UsageError: an argument that means nothing here.
     """
-    left = dict(options)
-    limits = [value for value in (left.pop(key, None) for key in _MAX_TOKENS_KEYS) if value is not None]
-    until = left.pop("until", None) or []
-    samples, temperature, top_k = left.pop("do_sample", None), left.pop("temperature", None), left.pop("top_k", None)
+    left = {name: value for name, value in options.items() if value is not None}
+    limits = [left.pop(key) for key in _MAX_TOKENS_KEYS if key in left]
+    until, samples, temperature = left.pop("until", []), left.pop("do_sample", None), left.pop("temperature", None)
+    filters = {field.name: left.pop(field.name) for field in fields(Sampling) if field.name in left}
     if left:
         raise UsageError(f"generation argument {min(left)!r} is not known to the model 'monograph'; leave it out")
     drawn = bool(temperature) if samples is None else bool(samples)
     chosen = (1.0 if temperature is None else float(temperature)) if drawn else 0.0
     stop = [until] if isinstance(until, str) else list(until)
-    return Sampling(chosen, top_k, seed), int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
+    sampling = Sampling(**(filters | {"temperature": chosen, "seed": seed}))
+    return sampling, int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
