@@ -192,7 +192,8 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.load_state_dict(task.model.state_dict(), assign=True)  # the weights themselves: a card holds no second copy
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config, device=weight.device)
+    with weight.device:  # what is computed and not loaded
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
 
     def write(tokens: int, greedy: bool) -> list[str]:

@@ -160,7 +160,9 @@ def test_texts_go_on_as_the_exported_folders_do(place: Path) -> None:
     theirs = HFLM(pretrained=str(place / "out"), dtype="float32", device="cpu", batch_size=1).generate_until(asked)
     # Its longest context loses the token that begins a document, ours does not.
     short = [index for index in range(len(asked)) if index % 4 != 3]
-    assert [ours[i] for i in short] == [theirs[i] for i in short] and any(ours)
+    # Bytes at the end that are not yet a character are shown by it and not always by ours.
+    whole = [[texts[i].rstrip("\ufffd") for i in short] for texts in (ours, theirs)]
+    assert whole[0] == whole[1] and all(whole[0])
     assert not any("a" in text for text in ours[:4])
 
 
@@ -180,7 +182,8 @@ def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
     sampling, most, stop = generation({"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7)
     assert (sampling.temperature, sampling.seed, most, stop) == (0.5, 7, 3, ["\n"])
     assert generation({"do_sample": False, "temperature": 0.5}, 0)[0].temperature == 0
-    assert generation({"do_sample": True}, 0)[0].temperature == 1
+    sampled = generation({"do_sample": True, "top_k": 5, "temperature": None}, 0)[0]
+    assert (sampled.temperature, sampled.top_k) == (1, 5)
 
 
 def test_a_sample_that_is_asked_for_again_is_another_one(place: Path) -> None:
@@ -222,7 +225,13 @@ def test_the_commands_work_without_a_network(place: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_command_says_in_one_line_what_is_wrong(place: Path) -> None:
-    done = command(place, "monograph.lm_eval", "monograph", "run=nothere")
-    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: nothere: no such folder")
+def test_the_command_says_in_one_line_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from monograph.lm_eval.__main__ import main
+    from monograph.lm_eval.model import Monograph
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: Monograph("nothere"))
+    assert main() == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: nothere: no such folder") and said.count("\n") == 1

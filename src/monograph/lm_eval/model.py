@@ -6,8 +6,10 @@ import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+import lm_eval.models  # noqa: F401  # registers its own models, which it does not do once another one is there
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -80,13 +82,13 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Names the tokenizer in lm_eval's caches."""
         return self._tokenizer.hash
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """Ids of a text, after the one that begins a document unless told otherwise."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         scores = self._score([Continuation(context, ids) for _, context, ids in requests])
         for (texts, _, _), answer in zip(requests, scores, strict=True):
@@ -127,7 +129,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, asked: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        return [tuple(each) for each in score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)]
+        scores = score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)
+        return [(each.log_probability, each.greedy) for each in scores]
 
     def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
         sampling, max_tokens, stop = generation(options, seed)
@@ -150,13 +153,14 @@ def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, li
     Raises:
         UsageError: an argument that means nothing here.
     """
-    left = dict(options)
-    limits = [value for value in (left.pop(key, None) for key in _MAX_TOKENS_KEYS) if value is not None]
-    until = left.pop("until", None) or []
-    samples, temperature, top_k = left.pop("do_sample", None), left.pop("temperature", None), left.pop("top_k", 0)
+    left = {name: value for name, value in options.items() if value is not None}
+    limits = [left.pop(key) for key in _MAX_TOKENS_KEYS if key in left]
+    until, samples, temperature = left.pop("until", []), left.pop("do_sample", None), left.pop("temperature", None)
+    filters = {field.name: left.pop(field.name) for field in fields(Sampling) if field.name in left}
     if left:
         raise UsageError(f"generation argument {min(left)!r} is not known to the model 'monograph'; leave it out")
     drawn = bool(temperature) if samples is None else bool(samples)
     chosen = (1.0 if temperature is None else float(temperature)) if drawn else 0.0
     stop = [until] if isinstance(until, str) else list(until)
-    return Sampling(chosen, top_k or 0, seed=seed), int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
+    sampling = Sampling(**(filters | {"temperature": chosen, "seed": seed}))
+    return sampling, int(limits[0]) if limits else MAX_TOKENS, [text for text in stop if text]
