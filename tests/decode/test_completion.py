@@ -107,9 +107,7 @@ def test_a_constraint_and_stop_strings_together() -> None:
         form = constraint("regex", "[ab]{3,8}c", TOKENIZER.pieces, ends)
         [done] = generate(model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form)
         assert done.finish_reason == "stop" and done.text[-1] == "c" and set(done.text[:-1]) <= {"a", "b"}
-        [cut] = generate(
-            model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form, stop=["ba"]
-        )
+        [cut] = generate(model, TOKENIZER, ["x"], Sampling(3.0, seed=seed), max_tokens=20, constraint=form, stop=["ba"])
         assert cut.text == done.text.partition("ba")[0]
 
 

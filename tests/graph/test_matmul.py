@@ -1,5 +1,5 @@
 # Run: pytest tests/graph/test_matmul.py
-"""Captured fp32 products by oneDNN equal MKL's, and graphs ask for them exactly where they are worth it."""
+"""Captured fp32 products by our own code and by oneDNN equal MKL's, and graphs ask for each where it is fastest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from monograph import compat, device
+from monograph import device
 from monograph.graph import matmul
 from monograph.graph.capture import compiled
 from numerics import error_within
@@ -16,27 +18,65 @@ from numerics import error_within
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
 
-@needs_onednn
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 17, 5), (512, 64, 192), (64, 512, 100)])
-def test_onednn_is_as_exact_as_the_reference(sizes, turned):
+needs_avx512 = pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512")
+WAYS = [pytest.param(matmul.onednn, marks=needs_onednn), pytest.param(matmul.small, marks=needs_avx512)]
+
+
+def pair(rows, summed, columns, turned=(False, False)):
     torch.manual_seed(0)
-    rows, summed, columns = sizes
     left = torch.randn(summed, rows).T if turned[0] else torch.randn(rows, summed)
     right = torch.randn(columns, summed).T if turned[1] else torch.randn(summed, columns)
-    product = compat.onednn_matmul(left, right)
-    assert product.is_contiguous() and product.shape == (rows, columns)
+    return left, right
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 17, 5), (512, 64, 192), (64, 512, 100), (15, 300, 1030)])
+def test_a_product_is_as_exact_as_the_reference(way, sizes, turned):
+    left, right = pair(*sizes, turned)
+    product = way(left, right)
+    assert product.is_contiguous() and product.shape == sizes[::2]
     assert error_within(product, left @ right, left.double() @ right.double())
 
 
+@needs_avx512
+def test_our_product_reads_any_strides_and_writes_nothing_else():
+    left, right = pair(40, 131, 45)
+    wide = torch.full((left.shape[0] * 3, left.shape[1] * 2), float("nan"))
+    wide[::3, ::2] = left
+    deep = torch.full((right.shape[0] * 2, right.shape[1] + 7), float("nan"))
+    deep[::2, 3:-4] = right
+    around = torch.full((42, 45), 7.0)
+    matmul.small_out(wide[::3, ::2], deep[::2, 3:-4], out=around[1:-1])
+    assert torch.equal(around[1:-1], matmul.small(left, right))
+    assert bool((around[0] == 7).all()) and bool((around[-1] == 7).all())
+
+
+@needs_avx512
+def test_our_product_is_the_same_bits_on_several_threads():
+    left, right = pair(161, 128, 160)  # more than 2^21 multiplications, and no rows that threads could share equally
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = matmul.small(left, right)
+        torch.set_num_threads(3)
+        assert torch.equal(matmul.small(left, right), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @needs_onednn
-def test_captured_gradients_are_as_exact_as_eager_ones(monkeypatch):
+@needs_avx512
+@pytest.mark.parametrize("name", ["small_matmul", "onednn_matmul"])
+def test_captured_gradients_are_as_exact_as_eager_ones(name, monkeypatch):
+    target = getattr(torch.ops.monograph, name).default
+    monkeypatch.setattr(matmul, "LARGE", 2**27 if name == "small_matmul" else 2**18)
     monkeypatch.setattr(matmul, "mkl_is_slow", lambda: True)
     taken, rewrite = [], matmul.rewrite
 
     def counting(graph):
         rewrite(graph)
-        taken.append(len(graph.find_nodes(op="call_function", target=torch.ops.monograph.matmul.default)))
+        taken.append(len(graph.find_nodes(op="call_function", target=target)))
 
     monkeypatch.setattr(matmul, "rewrite", counting)
     torch.manual_seed(0)
@@ -59,24 +99,26 @@ def test_captured_gradients_are_as_exact_as_eager_ones(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "taken"),
+    ("sizes", "dtype", "chosen"),
     [
-        ((256, 256, 256), torch.float32, 1),
-        ((256, 255, 256), torch.float32, 0),
-        ((256, 256, 256), torch.float64, 0),
-        ((256, 256, 256), torch.bfloat16, 0),
+        ((512, 512, 512), torch.float32, "onednn_matmul"),
+        ((512, 511, 512), torch.float32, "small_matmul"),
+        ((64, 64, 64), torch.float32, "small_matmul"),
+        ((64, 63, 64), torch.float32, None),
+        ((31, 512, 512), torch.float32, None),
+        ((512, 512, 31), torch.float32, None),
+        ((512, 512, 512), torch.float64, None),
+        ((512, 512, 512), torch.bfloat16, None),
     ],
-    ids=["large", "small", "fp64", "bf16"],
+    ids=["large", "small", "smallest", "tiny", "few-rows", "few-columns", "fp64", "bf16"],
 )
-def test_only_large_fp32_products_are_taken(sizes, dtype, taken):
+def test_each_size_goes_to_the_fastest(sizes, dtype, chosen):
     rows, summed, columns = sizes
-    traced = torch.fx.experimental.proxy_tensor.make_fx(torch.mm)(
-        torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype)
-    )
-    for node in traced.graph.nodes:
-        node.meta["val"] = node.meta.get("val", node.meta.get("tensor_meta"))
+    with FakeTensorMode():
+        traced = make_fx(torch.mm)(torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype))
     matmul.rewrite(traced.graph)
-    assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.monograph.matmul.default)) == taken
+    target = getattr(torch.ops.monograph, chosen).default if chosen else torch.ops.aten.mm.default
+    assert len(traced.graph.find_nodes(op="call_function", target=target)) == 1
 
 
 @pytest.mark.parametrize(

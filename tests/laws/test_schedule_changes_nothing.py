@@ -126,9 +126,7 @@ def test_a_thousand_steps_read_nothing_and_send_four_bytes_a_row() -> None:
     model = tiny_llama(vocab_size=259, max_position_embeddings=1100)
     long_digits = constraint("regex", "[0-9a]{1000,1100}", TOKENIZER.pieces, [END])
     stop = stop_strings(["b", "zz"], TOKENIZER.pieces)
-    generator = Generator(
-        model, CHAIN, rows=3, slots=1100, vocabulary=259, automata=[long_digits, stop], block=1000
-    )
+    generator = Generator(model, CHAIN, rows=3, slots=1100, vocabulary=259, automata=[long_digits, stop], block=1000)
     for kind in KINDS[2:5]:
         generator.submit(Request((5, 6), Sampling(**kind), 1000, (END,), long_digits, stop))
     replay = generator.replays.run

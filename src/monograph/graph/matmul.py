@@ -1,13 +1,18 @@
-"""A pass over captured graphs: large fp32 matrix products by oneDNN where torch's own library, MKL, is slow.
+"""A pass over captured graphs: fp32 matrix products on a CPU where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of AMD processors with AVX-512; oneDNN, which torch has built in and takes for bf16
-anyway, uses all of it (docs/log.md). Eager code keeps MKL and is the reference.
+MKL uses half of the vector width of AMD processors with AVX-512. Here products up to `LARGE` are computed by
+`matmul.cpp`, which costs nothing to call, larger ones by oneDNN, which torch has built in and takes for bf16 anyway
+(docs/log.md). Eager code keeps MKL and is the reference.
 
 Shapes: N rows, K summed, M columns.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from ctypes import c_long, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,28 +21,76 @@ from torch import Tensor
 from monograph import compat
 from monograph.device import mkl_is_slow
 
-# Multiplications below which a call of oneDNN costs more than it saves (docs/log.md).
-SMALLEST = 2**24
+# Multiplications; between them `matmul.cpp` is the fastest of the three (docs/log.md).
+SMALLEST, LARGE = 2**18, 2**27
+# Narrower ones leave most of a tile of 8 x 32 empty.
+NARROWEST = 32
+SOURCE = Path(__file__).with_suffix(".cpp")
 # Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
 _LIBRARY = torch.library.Library("monograph", "DEF")
-_LIBRARY.define("matmul(Tensor left, Tensor right) -> Tensor")
-_LIBRARY.impl("matmul", compat.onednn_matmul, "CPU")
 
 
-@torch.library.register_fake("monograph::matmul", lib=_LIBRARY)
+def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:
+    """Return left @ right, fp32, by oneDNN."""
+    product: Tensor = compat.onednn_matmul(left_NK, right_KM)
+    return product
+
+
+def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:
+    """Return left @ right, fp32, by `matmul.cpp`; any strides."""
+    out_NM = left_NK.new_empty(left_NK.shape[0], right_KM.shape[1])
+    small_out(left_NK, right_KM, out=out_NM)
+    return out_NM
+
+
+def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
+    """The same into `out` [N, M], contiguous."""
+    rows, depth = left_NK.shape
+    columns = out.shape[1]
+    left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
+    _native()(rows, depth, columns, *left, *right, out.data_ptr())
+
+
+@functools.cache
+def _native() -> Callable[..., None]:
+    """The function of `matmul.cpp`; the first call builds it, in a second or two."""
+    function: Callable[..., None] = compat.native(SOURCE.read_text()).matmul
+    function.argtypes = [c_long] * 3 + [c_void_p, c_long, c_long] * 2 + [c_void_p]  # type: ignore[attr-defined]
+    function.restype = None  # type: ignore[attr-defined]
+    return function
+
+
+for _name, _function in (("onednn_matmul", onednn), ("small_matmul", small)):
+    _LIBRARY.define(f"{_name}(Tensor left, Tensor right) -> Tensor")
+    _LIBRARY.impl(_name, _function, "CPU")
+
+
+@torch.library.register_fake("monograph::onednn_matmul", lib=_LIBRARY)
+@torch.library.register_fake("monograph::small_matmul", lib=_LIBRARY)
 def _(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     return left_NK.new_empty(left_NK.shape[0], right_KM.shape[1])
 
 
 def passes() -> dict[str, Any] | None:
     """The pass as an option of `torch.compile` with Inductor; None where MKL is as fast."""
-    return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__)} if mkl_is_slow() else None
+    if not mkl_is_slow():
+        return None
+    compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
+    return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, compat.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Let oneDNN compute every fp32 product on the CPU that is large enough."""
+    """Choose who computes each fp32 product on the CPU."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        left_NK, product_NM = node.args[0].meta["val"], node.meta["val"]
-        large = product_NM.numel() * left_NK.shape[1] >= SMALLEST
-        if large and product_NM.dtype == torch.float32 and product_NM.device.type == "cpu":
-            node.target = torch.ops.monograph.matmul.default
+        product_NM, (rows, depth) = node.meta["val"], node.args[0].meta["val"].shape
+        if product_NM.dtype == torch.float32 and product_NM.device.type == "cpu":
+            node.target = _chosen(rows, depth, product_NM.shape[1])
+
+
+def _chosen(rows: int, depth: int, columns: int) -> Any:
+    size = rows * depth * columns
+    if size >= LARGE:
+        return torch.ops.monograph.onednn_matmul.default
+    if size >= SMALLEST and min(rows, columns) >= NARROWEST:
+        return torch.ops.monograph.small_matmul.default
+    return torch.ops.aten.mm.default

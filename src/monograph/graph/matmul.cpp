@@ -1,0 +1,103 @@
+// Product of two small fp32 matrices for processors with AVX-512: sums stay in registers, nothing is called.
+//
+// Shapes: N rows, K summed, M columns; a tile is ROWS x COLUMNS of the product, a panel DEPTH x COLUMNS of the right.
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+
+namespace {
+
+constexpr long LANES = 16, ROWS = 8, COLUMNS = 2 * LANES;
+// A panel is 16 KiB: it stays in the first cache beside a tile's rows of the left.
+constexpr long DEPTH = 128;
+// Strides from which a panel read in place would throw itself out of that cache, whose lines are chosen by address.
+constexpr long FAR = 512;
+// Multiplications from which waking other threads pays.
+constexpr long SHARED = 1 << 21;
+
+struct Matrix {
+    const float* data;
+    long row, column;  // strides in elements
+    const float* at(long i, long j) const { return data + i * row + j * column; }
+};
+
+// out[R, COLUMNS] = or += left[R, depth] @ right[depth, COLUMNS], where the right's columns are contiguous.
+template <long R>
+void tile(long depth, Matrix left, Matrix right, float* out, long stride, bool add) {
+    __m512 sums[R][2];
+    for (long i = 0; i < R; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    for (long k = 0; k < depth; ++k) {
+        const float* b = right.data + k * right.row;
+        const __m512 low = _mm512_loadu_ps(b), high = _mm512_loadu_ps(b + LANES);
+#pragma GCC unroll 8
+        for (long i = 0; i < R; ++i) {
+            const __m512 x = _mm512_set1_ps(*left.at(i, k));
+            sums[i][0] = _mm512_fmadd_ps(x, low, sums[i][0]);
+            sums[i][1] = _mm512_fmadd_ps(x, high, sums[i][1]);
+        }
+    }
+    for (long i = 0; i < R; ++i)
+        for (long h = 0; h < 2; ++h) {
+            float* at = out + i * stride + h * LANES;
+            _mm512_storeu_ps(at, add ? _mm512_add_ps(_mm512_loadu_ps(at), sums[i][h]) : sums[i][h]);
+        }
+}
+
+// As many tiles of R rows as fit below row `i` of [rows, width]; returns the first row that is left.
+template <long R>
+long tiles(long i, long rows, long width, long depth, Matrix left, Matrix right, float* out, long stride, bool add) {
+    for (; i + R <= rows; i += R) {
+        const Matrix part{left.at(i, 0), left.row, left.column};
+        if (width == COLUMNS) {
+            tile<R>(depth, part, right, out + i * stride, stride, add);
+            continue;
+        }
+        float edge[R * COLUMNS];
+        tile<R>(depth, part, right, edge, COLUMNS, false);
+        for (long r = 0; r < R; ++r)
+            for (long j = 0; j < width; ++j) {
+                float& at = out[(i + r) * stride + j];
+                at = add ? at + edge[r * COLUMNS + j] : edge[r * COLUMNS + j];
+            }
+    }
+    return i;
+}
+
+// panel[depth, COLUMNS] = right[depth, width], the rest of the columns zero.
+void copy(long depth, long width, Matrix right, float* panel) {
+    if (right.column == 1 && width == COLUMNS)
+        for (long k = 0; k < depth; ++k) std::copy_n(right.at(k, 0), COLUMNS, panel + k * COLUMNS);
+    else
+        for (long j = 0; j < COLUMNS; ++j)
+            for (long k = 0; k < depth; ++k) panel[k * COLUMNS + j] = j < width ? *right.at(k, j) : 0.0f;
+}
+
+void multiply(long rows, long depth, long columns, Matrix left, Matrix right, float* out) {
+    float panel[DEPTH * COLUMNS];
+    for (long j = 0; j < columns; j += COLUMNS)
+        for (long k = 0; k < depth; k += DEPTH) {
+            const long width = std::min(COLUMNS, columns - j), deep = std::min(DEPTH, depth - k);
+            Matrix b{right.at(k, j), right.row, right.column};
+            if (b.column != 1 || b.row > FAR || width < COLUMNS) {
+                copy(deep, width, b, panel);
+                b = {panel, COLUMNS, 1};
+            }
+            const Matrix a{left.at(0, k), left.row, left.column};
+            long i = tiles<ROWS>(0, rows, width, deep, a, b, out + j, columns, k > 0);
+            tiles<1>(i, rows, width, deep, a, b, out + j, columns, k > 0);
+        }
+}
+
+}  // namespace
+
+// out[N, M], contiguous, = left[N, K] @ right[K, M] with any strides, by the threads that torch has set.
+extern "C" void matmul(long rows, long depth, long columns, const float* left, long left_row, long left_column,
+                       const float* right, long right_row, long right_column, float* out) {
+    const long threads = rows * depth * columns < SHARED ? 1 : omp_get_max_threads();
+    const long share = ((rows + threads - 1) / threads + ROWS - 1) / ROWS * ROWS;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long i = 0; i < rows; i += share)
+        multiply(std::min(share, rows - i), depth, columns, {left + i * left_row, left_row, left_column},
+                 {right, right_row, right_column}, out + i * columns);
+}
