@@ -15,6 +15,8 @@ from monograph import Sampling, checkpointing, generate, load
 
 SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
 SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
+SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
+SCHEMA |= {"required": ["size"]}
 
 
 def test_the_story(tmp_path: Path) -> None:
@@ -52,9 +54,16 @@ def test_the_story(tmp_path: Path) -> None:
         first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
         assert first == second and len(first[0]["token_ids"]) <= 8
         assert monograph.run(tmp_path, "check", "last").code == 0
+        (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+        typed = ("generate", "last", "alpha ", "beta ", "-n", "3", "--top-p", "0.9", "--stop", "qq", "--json")
+        typed = (*typed, "--json-schema", "schema.json", "--sampler", "repetition_penalty=1.2")
+        for each in json.loads(monograph.run(tmp_path, *typed).out)["completions"]:
+            assert 0 <= json.loads(each["text"])["size"] <= 99 and each["finish_reason"] == "stop"
 
         # export
         assert monograph.run(tmp_path, "export", "last", "--to", "out").code == 0
+        gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
+        assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")

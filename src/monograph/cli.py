@@ -113,9 +113,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="S", help="end before this text; may be repeated")] = None,
     choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="write one of these; repeat it")] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="write what matches as a whole")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write JSON that this bounded schema validates")
-    ] = None,
+    json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="write JSON that it validates")] = None,
     json: Json = False,
 ) -> int:
     """Continue text, or answer, with a trained model."""
@@ -123,17 +121,9 @@ def generate(
     from monograph.commands.generate import run as command
 
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    given = [("choices", choice), ("regex", regex), ("json_schema", json_schema and _text_of(json_schema))]
-    constraints = [(kind, value) for kind, value in given if value is not None]
+    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     asked = Asked((numbers, sampler or []), n, max_tokens, stop or [], constraints, chat, json)
     return command(run, prompts or [], file=file, asked=asked)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(f"{path}: cannot be read as text: {error}") from None
 
 
 @app.command()

@@ -17,7 +17,8 @@ TRAIN = (
 )
 COMMANDS = {
     "train --resume run": TRAIN,
-    "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s",
+    "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s prefill_s graphs host_syncs_per_token "
+    "device_to_host_bytes_per_token",
     "evaluate run": "schema bits_per_byte perplexity loss tokens acc acc_stderr acc_norm acc_norm_stderr acc_bytes "
     "acc_bytes_stderr chance questions weights",
     "check run": "schema run files checkpoints",

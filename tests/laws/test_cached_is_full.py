@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from monograph.decode.cache import KVCache
 from monograph.decode.prompt import Reader
 from monograph.model.config import LinearScaling, Llama3Scaling
 from monograph.model.families import FULL, SLIDING
+from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from numerics import error_within
 
@@ -91,3 +94,16 @@ def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
         while len(ids) < min(begun + 100, 64) and ids[-1] != tokenizer.eos_id:
             ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
     assert written.token_ids == ids[begun:] and written.finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("family", ["grouped", "scaled", "mistral", "qwen2", "qwen3"])
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[family]), Tokenizer.bytes()
+    save_model(model, tmp_path, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    for prompt in ("a", "some words", "x" * 20):
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(prompt)]])
+        found = theirs.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=tokenizer.pad_id)
+        [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=40)
+        assert written.token_ids == found[0, ids.shape[1] :].tolist()

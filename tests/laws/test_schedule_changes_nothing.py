@@ -1,7 +1,7 @@
-"""Run: pytest tests/laws/test_schedule_changes_nothing.py (law 7: a request's tokens are its own; -m slow: 1,000 times).
+"""Run: pytest tests/laws/test_schedule_changes_nothing.py (law 7: a request's tokens are its own).
 
-Whatever row a request gets, whoever is beside it, whenever it comes, however many steps a block has and whether the host
-reads behind: the same tokens, bit for bit within a mode.
+Whatever row a request gets, whoever is beside it, whenever it comes, however many steps a block has and whether the
+host reads behind: the same tokens, bit for bit within a mode.
 """
 
 from __future__ import annotations

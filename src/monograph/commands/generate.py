@@ -32,7 +32,7 @@ class Asked(NamedTuple):
         n: continuations of each prompt.
         max_tokens: longest continuation.
         stop: strings that end a text.
-        constraints: (kind, value) of everything that limits what may be written; one at most.
+        constraints: by kind, what limits what may be written; None but for one at most.
         chat: prompts are messages to answer.
         json: print one JSON object.
     """
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     n: int
     max_tokens: int
     stop: list[str]
-    constraints: list[tuple[str, Any]]
+    constraints: dict[str, Any]
     chat: bool
     json: bool
 
@@ -77,15 +77,15 @@ class Model(NamedTuple):
 def run(run: str, prompts: list[str], *, file: Path | None, asked: Asked) -> int:
     """Print each prompt with its continuation as it is written; see the command line's help."""
     sampling = _sampling(*asked.sampler)
-    if len(asked.constraints) > 1:
-        names = {"choices": "--choice", "regex": "--regex", "json_schema": "--json-schema"}
-        kinds = ", ".join(names[kind] for kind, _ in asked.constraints)
-        raise UsageError(f"{kinds}: one constraint at a time")
+    limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
+    if len(limits) > 1:
+        raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
     ends = list(stop_ids(tokenizer)) if asked.chat else [tokenizer.eos_id]
     limit = None
-    for kind, value in asked.constraints:
-        limit = constraint(kind, value, tokenizer.pieces, ends)
+    for kind, value in limits.items():
+        wanted = _text_of(value, "--json-schema") if isinstance(value, Path) else value
+        limit = constraint(kind, wanted, tokenizer.pieces, ends)
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
     given: list[str | list[Message]] = [*prompts, *(_from_file(file, asked.chat) if file else ())]
     if asked.chat and not given:
@@ -196,10 +196,7 @@ def _from_file(path: Path, chat: bool) -> Iterator[str | list[Message]]:
     Raises:
         InputRefused: it cannot be read, or a line has no prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(f"--prompts {path}: cannot be read as text: {error}") from None
+    lines = _text_of(path, "--prompts").splitlines()
     expected = 'expected an object with "prompt", a text' + (', or "messages", a list' if chat else "")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -219,6 +216,13 @@ def _from_file(path: Path, chat: bool) -> Iterator[str | list[Message]]:
             yield prompt
         else:
             raise InputRefused(f"{path}:{number}: {expected}")
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputRefused(f"{flag} {path}: cannot be read as text: {error}") from None
 
 
 def _write(text: str) -> None:

@@ -134,7 +134,10 @@ class Generator:
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
         self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
-        self.tables, self._starts = tables_for(automata, vocabulary, weight.device) if automata else (None, {})
+        self.tables: Tables | None = None
+        self._starts: dict[int, int] = {}
+        if automata:
+            self.tables, self._starts = tables_for(automata, vocabulary, weight.device)
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)

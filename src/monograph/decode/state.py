@@ -22,9 +22,9 @@ class Status(IntEnum):
     """What a row is doing.
 
     FREE: nothing. RUNNING: it draws a token at every step. STOP: it drew a stop id, or a token that completes a stop
-    string, or nothing but an end may follow. LENGTH: it drew as many tokens as it may. NOT_FINITE: its logits hold a
-    NaN or +inf. NOTHING_ALLOWED: no token is left to draw. UNDECIDED: the fast truncation could not tell what may be drawn;
-    the row waits for the exact one.
+    string, or one after which nothing but an end may come. LENGTH: it drew as many tokens as it may. NOT_FINITE: its
+    logits hold a NaN or +inf. NOTHING_ALLOWED: no token is left to draw. UNDECIDED: the fast truncation could not tell
+    what may be drawn; the row waits for the exact one.
     """
 
     FREE = 0
