@@ -117,13 +117,12 @@ def generate(
     json: Json = False,
 ) -> int:
     """Continue text, or answer, with a trained model."""
-    from monograph.commands.generate import Asked
     from monograph.commands.generate import run as command
 
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    asked = Asked((numbers, sampler or []), n, max_tokens, stop or [], constraints, chat, json)
-    return command(run, prompts or [], file=file, asked=asked)
+    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
+    return command(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
 
 
 @app.command()

@@ -28,7 +28,8 @@ class Asked(NamedTuple):
     """What the command line says beside the model and the prompts.
 
     Attributes:
-        sampler: numbers of `Sampling`, and KEY=VALUE pairs for the rest of it.
+        numbers: options of `Sampling`.
+        pairs: KEY=VALUE for the rest of them.
         n: continuations of each prompt.
         max_tokens: longest continuation.
         stop: strings that end a text.
@@ -37,7 +38,8 @@ class Asked(NamedTuple):
         json: print one JSON object.
     """
 
-    sampler: tuple[dict[str, Any], Sequence[str]]
+    numbers: dict[str, Any]
+    pairs: Sequence[str]
     n: int
     max_tokens: int
     stop: list[str]
@@ -74,9 +76,10 @@ class Model(NamedTuple):
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
-def run(run: str, prompts: list[str], *, file: Path | None, asked: Asked) -> int:
-    """Print each prompt with its continuation as it is written; see the command line's help."""
-    sampling = _sampling(*asked.sampler)
+def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> int:
+    """Print each prompt with its continuation as it is written; see the command line's help and `Asked`."""
+    asked = Asked(**asked_for)
+    sampling = _sampling(asked.numbers, asked.pairs)
     limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
