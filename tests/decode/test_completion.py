@@ -111,6 +111,23 @@ def test_a_constraint_and_stop_strings_together() -> None:
         assert cut.text == done.text.partition("ba")[0]
 
 
+def test_log_probabilities_are_those_of_the_raw_logits() -> None:
+    model = tiny_llama(torch.float64, vocab_size=259)
+    sampling = Sampling(1.5, top_k=30, logprobs=4)
+    [done, _] = generate(model, TOKENIZER, ["abc"], sampling, max_tokens=9, n=2)
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode("abc")]
+    with torch.no_grad():
+        logits_TV = model.logits(model(torch.tensor([[*ids, *done.token_ids]])))[0, len(ids) - 1 : -1]
+    values_TV = logits_TV.log_softmax(-1)
+    assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids)
+    for token, values_V, found in zip(done.token_ids, values_TV, done.logprobs, strict=True):
+        assert found.drawn == pytest.approx(float(values_V[token]), abs=1e-5)
+        assert [index for index, _ in found.likeliest] == values_V.topk(4).indices.tolist()
+        assert [value for _, value in found.likeliest] == pytest.approx(values_V.topk(4).values.tolist(), abs=1e-5)
+    [plain, _] = generate(model, TOKENIZER, ["abc"], Sampling(1.5, top_k=30), max_tokens=9, n=2)
+    assert plain.token_ids == done.token_ids and plain.logprobs is None
+
+
 @pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"n": 0}, {"stop": [""]}])
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):

@@ -9,7 +9,7 @@ from monograph.decode.outbox import Outbox
 
 def test_halves_in_turn_four_bytes_a_row_and_step() -> None:
     ring_RB, line_1 = torch.zeros(6, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    outbox, sent = Outbox(ring_RB), []
+    outbox, sent = Outbox([ring_RB]), []
     for block, steps in enumerate((3, 1, 2)):
         outbox.begin(line_1)
         for step in range(steps):
@@ -18,5 +18,5 @@ def test_halves_in_turn_four_bytes_a_row_and_step() -> None:
         sent.append((outbox.send(steps), steps))
         if block:  # the block before is read when the next one is under way
             half, before = sent[-2]
-            assert outbox.read(half, before) == [[10 * (block - 1) + step, -1] for step in range(before)]
+            assert outbox.read(half, before)[0].tolist() == [[10 * (block - 1) + step, -1] for step in range(before)]
     assert outbox.bytes_out == 4 * 2 * 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json as jsonlib
 import sys
@@ -139,7 +138,7 @@ def _print_json(written: Generation) -> int:
         jsonlib.dumps(
             {
                 "schema": "monograph.generate/1",
-                "completions": [dataclasses.asdict(completion) for completion in done],
+                "completions": [_shown(completion) for completion in done],
                 "tokens_per_s": written.tokens / max(seconds, 1e-9),
                 "prefill_s": generator.prefill_s,
                 "graphs": generator.replays.variants,
@@ -149,6 +148,14 @@ def _print_json(written: Generation) -> int:
         )
     )
     return 0
+
+
+def _shown(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON; log-probabilities only where they were asked for."""
+    found = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
+    if completion.logprobs is not None:
+        found["logprobs"] = [each._asdict() for each in completion.logprobs]
+    return found
 
 
 def _converse(model: Model) -> int:
@@ -178,7 +185,8 @@ def _sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     Raises:
         UsageError: an unknown key, or a value that is not what it needs.
     """
-    kinds: dict[str, type] = {name: type(value) for name, value in vars(Sampling()).items() if name != "logit_bias"}
+    defaults = {name: value for name, value in vars(Sampling()).items() if name != "logit_bias"}
+    kinds: dict[str, type] = {name: type(value) if value is not None else int for name, value in defaults.items()}
     values = dict(numbers)
     for pair in pairs:
         key, equals, text = pair.partition("=")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
-from monograph.decode.generator import Finish, Generator, Request
+from monograph.decode.generator import Finish, Generator, LogProbability, Request
 from monograph.decode.knobs import chain_of
 from monograph.decode.noise import continuation_seed
 from monograph.decode.sampling import Sampling
@@ -30,11 +30,13 @@ class Completion:
         token_ids: the drawn ids, a stop id included.
         finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's end, "not_finite"
             where the model's logits were not, "nothing_allowed" where bias and constraint left no token.
+        logprobs: one of each id; None unless `Sampling.logprobs` asks for them.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: Finish
+    logprobs: list[LogProbability] | None = None
 
     def __str__(self) -> str:
         """The text."""
@@ -61,6 +63,7 @@ class Generation:
         self.generator = generator
         self._numbers = [generator.submit(request) for request in requests]
         self._transcripts = [Transcript(tokenizer, stop) for _ in requests]
+        self._logprobs = [None if request.sampling.logprobs is None else list[LogProbability]() for request in requests]
 
     @property
     def tokens(self) -> int:
@@ -80,6 +83,8 @@ class Generation:
             index = self._numbers.index(event.number)
             transcript = self._transcripts[index]
             unsaid[index] += transcript.add(event.token_ids)
+            if (logprobs := self._logprobs[index]) is not None:
+                logprobs += event.logprobs
             if event.finish is not None:
                 unsaid[index] += transcript.finish()
                 finishes[index] = event.finish
@@ -90,7 +95,7 @@ class Generation:
                         yield Piece(current, text, None)
                     break
                 done = self._transcripts[current]
-                yield Piece(current, text, Completion(done.text, done.token_ids, finish))
+                yield Piece(current, text, Completion(done.text, done.token_ids, finish, self._logprobs[current]))
                 current += 1
 
 

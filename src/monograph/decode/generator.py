@@ -7,11 +7,12 @@ the row, on the other rows, on when it came or on how many steps a block has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
@@ -30,6 +31,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.model.llama import Llama
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
@@ -60,12 +62,23 @@ class Request:
     stop: Automaton | None = None
 
 
+class LogProbability(NamedTuple):
+    """Natural logarithms under the model's raw logits: of a drawn token, and (id, value) of the likeliest."""
+
+    drawn: float
+    likeliest: list[tuple[int, float]]
+
+
 class Event(NamedTuple):
-    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs."""
+    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs.
+
+    `logprobs` has an entry for each id if the request asks for them.
+    """
 
     number: int
     token_ids: list[int]
     finish: Finish | None
+    logprobs: list[LogProbability]
 
 
 @dataclass
@@ -128,7 +141,9 @@ class Generator:
         weight = model.lm_head.weight
         self.model, self.slots, self.device = model.eval(), slots, weight.device
         self.block = block or (16 if weight.is_cuda else 1)
-        wrap = self._compiled if compiled else lambda function: function
+        if compiled:
+            compat.allow_variants()
+        wrap: Wrap = compile_function if compiled else lambda function: function
         chunk = 1 << min(slots, 512 if weight.is_cuda else 64, model.config.max_position_embeddings).bit_length() - 1
         self.reader = Reader(model, slots, min(chunk, 128), wrap)
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
@@ -141,16 +156,11 @@ class Generator:
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
-        self.outbox = Outbox(self.state.ring_RB)
+        self.outbox = Outbox(self.state.rings)
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
         self._waiting: deque[tuple[int, Request]] = deque()
         self._slots: list[_Slot | None] = [None] * rows
         self._submitted = 0
-
-    @staticmethod
-    def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        compat.allow_variants()
-        return compile_function(function)
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; the number that its events carry.
@@ -242,7 +252,8 @@ class Generator:
 
     def _collect(self, block: _Block) -> Iterator[Event]:
         """Read a block's codes; what a row wrote after its request ended is not looked at."""
-        lines = self.outbox.read(block.half, block.steps)
+        codes, *reports = self.outbox.read(block.half, block.steps)
+        lines = codes.tolist()
         self.blocks_read += 1
         for row, slot in enumerate(block.slots):
             if slot is None or self._slots[row] is not slot:
@@ -256,7 +267,9 @@ class Generator:
             elif finish is not None:
                 self._release(row, finish)
             if tokens or finish is not None:
-                yield Event(slot.number, tokens, finish)
+                wanted = slot.request.sampling.logprobs
+                reported = [] if wanted is None else _reported(reports, row, len(tokens), wanted)
+                yield Event(slot.number, tokens, finish, reported)
 
 
 def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
@@ -268,6 +281,15 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
         if status != Status.RUNNING:
             break
     return tokens, status
+
+
+def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
+    """A row's log-probabilities in a block."""
+    values, ids = (report[:count, row].tolist() for report in reports)
+    return [
+        LogProbability(own, list(zip(best[:wanted], rest[:wanted], strict=True)))
+        for (own, *rest), best in zip(values, ids, strict=True)
+    ]
 
 
 def tables_for(automata: Collection[Automaton], vocabulary: int, device: torch.device) -> tuple[Tables, dict[int, int]]:

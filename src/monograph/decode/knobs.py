@@ -50,11 +50,13 @@ class Chain:
         stages: names from EDITS, then from FILTERS; without a temperature every row takes its likeliest token.
         bias_ids: length of a row's list of biased ids; a power of two, or 0.
         stop_ids: length of a row's list of stop tokens that min_tokens forbids, likewise.
+        logprobs: how many of the likeliest tokens are reported beside the drawn one; None: no log-probabilities.
     """
 
     stages: tuple[str, ...] = ()
     bias_ids: int = 0
     stop_ids: int = 0
+    logprobs: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -78,7 +80,8 @@ class Chain:
             return False
         wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
         in_order = [stage for stage in here if stage in wanted] == wanted
-        return in_order and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
+        reported = own.logprobs is None or (self.logprobs is not None and own.logprobs <= self.logprobs)
+        return in_order and reported and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -104,6 +107,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         edits + (scaling + truncations if orders[0] == "hf" else truncations + scaling),
         _room(max(len(sampling.logit_bias) for sampling in samplings)),
         _room(stop_ids) if "min_tokens" in edits else 0,
+        max((sampling.logprobs for sampling in samplings if sampling.logprobs is not None), default=None),
     )
 
 

@@ -28,7 +28,7 @@ _NUMBERS = {
     "frequency_penalty": (-_LARGEST, _LARGEST),
     "presence_penalty": (-_LARGEST, _LARGEST),
 }
-_INTEGERS = {"top_k": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "seed": (0, 2**63 - 1)}
+_INTEGERS = {"top_k": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 1000)}
 _CHOICES = {"penalty_scope": get_args(Scope), "order": get_args(Order)}
 
 
@@ -54,6 +54,8 @@ class Sampling:
         penalty_scope: whether the last two count the output alone or prompt and output ("all").
         min_tokens: no stop token before so many were drawn.
         logit_bias: added to the logits of ids; -inf forbids an id.
+        logprobs: report the log-probabilities, under the model's raw logits, of each drawn token and of so many of the
+            likeliest; None: report none.
         seed: names the draws; a row's draws depend on nothing else.
         order: "hf" filters after the temperature, "llama_cpp" before it.
     """
@@ -74,6 +76,7 @@ class Sampling:
     penalty_scope: Scope = "output"
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
     seed: int = 0
     order: Order = "hf"
 
@@ -84,7 +87,7 @@ class Sampling:
             if not (_is_number(value) and low <= value <= high):
                 raise UsageError(f"{name} = {value!r}: expected a number from {low:g} to {high:g}")
         for name, (least, most) in _INTEGERS.items():
-            value = getattr(self, name)
+            value = 0 if name == "logprobs" and self.logprobs is None else getattr(self, name)
             if not (_is_integer(value) and least <= value <= most):
                 raise UsageError(f"{name} = {value!r}: expected a whole number from {least} to {most}")
         for name, choices in _CHOICES.items():

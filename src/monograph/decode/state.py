@@ -1,6 +1,7 @@
 """What a decode graph remembers between steps: preallocated tensors on the device, written in place.
 
-Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, R lines of the ring.
+Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, R lines of a ring, N log-
+probabilities.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from monograph.decode.chain import LogProbabilities
 from monograph.decode.knobs import Chain
 from monograph.decode.penalties import count_drawn
 
@@ -57,6 +59,8 @@ class State:
         prompt_BV: whether an id is in the prompt; None where no penalty asks.
         line_1: the ring's next line.
         ring_RB: what the host reads, int32: at each step token + status * 2^24, 4 bytes a row.
+        values_RBN: fp32, log-probabilities: of the drawn token, then of the N - 1 likeliest; None where nobody asks.
+        ids_RBN: int32, the likeliest ids, one less; None likewise.
     """
 
     token_B: Tensor
@@ -72,10 +76,13 @@ class State:
     prompt_BV: Tensor | None
     line_1: Tensor
     ring_RB: Tensor
+    values_RBN: Tensor | None
+    ids_RBN: Tensor | None
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
         """All rows free."""
+        n = chain.logprobs
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -94,7 +101,21 @@ class State:
             prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if chain.reads_prompt else None,
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
+            values_RBN=None if n is None else zeros(lines, rows, 1 + n, dtype=torch.float32),
+            ids_RBN=None if n is None else zeros(lines, rows, n, dtype=torch.int32),
         )
+
+    @property
+    def rings(self) -> list[Tensor]:
+        """All that the host reads."""
+        return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
+
+    def report(self, found: LogProbabilities) -> None:
+        """Write the step's log-probabilities to the line that `write` will fill."""
+        if self.values_RBN is not None and self.ids_RBN is not None:
+            values_BN = torch.cat([found.chosen_B[:, None], found.values_BN], dim=1)
+            self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
+            self.ids_RBN.index_copy_(0, self.line_1, found.ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
         """Add the step's line to the ring and take the new status; `moved_B` are the rows that drew a token."""

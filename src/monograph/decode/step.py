@@ -16,7 +16,7 @@ from torch import Tensor
 from monograph.decode.automata import Tables, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import OK, Drawn, Rows, sample
+from monograph.decode.chain import OK, Drawn, Rows, log_probabilities, sample
 from monograph.decode.knobs import Chain
 from monograph.decode.state import State, Status
 from monograph.model.llama import Llama
@@ -65,7 +65,10 @@ class DecodeStep:
             prompt_BV=state.prompt_BV,
         )
         allowed_BV = None if self.tables is None else allowed(self.tables, state.constraint_B)
-        self._advance(sample(logits_BV, rows, allowed_BV, self.chain, truncation))
+        drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
+        if self.chain.logprobs is not None:
+            state.report(log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs))
+        self._advance(drawn)
 
     def _advance(self, drawn: Drawn) -> None:
         """The stop rules: what each row does after a draw; rows that are not running stay as they are."""
