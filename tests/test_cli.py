@@ -115,7 +115,7 @@ def test_resume_takes_a_run_or_none(calls: Calls, arguments: list[str], resume: 
 def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("generate", "last", "a", "b", "--top-k", "5", "--stop", "x", "--stop", "y", "-n", "2") == 0
     assert monograph_("evaluate", "last", "--data", "a", "--data", "b", "--json") == 0
-    assert monograph_("export", "last", "--to", "there") == 0
+    assert monograph_("export", "last", "--to", "there", "--format", "gguf", "--dtype", "q8_0") == 0
     assert monograph_("data", "show", "train.seed=1", "--row", "3") == 0
     assert monograph_("data", "build") == 0
     assert monograph_("check") == 0
@@ -123,7 +123,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     sampling = {"temperature": 0.8, "top_k": 5, "seed": 0, "n": 2, "max_tokens": 128, "stop": ["x", "y"], "json": False}
     assert generated == (("last", ["a", "b"]), sampling)
     assert evaluated == (("last",), {"data": ["a", "b"], "json": True})
-    assert exported == (("last",), {"to": Path("there"), "format": "hf"})
+    assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}
     assert checked == ((None,), {"json": False})
