@@ -6,6 +6,5 @@ from monograph.evaluation.choices import Accuracy as Accuracy
 from monograph.evaluation.choices import choose as choose
 from monograph.evaluation.continuations import Continuation as Continuation
 from monograph.evaluation.continuations import score as score
-from monograph.evaluation.text import Evaluates as Evaluates
 from monograph.evaluation.text import Evaluation as Evaluation
 from monograph.evaluation.text import evaluate as evaluate

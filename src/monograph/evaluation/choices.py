@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
@@ -64,18 +64,12 @@ def choose(model: Llama, tokenizer: Tokenizer, questions: Sequence[Question], pr
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision))
     right = [_right(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
-    acc, acc_norm, acc_bytes = (list(answers) for answers in zip(*right, strict=True))
-    return Accuracy(
-        acc=statistics.fmean(acc),
-        acc_stderr=_standard_error(acc),
-        acc_norm=statistics.fmean(acc_norm),
-        acc_norm_stderr=_standard_error(acc_norm),
-        acc_bytes=statistics.fmean(acc_bytes),
-        acc_bytes_stderr=_standard_error(acc_bytes),
-        chance=statistics.fmean(1 / len(each.choices) for each in questions),
-        questions=len(questions),
-        cut=sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked),
-    )
+    shares: list[Any] = [
+        value for answers in zip(*right, strict=True) for value in (statistics.fmean(answers), _error(answers))
+    ]
+    chance = statistics.fmean(1 / len(each.choices) for each in questions)
+    cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
+    return Accuracy._make([*shares, chance, len(questions), cut])
 
 
 def _right(question: Question, logs: Sequence[float]) -> tuple[bool, bool, bool]:
@@ -102,7 +96,5 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     return Continuation([tokenizer.bos_id, *before], ids)
 
 
-def _standard_error(answers: Sequence[bool]) -> float | None:
-    if len(answers) < 2:
-        return None
-    return statistics.stdev(map(float, answers)) / math.sqrt(len(answers))
+def _error(answers: Sequence[bool]) -> float | None:
+    return statistics.stdev(map(float, answers)) / math.sqrt(len(answers)) if len(answers) > 1 else None

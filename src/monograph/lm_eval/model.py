@@ -14,14 +14,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling, generate
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation import Continuation, score
 from monograph.evaluation.continuations import BATCH_TOKENS
 from monograph.graph.precision import Precision
-from monograph.model.llama import Llama
 from monograph.run.models import load
 
 MAX_TOKENS = 256  # where a task does not say; lm-evaluation-harness's own default
@@ -57,9 +55,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
             raise UsageError(f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens")
-        loaded = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
-        self._model: Llama = loaded[0].to(default_device()).eval()
-        self._tokenizer: Tokenizer = loaded[1]
+        model, self._tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
+        self._model = model.to(default_device()).eval()
         self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
 
     @property
@@ -76,11 +73,6 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def max_length(self) -> int:
         """The model's positions."""
         return self._model.config.max_position_embeddings
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm_eval's caches."""
-        return self._tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
         """Ids of a text, after the one that begins a document unless told otherwise."""
