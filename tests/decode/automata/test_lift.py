@@ -84,6 +84,11 @@ def test_after_the_end_only_the_end() -> None:
     assert automaton.stops_S[done] and not automaton.stops_S[0]
 
 
+def test_states_that_no_token_reaches_are_left_out() -> None:
+    automaton = constraint("regex", "abb", [b"", b"", b"ab", b"b"], [END])
+    assert len(automaton.next_SC) == 4  # before, after "ab", after "abb", after the end; never after "a"
+
+
 def test_an_end_token_ends_whatever_its_bytes() -> None:
     pieces = [b"a", b"a", b"<end>"]
     automaton = constraint("regex", "aa", pieces, [0, 2])
