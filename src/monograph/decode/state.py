@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monograph.decode.chain import LogProbabilities
 from monograph.decode.knobs import Chain
-from monograph.decode.penalties import count_drawn
+from monograph.decode.penalties import COUNTS, count_drawn
 
 TOKEN_BITS = 24  # of a code in the ring; the status stands above them
 MAX_STOP_IDS = 16
@@ -55,7 +55,7 @@ class State:
         stop_ids_BM: ids that end the row, padded with -1.
         constraint_B: state of the automaton that says what may be drawn, int32.
         stopping_B: state of the automaton that looks for stop strings, int32.
-        counts_BV: how often each id was drawn, int16; None where no penalty asks.
+        counts_BV: how often each id was drawn, int32; None where no penalty asks.
         prompt_BV: whether an id is in the prompt; None where no penalty asks.
         line_1: the ring's next line.
         ring_RB: what the host reads, int32: at each step token + status * 2^24, 4 bytes a row.
@@ -97,7 +97,7 @@ class State:
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
-            counts_BV=zeros(rows, vocabulary, dtype=torch.int16) if chain.reads_counts else None,
+            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
             prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if chain.reads_prompt else None,
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
