@@ -132,8 +132,10 @@ def test_where_the_fast_truncation_cannot_decide_the_exact_one_does(
 
 def test_what_does_not_fit_is_refused() -> None:
     machine = generator()
-    with pytest.raises(InputRefused, match="the prompt has 24 tokens, but the model's context is 24"):
+    with pytest.raises(InputRefused, match="the prompt has 24 tokens, but a row has 24 positions"):
         machine.submit(request(*range(24)))
     with pytest.raises(UsageError, match="17 stop ids: at most 16"):
         machine.submit(request(1, stop_ids=tuple(range(17))))
+    with pytest.raises(UsageError, match="does not serve"):
+        machine.submit(request(1, sampling=Sampling(1.0, top_p=0.5)))
     assert outcome(machine, request(*range(23))) == [([outcome(generator(), request(*range(23)))[0][0][0]], "length")]

@@ -29,6 +29,12 @@ class KVCache:
         shape = (config.num_hidden_layers, blocks_for(slots), rows, heads, BLOCK, size)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
+    @staticmethod
+    def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype) -> int:
+        """What `allocate` takes for one row."""
+        heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return 2 * heads * blocks_for(slots) * BLOCK * dtype.itemsize
+
     @property
     def blocks(self) -> int:
         """N."""

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
+from monograph.decode.cache import KVCache
 from monograph.decode.generator import Finish, Generator, LogProbability, Request
 from monograph.decode.knobs import chain_of
 from monograph.decode.noise import continuation_seed
 from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
+from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 
@@ -155,17 +157,20 @@ def generate(
 
 
 def generator_for(model: Llama, requests: Sequence[Request], vocabulary: int) -> Generator:
-    """A generator with room for these requests, and no more rows than pay."""
-    device = model.lm_head.weight.device.type
+    """A generator with room for these requests, and no more rows than pay or than half of the free memory holds."""
+    config, weight = model.config, model.lm_head.weight
+    device = weight.device.type
     longest = max((len(request.prompt_ids) + request.max_tokens for request in requests), default=1)
-    rows = max(1, min(len(requests), MOST_ROWS[device]))
+    slots = min(longest, config.max_position_embeddings)
+    fit = describe().free_memory_bytes // 2 // KVCache.bytes_per_row(config, slots, weight.dtype)
+    rows = max(1, min(len(requests), MOST_ROWS[device], fit))
     steps = sum(request.max_tokens for request in requests) // rows
     automata = {id(each): each for request in requests for each in (request.constraint, request.stop) if each}
     return Generator(
         model,
         chain_of([request.sampling for request in requests], max(len(request.stop_ids) for request in requests)),
         rows=rows,
-        slots=min(longest, model.config.max_position_embeddings),
+        slots=slots,
         vocabulary=vocabulary,
         automata=list(automata.values()),
         compiled=steps >= WORTH_COMPILING[device],

@@ -30,9 +30,11 @@ from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.model.llama import Llama
+from monograph.ops.cached_attention import BLOCK
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
+CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # tokens of a prompt that are read at once
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
     Status.LENGTH: "length",
@@ -110,7 +112,7 @@ class Generator:
 
     Attributes:
         ahead: whether the host reads a block while the next one runs. On a CPU that would only be work in vain.
-        prefill_s: seconds spent on reading prompts.
+        prefill_s: the host's seconds spent on reading prompts.
         blocks_read: how often the host read what had been drawn, the only times it waited for the device.
     """
 
@@ -144,8 +146,8 @@ class Generator:
         if compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if compiled else lambda function: function
-        chunk = 1 << min(slots, 512 if weight.is_cuda else 64, model.config.max_position_embeddings).bit_length() - 1
-        self.reader = Reader(model, slots, min(chunk, 128), wrap)
+        longest = min(slots, CHUNKS[weight.device.type], model.config.max_position_embeddings)
+        self.reader = Reader(model, slots, 1 << longest.bit_length() - 1, wrap)
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
         self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
@@ -171,9 +173,11 @@ class Generator:
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
-                f"the prompt has {len(request.prompt_ids)} tokens, but the model's context is {self.slots}: "
+                f"the prompt has {len(request.prompt_ids)} tokens, but a row has {self.slots} positions: "
                 f"shorten it to below {self.slots}"
             )
+        if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
+            raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
         for automaton in (request.constraint, request.stop):
             if automaton is not None and id(automaton) not in self._starts:
                 raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")

@@ -1,0 +1,71 @@
+"""Run: pytest tests/decode/test_on_a_gpu.py (needs a CUDA device)
+
+Captured and replayed: the tokens of the eager step, and nothing but four bytes a row and step leave the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batches import tiny_llama
+from monograph.data.tokenizer import Tokenizer
+from monograph.decode.automata import constraint, stop_strings
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
+from monograph.decode.sampling import Sampling
+
+pytestmark = pytest.mark.gpu
+TOKENIZER = Tokenizer.bytes()
+FULL = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2}
+PATTERN = constraint("regex", "[0-9a]{1000,1100}", TOKENIZER.pieces, [TOKENIZER.eos_id])
+STOP = stop_strings(["b", "zz"], TOKENIZER.pieces)
+
+
+def generator(**options: Any) -> Generator:
+    model = tiny_llama(vocab_size=259, max_position_embeddings=1400).cuda()
+    chain = chain_of([Sampling(**FULL)])
+    return Generator(model, chain, rows=3, slots=1400, vocabulary=259, automata=[PATTERN, STOP], **options)
+
+
+def written(machine: Generator) -> list[list[int]]:
+    requests = [Request((5, 6, 7), Sampling(**FULL, seed=seed), 300, (1,), None, STOP) for seed in range(7)]
+    found: dict[int, list[int]] = {machine.submit(request): [] for request in requests}
+    for event in machine.run():
+        found[event.number] += event.token_ids
+    return list(found.values())
+
+
+@pytest.mark.parametrize("block", [1, 5, 16])
+def test_replayed_blocks_write_what_single_steps_write(block: int) -> None:
+    assert written(generator(compiled=True, block=block)) == written(generator(compiled=True, block=2))
+
+
+def test_eager_steps_write_alike() -> None:
+    ours, eager = written(generator(compiled=True)), written(generator())
+    assert sum(a == b for a, b in zip(ours, eager, strict=True)) >= 6, "one near tie may part two modes"
+
+
+def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
+    machine = generator(compiled=True, block=50)
+
+    def run() -> None:
+        for seed in range(3):
+            machine.submit(Request((5, 6), Sampling(**FULL, seed=seed), 1000, (1,), PATTERN, STOP))
+        assert sum(len(event.token_ids) for event in machine.run()) == 3000
+
+    run()  # captures
+    replay, copies = machine.replays.run, list[Any]()
+
+    def watched(times: int, *variant: Any) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            replay(times, *variant)
+            torch.cuda.synchronize()
+        copies.extend(event for event in profile.events() if "Memcpy" in event.name and "DtoD" not in event.name)
+
+    machine.replays.run = watched  # type: ignore[method-assign]
+    before = machine.outbox.bytes_out
+    run()
+    assert copies == [] and machine.outbox.bytes_out - before == 4 * 3 * 1000
