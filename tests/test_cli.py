@@ -120,8 +120,10 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("data", "build") == 0
     assert monograph_("check") == 0
     generated, evaluated, exported, shown, built, checked = calls
-    sampling = {"temperature": 0.8, "top_k": 5, "seed": 0, "n": 2, "max_tokens": 128, "stop": ["x", "y"], "json": False}
-    assert generated == (("last", ["a", "b"]), sampling)
+    how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "file": None, "pairs": [], "chat": False, "json": False}
+    how["numbers"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
+    assert generated == (("last", ["a", "b"]), how)
     assert evaluated == (("last",), {"data": ["a", "b"], "json": True})
     assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
@@ -237,7 +239,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["generate", "last", "--temprature", "1"], "did you mean --temperature?"),
         (["generate"], "RUN|FOLDER"),
         (["export", "last"], "--to"),
-        (["generate", "last", "--top-k", "0"], "--top-k"),
+        (["generate", "last", "--top-k", "-1"], "--top-k"),
         (["train", "--minutes", "ten"], "--minutes"),
         (["train", "train.minutes=3", "--minutes", "4"], "train.minutes is given twice, as 3 and as 4"),
         (["train", "--resume", "a", "--from", "b"], "give one of them"),

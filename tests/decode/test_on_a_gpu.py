@@ -13,8 +13,9 @@ import torch
 from batches import tiny_llama
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import constraint, stop_strings
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache
-from monograph.decode.generator import Finish, Generator, LogProbability, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.noise import continuation_seed
+from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
 from monograph.device import describe

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from monograph.decode.outbox import Outbox
 from monograph.decode.penalties import first_counts
 from monograph.decode.prompt import Reader
 from monograph.decode.replay import Replays, cuda_graph
-from monograph.decode.sampling import Sampling
+from monograph.decode.request import Event, Finish, LogProbability, Request
 from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, State, Status, decoded
 from monograph.decode.step import DecodeStep
 from monograph.device import clock
@@ -33,7 +33,6 @@ from monograph.model.llama import Llama
 from monograph.ops.cached_attention import BLOCK
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # tokens of a prompt that are read at once
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
@@ -41,46 +40,6 @@ FINISHES: dict[Status, Finish] = {
     Status.NOT_FINITE: "not_finite",
     Status.NOTHING_ALLOWED: "nothing_allowed",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one row is to write.
-
-    Attributes:
-        prompt_ids: at least one.
-        sampling: how tokens are chosen; its seed names the draws.
-        max_tokens: most tokens to write, at least 1; the cache's end comes first if it is nearer.
-        stop_ids: ids that end the text.
-        constraint: what may be written; None: anything.
-        stop: stop strings; None: none.
-    """
-
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    constraint: Automaton | None = None
-    stop: Automaton | None = None
-
-
-class LogProbability(NamedTuple):
-    """Natural logarithms under the model's raw logits: of a drawn token, and (id, value) of the likeliest."""
-
-    drawn: float
-    likeliest: list[tuple[int, float]]
-
-
-class Event(NamedTuple):
-    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs.
-
-    `logprobs` has an entry for each id if the request asks for them.
-    """
-
-    number: int
-    token_ids: list[int]
-    finish: Finish | None
-    logprobs: list[LogProbability]
 
 
 @dataclass
