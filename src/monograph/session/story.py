@@ -29,10 +29,12 @@ from monograph.session.session import Session
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
+RECENT = 25  # rates
 JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
-# The time is kept from this share of it on, if the run would take more than LATE times as long as it may.
-COOLING_FROM, LATE = 0.7, 1.03
+# The time is kept from this share of it on, if the run would take more than LATE times as long as it may; what comes
+# after the last update has the rest after END_SHARE.
+COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
 STDLIB_PROMPT = "def read(self, size"
 
 
@@ -71,9 +73,19 @@ class Story:
 
     def rate(self, updates: int, seconds: float) -> float:
         """Targets per second of the last updates."""
-        per_update = self.session.corpus.stats.packed_share * int(self.session.settings.train.tokens_per_update)
-        self.rates.append(updates * per_update / seconds)
+        self.rates.append(updates * self._targets / seconds)
         return self.rates[-1]
+
+    @property
+    def recent_s(self) -> float:
+        """Seconds that one of the last updates took, at the median of a few; 0 before there were any."""
+        recent = sorted(self.rates[-RECENT:])
+        return self._targets / recent[len(recent) // 2] if recent else 0.0
+
+    @property
+    def _targets(self) -> float:
+        """Of an update."""
+        return self.session.corpus.stats.packed_share * int(self.session.settings.train.tokens_per_update)
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
         """Score held-out rows, note it, show it."""
@@ -106,9 +118,11 @@ class Story:
         if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
             return
         spent = session.spent_s
-        per_update = spent / update
-        if per_update * session.updates > LATE * session.budget_s:
-            left = max(session.budget_s - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
+        # The last evaluation and the last samples come after the updates.
+        until = END_SHARE * session.budget_s
+        per_update = max(spent / update, self.recent_s)
+        if spent + per_update * (session.updates - update) > LATE * until:
+            left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
             ends = update + updates_for(left, per_update, session.updates - update)
             session.shorten(ends)
             self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
