@@ -55,6 +55,13 @@ def train_peers(found: Found) -> str:
     return "; ".join(lines)
 
 
+def time_to_quality(found: Found) -> str:
+    """Held-out bits per byte of each system after the same time."""
+    minutes = found["settings"]["minutes"]
+    those = sorted(found["cases"], key=lambda case: float(case["mean"]))
+    return f"after {minutes:g} minutes: " + ", ".join(f"{case['system']} {case['mean']:.3f}" for case in those)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -62,6 +69,7 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
     "start": ("time to the first update, compile cache warm against cold", start),
     "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
+    "time_to_quality": ("held-out bits per byte beside compiled peers ([how](docs/peers.md))", time_to_quality),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 
@@ -115,11 +123,32 @@ def peer(entry: Found) -> list[str]:
     ]
 
 
+def quality() -> str:
+    """One line for each system of benchmarks/time_to_quality.py, the best first."""
+    result = RESULTS / "time_to_quality.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
+    for case in sorted(json.loads(result.read_text())["cases"], key=lambda case: float(case["mean"])):
+        spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
+        rate = "its own" if case["lr"] is None else f"{case['lr']:g}, best of {len(case['rates'])}"
+        seeds = ", ".join(f"{bits:.3f}" for bits in case["bits_per_byte"])
+        figures = [f"{case['mean']:.3f}", seeds, spread, rate, f"{case['tokens'] / 1e6:.2f}"]
+        lines.append(f"| {' | '.join([case['system'], *figures])} |")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, list[str]]:
+    """The tables of each page, in their order."""
+    return {README: [table()], PEERS: [peers(), quality()]}
+
+
 def main() -> None:
     """Puts the tables in their places."""
-    for page, shown in ((README, table()), (PEERS, peers())):
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    for page, tables in pages().items():
+        before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
+        made = [f"{BEGIN}\n{shown}\n{END}{rest.split(END, 1)[1]}" for shown, rest in zip(tables, rests, strict=True)]
+        page.write_text("".join([before, *made]), encoding="utf-8")
 
 
 if __name__ == "__main__":
