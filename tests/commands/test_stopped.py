@@ -41,6 +41,7 @@ def test_a_second_interrupt_leaves_at_once(server: CommandServer, here: Path) ->
     (here / "slow.py").write_text(SLOW.replace("0.05", "2"))
     command = server.start(here, "train", *LONG, figures=0)
     command.until(lambda: (here / "run/metrics.jsonl").exists())
+    time.sleep(0.5)  # into the second update: just after the first one the run would end at once by itself
     for _ in range(12):  # signals that come too soon after one another are one, on a busy machine above all
         command.signal(signal.SIGINT)
         time.sleep(0.1)
