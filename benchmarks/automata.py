@@ -78,8 +78,9 @@ def measured(
     times = [harness.timed(lambda: made.append(build(pieces)), torch.device("cpu")) for _ in range(min(rounds, 3))]
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
-    tables = Tables(len(pieces), device, automata=1, states=states, cells=states * classes)
-    start = tables.place(automaton)
+    tables = Tables([automaton], len(pieces), device)
+    start = tables.start(automaton)
+    assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)
     inside_B = torch.full((rows,), start, dtype=torch.int32, device=device)
 

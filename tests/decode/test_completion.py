@@ -132,5 +132,7 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], **wrong)
+    with pytest.raises(UsageError, match="prompts: expected at least one"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, [])
     with pytest.raises(UsageError, match="logit_bias has the id 259"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(logit_bias={259: 1.0}))

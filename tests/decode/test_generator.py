@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from monograph.decode.automata import stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -137,6 +138,9 @@ def test_what_does_not_fit_is_refused() -> None:
         machine.submit(request(*range(24)))
     with pytest.raises(UsageError, match="17 stop ids: at most 16"):
         machine.submit(request(1, stop_ids=tuple(range(17))))
+    stop = stop_strings(["ab"], [b""] * VOCABULARY)
+    with pytest.raises(UsageError, match="the stop strings: the generator was made without it"):
+        machine.submit(request(1, stop=stop))
     with pytest.raises(UsageError, match="does not serve"):
         machine.submit(request(1, sampling=Sampling(1.0, top_p=0.5)))
     assert outcome(machine, request(*range(23))) == [([outcome(generator(), request(*range(23)))[0][0][0]], "length")]

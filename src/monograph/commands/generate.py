@@ -90,6 +90,8 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
         limit = constraint(kind, wanted, tokenizer.pieces, ends)
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
     given: list[str | list[Message]] = [*prompts, *(_from_file(file, asked.chat) if file else ())]
+    if file is not None and not given:
+        raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if asked.chat and not given:
         return _converse(model)
     written = model.write([_ids(model, prompt) for prompt in given or [""]])

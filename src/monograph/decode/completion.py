@@ -64,7 +64,7 @@ class Generation:
     def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
         """Of requests that the generator has not been given yet."""
         self.generator = generator
-        self._numbers = [generator.submit(request) for request in requests]
+        self._indices = {generator.submit(request): index for index, request in enumerate(requests)}
         self._transcripts = [Transcript(tokenizer, stop) for _ in requests]
         self._logprobs = [None if request.sampling.logprobs is None else list[LogProbability]() for request in requests]
 
@@ -79,11 +79,11 @@ class Generation:
 
     def stream(self) -> Iterator[Piece]:
         """All text as it comes: that of the first completion, then of the next, whatever is written at once."""
-        finishes: list[Finish | None] = [None] * len(self._numbers)
-        unsaid = [""] * len(self._numbers)
+        finishes: list[Finish | None] = [None] * len(self._indices)
+        unsaid = [""] * len(self._indices)
         current = 0
         for event in self.generator.run():
-            index = self._numbers.index(event.number)
+            index = self._indices[event.number]
             transcript = self._transcripts[index]
             unsaid[index] += transcript.add(event.token_ids)
             if (logprobs := self._logprobs[index]) is not None:
@@ -130,11 +130,13 @@ def generate(
 
     Raises:
         InputRefused: a prompt that leaves no room in the model's context.
-        UsageError: max_tokens or n below 1, an empty stop string, or what `Sampling` refuses.
+        UsageError: no prompt, max_tokens or n below 1, an empty stop string, or what `Sampling` refuses.
     """
     for name, value in (("max_tokens", max_tokens), ("n", n)):
         if value < 1:
             raise UsageError(f"{name} = {value}: expected 1 or more")
+    if not prompts:
+        raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
     sampling = sampling or Sampling()
@@ -161,10 +163,10 @@ def generator_for(model: Llama, requests: Sequence[Request], vocabulary: int) ->
     """A generator with room for these requests, and no more rows than pay or than half of the free memory holds."""
     config, weight = model.config, model.lm_head.weight
     device = weight.device.type
-    longest = max((len(request.prompt_ids) + request.max_tokens for request in requests), default=1)
+    longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
     slots = min(longest, config.max_position_embeddings)
     fit = describe().free_memory_bytes // 2 // KVCache.bytes_per_row(config, slots, weight.dtype)
-    rows = max(1, min(len(requests), MOST_ROWS[device], fit))
+    rows = min(len(requests), MOST_ROWS[device], max(1, fit))
     steps = sum(request.max_tokens for request in requests) // rows
     automata = {id(each): each for request in requests for each in (request.constraint, request.stop) if each}
     return Generator(

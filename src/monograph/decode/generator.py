@@ -110,10 +110,7 @@ class Generator:
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
         self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
-        self.tables: Tables | None = None
-        self._starts: dict[int, int] = {}
-        if automata:
-            self.tables, self._starts = tables_for(automata, vocabulary, weight.device)
+        self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
@@ -138,8 +135,7 @@ class Generator:
         if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
             raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
         for automaton in (request.constraint, request.stop):
-            if automaton is not None and id(automaton) not in self._starts:
-                raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
+            self._start(automaton)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
         self._waiting.append((self._submitted, request))
@@ -186,7 +182,12 @@ class Generator:
         self._slots[row] = _Slot(number, request, limit)
 
     def _start(self, automaton: Automaton | None) -> int:
-        return FREE if automaton is None else self._starts[id(automaton)]
+        if automaton is None:
+            return FREE
+        start = None if self.tables is None else self.tables.start(automaton)
+        if start is None:
+            raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
+        return start
 
     def _release(self, row: int, finish: Finish) -> None:
         slot, self._slots[row] = self._slots[row], None
@@ -253,10 +254,3 @@ def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> l
         LogProbability(own, list(zip(best[:wanted], rest[:wanted], strict=True)))
         for (own, *rest), best in zip(values, ids, strict=True)
     ]
-
-
-def tables_for(automata: Collection[Automaton], vocabulary: int, device: torch.device) -> tuple[Tables, dict[int, int]]:
-    """Tables that hold all of these, for good, and where each begins by its `id`."""
-    states, cells = sum(len(each.next_SC) for each in automata), sum(each.next_SC.size for each in automata)
-    tables = Tables(vocabulary, device, automata=len(automata), states=states, cells=cells)
-    return tables, {id(automaton): tables.place(automaton) for automaton in automata}
