@@ -99,23 +99,26 @@ def ascii_tokenizer(size: int) -> Tokenizer:
 
 
 def monograph(task: Task) -> Write:
-    """The compiled decode graph with the whole chain in it; on a GPU replayed as a CUDA graph."""
-    sampled, greedy_only = Sampling(**CHAIN), Sampling(temperature=0)
-    generator = Generator(
-        task.model,
-        chain_of([sampled, greedy_only]),
-        rows=task.rows,
-        slots=task.slots,
-        vocabulary=task.tokenizer.vocab_size,
-        compiled=True,
-    )
+    """The compiled decode graph with the whole chain in it, or greedy's; on a GPU replayed as a CUDA graph."""
+    hows = {False: Sampling(**CHAIN), True: Sampling(temperature=0)}
+    generators = {
+        greedy: Generator(
+            task.model,
+            chain_of([how]),
+            rows=task.rows,
+            slots=task.slots,
+            vocabulary=task.tokenizer.vocab_size,
+            compiled=True,
+        )
+        for greedy, how in hows.items()
+    }
 
     def write(tokens: int, greedy: bool) -> list[str]:
-        how = greedy_only if greedy else sampled
         requests = [
-            Request(tuple(task.prompt_ids), dataclasses.replace(how, seed=row), tokens) for row in range(task.rows)
+            Request(tuple(task.prompt_ids), dataclasses.replace(hows[greedy], seed=row), tokens)
+            for row in range(task.rows)
         ]
-        done = list(Generation(generator, requests, task.tokenizer, []))
+        done = list(Generation(generators[greedy], requests, task.tokenizer, []))
         assert all(len(completion.token_ids) == tokens for completion in done)
         return [completion.text for completion in done]
 

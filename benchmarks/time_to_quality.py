@@ -1,11 +1,12 @@
 """Held-out bits per byte after a fixed time: Monograph at its defaults beside each peer at its best learning rate.
 
 Python's standard library, the same split and tokenizer; everybody trains the default model (`micro`, the same initial
-weights), in bf16 where the processor has it, on updates of as many tokens, on one process and `--threads` threads each.
-Monograph is `monograph train --minutes M`, its evaluations, samples and checkpoints inside the time. The peers get M
-minutes of updates, compiled before, on rows cut from the concatenated documents, with warm-up and a cosine to a
-twentieth that follow the clock, so that each ends its schedule just in time. The weights of all are scored by the same
-code on all held-out text. A peer tries every rate with the first seed and repeats the best with the others.
+weights), in bf16 where the processor has it, on one process and `--threads` threads each. Monograph is `monograph train
+--minutes M`, its evaluations, samples and checkpoints inside the time. The peers get M minutes of updates of 1,024
+tokens, where AdamW learns the most here (docs/log.md), compiled before, on rows cut from the concatenated documents,
+with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule just in time. The weights
+of all are scored by the same code on all held-out text. A peer tries every rate with the first seed and repeats the
+best with the others. The systems take turns; all that is left of a noisy machine is in the seeds' deviation.
 
 Every finished training is a line of `--journal`; the same command goes on from there.
 """
@@ -22,6 +23,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock, current_thread
 from typing import Any, NamedTuple
@@ -48,6 +50,7 @@ PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256
 WARM_UP = 5  # updates before a peer's clock starts: it compiles
 TICKS = 1000  # of the schedule over the whole time
+TOKENS = 1024  # of a peer's update
 
 
 class Training(NamedTuple):
@@ -91,7 +94,7 @@ def peer(training: Training, minutes: float) -> dict[str, Any]:
     text = corpus("stdlib", tokenizer=f"bpe:{planner.DEFAULT.vocabulary}", sequence_length=LENGTH)
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
     config = LlamaConfig.preset(planner.DEFAULT.preset, **sizes)
-    shape = Shape(config, LENGTH, micro_batch=planner.DEFAULT.tokens_per_update // LENGTH, micro_batches=1)
+    shape = Shape(config, LENGTH, micro_batch=TOKENS // LENGTH, micro_batches=1)
     precision, timer = planner.precision(describe()), Timer(60 * minutes)
     task = Task(
         shape, blocks(text, training.seed), text.train, ragged=False, compiled=True, updated=timer.updated,
@@ -104,7 +107,7 @@ def peer(training: Training, minutes: float) -> dict[str, Any]:
     weights = {name.replace("_orig_mod.", ""): tensor for name, tensor in task.model.state_dict().items()}
     model.load_state_dict(from_litgpt(weights, shape.config) if training.system == "litgpt" else weights)
     found = evaluate(Resident(model, precision=Precision(precision)), text.held_out)
-    tokens = timer.updates * planner.DEFAULT.tokens_per_update
+    tokens = timer.updates * TOKENS
     return {"bits_per_byte": found.bits_per_byte, "tokens": tokens, "seconds": seconds}
 
 
@@ -178,20 +181,19 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
 
 def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
-    """Monograph with every seed, every peer with every rate and the first seed."""
-    for system in systems:
-        if system == "monograph":
-            yield from (Training(system, None, seed) for seed in args.seeds)
-        else:
-            yield from (Training(system, lr, args.seeds[0]) for lr in args.lrs)
+    """Monograph with every seed, every peer with every rate and the first seed; by turns."""
+    of_ours = [Training("monograph", None, seed) for seed in args.seeds]
+    of_peers = ([Training(system, lr, args.seeds[0]) for lr in args.lrs] for system in systems if system != "monograph")
+    for turn in zip_longest(*([of_ours] if "monograph" in systems else []), *of_peers):
+        yield from (training for training in turn if training is not None)
 
 
 def second_round(args: Namespace, systems: list[str], journal: Journal) -> Iterator[Training]:
-    """Every peer's best rate with the other seeds."""
-    for system in systems:
-        if system != "monograph" and any(e["system"] == system for e in journal.entries):
-            rate = journal.best_rate(system, args.seeds[0])
-            yield from (Training(system, rate, seed) for seed in args.seeds[1:])
+    """Every peer's best rate with the other seeds; by turns."""
+    there = [s for s in systems if s != "monograph" and any(e["system"] == s for e in journal.entries)]
+    rates = {system: journal.best_rate(system, args.seeds[0]) for system in there}
+    for seed in args.seeds[1:]:
+        yield from (Training(system, rate, seed) for system, rate in rates.items())
 
 
 def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | None:
