@@ -95,17 +95,30 @@ def test_a_prompt_is_read_once_for_all_its_continuations() -> None:
     assert passes.count(machine.reader.chunk) == -(-19 // machine.reader.chunk)
 
 
+@pytest.mark.parametrize("prompt", [(3, 4, 5), (3,)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_numbers_that_are_not_finite_end_their_row_and_no_other(ahead: bool) -> None:
+def test_numbers_that_are_not_finite_end_their_row_and_no_other(ahead: bool, prompt: tuple[int, ...]) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.embed_tokens.weight[17] = torch.nan
     machine = generator(model, rows=1)
     machine.ahead = ahead
-    sound, healthy = request(3, 4, 5), outcome(generator(model, rows=1), request(3, 4, 5))
+    sound, healthy = request(*prompt), outcome(generator(model, rows=1), request(*prompt))
     ill = outcome(machine, request(17), sound, request(2, 17, 4, 17), sound, request(3, 17), sound)
     assert [finish for _, finish in ill[::2]] == ["not_finite"] * 3 and not any(ids for ids, _ in ill[::2])
     assert ill[1::2] == healthy * 3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_that_was_long_and_rests_does_not_keep_its_neighbour_from_a_short_look(ahead: bool) -> None:
+    model = tiny_llama(max_position_embeddings=512)
+    machine = generator(model, slots=300)
+    machine.ahead = ahead
+    long, short = request(*range(20, 55), *range(50), *range(60), max_tokens=4), request(3, max_tokens=30)
+    assert outcome(machine, long, short) == [
+        *outcome(generator(model, slots=300), long),
+        *outcome(generator(model, slots=300), short),
+    ]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
