@@ -1,6 +1,6 @@
-"""Writes the tables of what was measured, the README's and that of docs/peers.md, from benchmarks/results/.
+"""Writes the tables of what was measured, the README's and those of two pages, from benchmarks/results/.
 
-Usage: python docs/make_numbers.py         (rewrites both between the markers; tests/test_readme.py compares)
+Usage: python docs/make_numbers.py         (rewrites them between the markers; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README, PEERS, RESULTS = ROOT / "README.md", ROOT / "docs" / "peers.md", ROOT / "benchmarks" / "results"
+README, PEERS, GENERATE = ROOT / "README.md", ROOT / "docs" / "peers.md", ROOT / "docs" / "generate.md"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
 
@@ -62,6 +63,20 @@ def time_to_quality(found: Found) -> str:
     return f"after {minutes:g} minutes: " + ", ".join(f"{case['system']} {case['mean']:.3f}" for case in those)
 
 
+def generate_peers(found: Found) -> str:
+    """How many times as many tokens per second as each peer, and what the sampler takes of a step."""
+    lines = []
+    for case in dict.fromkeys(entry["case"] for entry in found["cases"]):
+        those = [e for e in found["cases"] if e["case"] == case and "error" not in e]
+        ratios = ", ".join(
+            f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×"
+            for entry in those
+            if entry["system"].startswith(("transformers", "llama.cpp"))
+        )
+        lines.append(f"{case}: {ratios}")
+    return "; ".join(lines)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -70,6 +85,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "start": ("time to the first update, compile cache warm against cold", start),
     "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
     "time_to_quality": ("held-out bits per byte beside compiled peers ([how](docs/peers.md))", time_to_quality),
+    "generate_peers": (
+        "tokens/s of generating with temperature, top-k, top-p, min-p beside peers, fp32, one thread "
+        "([how](docs/generate.md#beside-others))",
+        generate_peers,
+    ),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 
@@ -138,9 +158,35 @@ def quality() -> str:
     return "\n".join(lines)
 
 
+def generating() -> str:
+    """One line for each case and system of benchmarks/generate_peers.py."""
+    result = RESULTS / "generate_peers.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = [
+        "| | tokens/s | ms of CPU a token | first token, ms | Monograph is | in CPU time | sampler's share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in json.loads(result.read_text())["cases"]:
+        label = f"{entry['case']}: {entry['system']}"
+        if "error" in entry:
+            lines.append(f"| {label} | {entry['error']} | | | | | |")
+            continue
+        ratios = (entry[name] for name in ("ratio_wall", "ratio_cpu"))
+        figures = [
+            f"{entry['tokens_per_s']['median']:,.0f}",
+            f"{1000 * entry['cpu_s_per_token']['median']:.2f}",
+            f"{1000 * entry['first_token_s']['median']:.0f}",
+            *(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" for ratio in ratios),
+            f"{entry['sampler_tax']['median']:.0%}".replace("%", " %"),
+        ]
+        lines.append(f"| {' | '.join([label, *figures])} |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
-    return {README: [table()], PEERS: [peers(), quality()]}
+    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()]}
 
 
 def main() -> None:
