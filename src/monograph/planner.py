@@ -40,7 +40,7 @@ LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4,
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 MOST_EPOCHS = 8
 # Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
-UPDATES_SHARE = 0.9
+UPDATES_SHARE = 0.95
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
