@@ -164,6 +164,19 @@ def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
     assert monograph_("check") == 4
 
 
+def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    starting = f"import os, signal, monograph.__main__\n{interrupt}"
+    ending = (
+        "import os, signal, monograph.cli as c\n"
+        "def _run(_): raise KeyboardInterrupt\n"
+        f"c._run = _run\ntry: c.main(['check'])\nfinally: {interrupt}"
+    )
+    for program in (starting, ending):
+        done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (130, "") and done.stderr.splitlines() == ["error: interrupted"]
+
+
 def test_interrupted_is_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     calls.outcome = KeyboardInterrupt()
     assert monograph_("check") == 130

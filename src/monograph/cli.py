@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 import typer.main
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
+
+Command = TypeVar("Command", bound=Callable[..., int])
 
 app = typer.Typer(
     name="monograph",
@@ -89,7 +93,7 @@ def train(
         return 0
     from monograph.commands.train import run
 
-    return run(settings, out=out, resume=resume, from_=from_, json=json)
+    return _interruptible(run)(settings, out=out, resume=resume, from_=from_, json=json)
 
 
 @app.command()
@@ -122,7 +126,7 @@ def generate(
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    return command(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
+    return _interruptible(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
 
 
 @app.command()
@@ -137,7 +141,7 @@ def evaluate(
     """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
-    return command(run, data=data or [], json=json)
+    return _interruptible(command)(run, data=data or [], json=json)
 
 
 @app.command()
@@ -155,7 +159,7 @@ def export(
     """Write a run's model for other tools."""
     from monograph.commands.export import run as command
 
-    return command(run, to=to, format=format, dtype=dtype)
+    return _interruptible(command)(run, to=to, format=format, dtype=dtype)
 
 
 @data_app.command()
@@ -168,7 +172,7 @@ def show(
     """Decode one packed row and mark its trained tokens."""
     from monograph.commands.data import show as command
 
-    return command(_settings(arguments), row=row)
+    return _interruptible(command)(_settings(arguments), row=row)
 
 
 @data_app.command()
@@ -176,7 +180,7 @@ def build(arguments: ConfigArguments = None) -> int:
     """Tokenise the text once, for all later runs."""
     from monograph.commands.data import build as command
 
-    return command(_settings(arguments))
+    return _interruptible(command)(_settings(arguments))
 
 
 @app.command()
@@ -189,7 +193,14 @@ def check(
     """Say whether this machine or a run is in order."""
     from monograph.commands.check import run as command
 
-    return command(run, json=json)
+    return _interruptible(command)(run, json=json)
+
+
+def _interruptible(command: Command) -> Command:
+    """The command, all of whose imports are done: from here on an interrupt is an exception (see `__main__`)."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command
 
 
 def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None) -> Settings:
@@ -220,6 +231,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except MonographError as error:
         code = _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # again, while what was imported is taken down
         code = _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.

@@ -25,13 +25,13 @@ CASES: list[tuple[list[str], int, str]] = [
     # text
     (["train", "nothere.txt"], 3, "nothere.txt: no such file or folder"),
     (["train", "empty.txt"], 3, "empty.txt: empty file"),
-    (["train", "hollow"], 3, "hollow: no text to train on"),
+    (["train", "hollow"], 3, "hollow: no text in it"),
     (["train", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8: 0xff"),
     (["train", "short.txt"], 3, "fewer than one row of 256"),
     (
         ["train", "bad.jsonl", *TINY[1:]],
         3,
-        "bad.jsonl:2: 'text' is a number, not a string; correct or remove it, or set",
+        "bad.jsonl:2: 'text' is a number, not a string; correct or remove it, or train",
     ),
     (["train", "bad.jsonl", *TINY[1:], "data.text_key=body"], 3, "bad.jsonl:1: has no key 'body'; its keys are 'text'"),
     (["train", "bad.jsonl@0", *TINY[1:]], 2, "bad.jsonl@0': a weight is how often an epoch sees the text"),
@@ -128,6 +128,9 @@ def test_a_folder_that_may_not_be_written(server: CommandServer, here: Path) -> 
 def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
     """One run, and everything that can be wrong about it."""
     assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
+    (here / "latin.txt").write_bytes(b"abc\xff")
+    (here / "empty.jsonl").write_text('{"messages": []}\n')
+    (here / "silent.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": null}]}\n')
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     for arguments, code, part in (
         (["train", *TINY, "--out", "run"], 3, "already holds a run; continue it with --resume run"),
@@ -140,11 +143,20 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["train", "--from", "run", *WIDER, "--out", "b"], 3, "model.embed_tokens.weight is [259, 16], not [259, 32]"),
         (["generate", "run", "a", "--regex", "a(?=b)"], 3, "the regular expression"),
         (["generate", "run", "a", "--regex", "a", "--choice", "b"], 2, "one of them at a time"),
-        (["generate", "run", "a", "--json-schema", "nothere"], 3, "--json-schema nothere: cannot be read as text"),
+        (["generate", "run", "a", "--json-schema", "nothere"], 3, "--json-schema nothere: cannot be read: No such"),
         (["generate", "run", "a", "--top-p", "2"], 2, "top_p = 2.0: expected a number from 0 to 1"),
-        (["generate", "run", "a", "--sampler", "top_q=1"], 2, "--sampler top_q=1: did you mean top_p?"),
-        (["generate", "run", "a", "--sampler", "top_k=x"], 2, "--sampler top_k=x: expected a number"),
-        (["generate", "run", "--prompts", "nothere"], 3, "--prompts nothere: cannot be read as text"),
+        (["generate", "run", "a", "--sampler", "typical=1"], 2, "--sampler typical=1: did you mean typical_p?"),
+        (["generate", "run", "a", "--sampler", "min_tokens=1.5"], 2, "min_tokens=1.5: expected a whole number"),
+        (["generate", "run", "a", "--sampler", "typical_p"], 2, "expected a value, typical_p=VALUE"),
+        (["generate", "run", "a", "--sampler", "stop=x"], 2, "--sampler stop=x: it has a flag of its own, --stop"),
+        (["generate", "run", "a", "--sampler", "top_k=3"], 2, "--sampler top_k=3: it has a flag of its own, --top-k"),
+        (["generate", "run", "a", "--sampler", "logit_bias={}"], 2, "mono.Sampling(logit_bias={id: bias})"),
+        (["generate", "run", "a", *["--sampler", "typical_p=0.5"] * 2], 2, "typical_p is given twice"),
+        (["generate", "run", "a", "--json-schema", "/dev/zero"], 3, "--json-schema /dev/zero: is larger than 1 MiB"),
+        (["generate", "run", "--prompts", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8; convert it"),
+        (["generate", "run", "--chat", "--prompts", "empty.jsonl"], 3, "empty.jsonl:1: expected an object with"),
+        (["generate", "run", "--chat", "--prompts", "silent.jsonl"], 3, "silent.jsonl:2: expected an object with"),
+        (["generate", "run", "--prompts", "nothere"], 3, "--prompts nothere: cannot be read: No such file"),
         (["generate", "run", "--chat", "a"], 3, "the model has no chat template"),
         (["generate", "run", "a" * 200], 3, "the prompt has 201 tokens, but the model's context is 32"),
         (["evaluate", "run", "--data", "nothere"], 3, "nothere: no such file or folder"),

@@ -41,7 +41,15 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str], place: Path, 
 
 
 # Everything that shows progress or marks tokens, and a refusal.
-COLOURED = {"train texts", "train --resume", "data show", "data build", "generate nothere"}
+COLOURED = {
+    "train texts",
+    "train --resume",
+    "data show",
+    "data build",
+    "generate nothere",
+    "generate run",
+    "evaluate run",
+}
 
 
 @pytest.mark.parametrize(

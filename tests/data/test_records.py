@@ -115,7 +115,7 @@ def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, li
     with pytest.raises(InputRefused) as refused:
         read(path)
     assert f"{path}:3: " in str(refused.value) and said in str(refused.value)
-    assert str(refused.value).endswith("; correct or remove it, or set data.bad_records=skip")
+    assert str(refused.value).endswith("; correct or remove it, or train with data.bad_records=skip")
     found, survey = read(path, skip=True)
     assert found == [(1, "one"), (5, "two")] and survey.skipped == {reason: 1, "empty text": 1}
     (note,) = survey.notes

@@ -111,7 +111,7 @@ def test_a_bad_source_is_refused_by_name(tmp_path, make, source, message):
 
 def test_a_folder_without_text_or_with_archives_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
-    with pytest.raises(InputRefused, match="no text to train on"):
+    with pytest.raises(InputRefused, match="no text in it"):
         find(tmp_path / "data", tmp_path)
     (tmp_path / "data" / "b.bin").write_bytes(b"\0")
     with pytest.raises(InputRefused, match="b.bin: .bin files are not read"):

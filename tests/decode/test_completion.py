@@ -11,7 +11,7 @@ from batches import tiny_llama
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Sampling, generate, prompt_ids
 from monograph.decode.automata import constraint
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
 
 TOKENIZER = Tokenizer.bytes()
@@ -67,6 +67,24 @@ def test_a_prompt_that_leaves_no_room_is_refused(length: int) -> None:
     assert len(prompt_ids(model, TOKENIZER, "a" * 8)) == 9
     with pytest.raises(InputRefused, match="the prompt has no tokens"):
         one(model, [])
+
+
+def test_any_number_of_tokens_and_of_texts_may_be_asked_for() -> None:
+    model = tiny_llama(vocab_size=259)
+    long = generate(model, TOKENIZER, ["a"], max_tokens=10**20)
+    assert not long.generator.compiled, "a text is as long as the context at most"
+    many = generate(model, TOKENIZER, ["a", "b"], Sampling(seed=3), max_tokens=3, n=10**12)
+    assert many.count == 2 * 10**12 and many.generator.compiled
+    eager = generate(model, TOKENIZER, ["a", "b"], Sampling(seed=3), max_tokens=3, n=50)
+    assert eager.count == 100 and len(set(map(str, eager))) > 20
+    assert eager.tokens <= 300
+
+
+def test_texts_that_the_memory_does_not_hold_are_refused() -> None:
+    model = tiny_llama(vocab_size=259, max_position_embeddings=10**12)
+    assert one(model, max_tokens=3).finish_reason == "length"
+    with pytest.raises(OutOfDeviceMemory, match="keys and values of 1,000,000,000,000 positions take .* GiB, more"):
+        generate(model, TOKENIZER, ["a"], max_tokens=10**12)
 
 
 def test_ids_are_a_prompt_as_they_are() -> None:

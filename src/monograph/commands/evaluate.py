@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from monograph.config import load as load_settings
 from monograph.data.corpus import corpus as open_corpus
+from monograph.data.progress import Progress as Report
 from monograph.data.questions import hold_questions, read_questions
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import default_device
@@ -23,6 +24,7 @@ from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained, run_named
+from monograph.run.progress import Progress
 from monograph.session.story import standard_json
 
 LONGEST_ROW = 4096
@@ -56,7 +58,9 @@ def run(run: str, *, data: list[str], json: bool) -> int:
     subject = _of_run(trained) if trained else _of_folder(run, data)
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"))
-    measured, line = _questions(subject, data, run) if quiz else _text(subject, data)
+    with Progress().stage("evaluate", run) as stage:
+        ask = _questions if quiz else _text
+        measured, line = ask(subject, data, stage.report)
     print(line + (", averaged weights" if subject.averaged else ""))
     if json:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
@@ -88,22 +92,22 @@ def _of_folder(folder: str, data: list[str]) -> _Subject:
     return _Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
 
 
-def _text(subject: _Subject, data: list[str]) -> tuple[Evaluation, str]:
+def _text(subject: _Subject, data: list[str], report: Report) -> tuple[Evaluation, str]:
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
-    text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where)
+    text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
     if not data and text.fingerprint != subject.fingerprint:
         _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    result = evaluate(subject, text.train if data else text.held_out)
+    result = evaluate(subject, text.train if data else text.held_out, progress=report)
     standing = f"loss {result.loss:.4f}"
     if result.bits_per_byte is not None:
         standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
     return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
 
 
-def _questions(subject: _Subject, data: list[str], name: str) -> tuple[Accuracy, str]:
+def _questions(subject: _Subject, data: list[str], report: Report) -> tuple[Accuracy, str]:
     if not isinstance(subject.module, Llama):
-        raise InputRefused(f"{name} holds a module of its own, which does not say what follows a question: give a text")
-    result = choose(subject.module, subject.tokenizer, read_questions(data), subject.precision)
+        raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
+    result = choose(subject.module, subject.tokenizer, read_questions(data), subject.precision, report)
     if result.cut:
         _warn(f"{counted(result.cut, 'question')} did not fit the model's positions: the beginning was left out")
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json as jsonlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monograph.commands.prompts import prompts_of, sampling_of, schema_text
 from monograph.data.chat import chat_ids, stop_ids
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Generation, Sampling
@@ -19,6 +19,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
 from monograph.run.models import load
+from monograph.run.progress import Progress
 
 Message = dict[str, Any]
 
@@ -78,7 +79,7 @@ class Model(NamedTuple):
 def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> int:
     """Print each prompt with its continuation as it is written; see the command line's help and `Asked`."""
     asked = Asked(**asked_for)
-    sampling = _sampling(asked.numbers, asked.pairs)
+    sampling = sampling_of(asked.numbers, asked.pairs)
     limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
@@ -86,20 +87,22 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     ends = list(stop_ids(tokenizer)) if asked.chat else [tokenizer.eos_id]
     limit = None
     for kind, value in limits.items():
-        wanted = _text_of(value, "--json-schema") if isinstance(value, Path) else value
+        wanted = schema_text(value) if isinstance(value, Path) else value
         limit = constraint(kind, wanted, tokenizer.pieces, ends)
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
-    given: list[str | list[Message]] = [*prompts, *(_from_file(file, asked.chat) if file else ())]
+    given: list[str | list[Message]] = [*prompts, *(prompts_of(file, asked.chat) if file else ())]
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if asked.chat and not given:
         return _converse(model)
-    written = model.write([_ids(model, prompt) for prompt in given or [""]])
+    given = given or [""]
+    written = model.write([_ids(model, prompt) for prompt in given])
+    if written.generator.compiled:
+        print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
     if asked.json:
         return _print_json(written)
     began = clock()
-    heads = ["" if asked.chat else str(prompt) for prompt in given or [""] for _ in range(asked.n)]
-    _print_text(written, heads)
+    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n]), limit is not None)
     _print_speed(written.tokens, clock() - began, sampling.seed)
     return 0
 
@@ -110,13 +113,16 @@ def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:
     return model.question([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
-def _print_text(written: Generation, heads: Sequence[str]) -> list[Completion]:
-    """Each completion after its prompt, as it comes; an empty line between two."""
+def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> list[Completion]:
+    """Each completion after its prompt, as it comes; an empty line between two.
+
+    `limited`: what is written is limited by a constraint, so that its end by length is worth a word.
+    """
     done: list[Completion] = []
     shown = -1
     for piece in written.stream():
         if piece.number != shown:
-            _write(("\n" if shown >= 0 else "") + heads[piece.number])
+            _write(("\n" if shown >= 0 else "") + head(piece.number))
             shown = piece.number
         _write(piece.text)
         if piece.completion is not None:
@@ -124,6 +130,8 @@ def _print_text(written: Generation, heads: Sequence[str]) -> list[Completion]:
             _write("\n")
             if piece.completion.finish_reason not in ("stop", "length"):
                 print(f"warning: ended with {piece.completion.finish_reason}", file=sys.stderr)
+            elif limited and piece.completion.finish_reason == "length":
+                print("warning: cut before it was whole: give more --max-tokens", file=sys.stderr)
     return done
 
 
@@ -133,7 +141,12 @@ def _print_speed(tokens: int, seconds: float, seed: int) -> None:
 
 
 def _print_json(written: Generation) -> int:
-    began, done = clock(), list(written)
+    began, done = clock(), list[Completion]()
+    with Progress().stage("generate", counted(written.count, "completion")) as stage:
+        for piece in written.stream():
+            stage.report("token", written.tokens)
+            if piece.completion is not None:
+                done.append(piece.completion)
     seconds, tokens = clock() - began, max(1, written.tokens)
     generator = written.generator
     print(
@@ -169,7 +182,14 @@ def _converse(model: Model) -> int:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
-        [answer] = _print_text(model.write([model.question(messages)]), [""])
+        ids = model.question(messages)
+        context = model.model.config.max_position_embeddings
+        if len(ids) >= context:
+            raise InputRefused(
+                f"the conversation has {len(ids)} tokens with this message, and the model's context is {context}: "
+                "begin a new one"
+            )
+        [answer] = _print_text(model.write([ids]), lambda number: "", model.constraint is not None)
         messages.append({"role": "assistant", "content": answer.text})
     return 0
 
@@ -179,63 +199,6 @@ def _line(live: bool) -> str | None:
         print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
-
-
-def _sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """`Sampling` of the flags and of --sampler KEY=VALUE.
-
-    Raises:
-        UsageError: an unknown key, or a value that is not what it needs.
-    """
-    defaults = {name: value for name, value in vars(Sampling()).items() if name != "logit_bias"}
-    kinds: dict[str, type] = {name: type(value) if value is not None else int for name, value in defaults.items()}
-    values = dict(numbers)
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if key not in kinds or not equals:
-            near = difflib.get_close_matches(key, kinds, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected KEY=VALUE with one of {', '.join(kinds)}"
-            raise UsageError(f"--sampler {pair}: {hint}")
-        try:
-            values[key] = kinds[key](text)
-        except ValueError:
-            raise UsageError(f"--sampler {pair}: expected a number") from None
-    return Sampling(**values)
-
-
-def _from_file(path: Path, chat: bool) -> Iterator[str | list[Message]]:
-    """Prompts of a file: one a line, or of JSON lines the key `prompt`, or in a chat `messages`.
-
-    Raises:
-        InputRefused: it cannot be read, or a line has no prompt.
-    """
-    lines = _text_of(path, "--prompts").splitlines()
-    expected = 'expected an object with "prompt", a text' + (', or "messages", a list' if chat else "")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            yield line
-            continue
-        try:
-            record = jsonlib.loads(line)
-        except (ValueError, RecursionError):
-            raise InputRefused(f"{path}:{number}: no JSON; {expected}") from None
-        record = record if isinstance(record, dict) else {}
-        prompt, messages = record.get("prompt"), record.get("messages")
-        if chat and isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-            yield messages
-        elif isinstance(prompt, str):
-            yield prompt
-        else:
-            raise InputRefused(f"{path}:{number}: {expected}")
-
-
-def _text_of(path: Path, flag: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputRefused(f"{flag} {path}: cannot be read as text: {error}") from None
 
 
 def _write(text: str) -> None:

@@ -21,7 +21,7 @@ from monograph.data.text import cut_position, parts_of, read_text
 from monograph.errors import InputRefused
 
 EMPTY = "empty text"
-_REMEDY = "correct or remove it, or set data.bad_records=skip"
+_REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

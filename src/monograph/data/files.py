@@ -48,6 +48,13 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Why `json.loads` refused a text, in a reader's words."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number has too many digits" if "digits" in str(error) else str(error)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Create a UTF-8 file and wait until it is on the disk."""
     with open(path, "x", encoding="utf-8") as file:

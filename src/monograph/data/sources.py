@@ -110,7 +110,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     files = _hashed(_once_each(candidates, skipped), skipped, progress)
     if not files:
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
-        raise InputRefused(f"{name}: no text to train on ({reasons})")
+        raise InputRefused(f"{name}: no text in it ({reasons})")
     return Found(name=name, files=tuple(files), skipped=tuple(skipped))
 
 

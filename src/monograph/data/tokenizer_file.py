@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from monograph.data.files import json_fault
 from monograph.errors import InputRefused
 
 MAX_FILE_BYTES = 1 << 27
@@ -60,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise InputRefused(
-            f"{path}: not JSON ({error}); give the tokenizer.json of a byte-level BPE tokenizer"
+            f"{path}: not JSON ({json_fault(error)}); give the tokenizer.json of a byte-level BPE tokenizer"
         ) from None
     if not isinstance(content, dict):
         raise InputRefused(f"{path}: not a JSON object; give the tokenizer.json of a byte-level BPE tokenizer")

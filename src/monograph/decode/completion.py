@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
@@ -16,7 +17,7 @@ from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
 from monograph.device import describe
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
 
 # Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
@@ -54,24 +55,29 @@ class Piece(NamedTuple):
     completion: Completion | None
 
 
+@dataclass
+class _Writing:
+    """A completion that has begun and is not all shown."""
+
+    transcript: Transcript
+    logprobs: list[LogProbability] | None
+    unsaid: str = ""
+    finish: Finish | None = None
+
+
 class Generation:
     """Completions that are being written; going through it, or through `stream`, writes them.
 
     Attributes:
         generator: what writes them, and counts what that took.
+        count: completions in all.
+        tokens: drawn so far.
     """
 
     def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
-        """Of requests that the generator has not been given yet."""
-        self.generator = generator
-        self._indices = {generator.submit(request): index for index, request in enumerate(requests)}
-        self._transcripts = [Transcript(tokenizer, stop) for _ in requests]
-        self._logprobs = [None if request.sampling.logprobs is None else list[LogProbability]() for request in requests]
-
-    @property
-    def tokens(self) -> int:
-        """Drawn so far."""
-        return sum(len(transcript.token_ids) for transcript in self._transcripts)
+        """Of requests that the generator gets as it takes them, so there may be any number."""
+        self.generator, self.count, self.tokens = generator, len(requests), 0
+        self._requests, self._tokenizer, self._stop = requests, tokenizer, stop
 
     def __iter__(self) -> Iterator[Completion]:
         """Prompt by prompt, its n completions."""
@@ -79,27 +85,60 @@ class Generation:
 
     def stream(self) -> Iterator[Piece]:
         """All text as it comes: that of the first completion, then of the next, whatever is written at once."""
-        finishes: list[Finish | None] = [None] * len(self._indices)
-        unsaid = [""] * len(self._indices)
+        indices: dict[int, int] = {}
+        begun: dict[int, _Writing] = {}
+        coming = iter(enumerate(self._requests))
+
+        def begin(most: int) -> None:
+            for index, request in itertools.islice(coming, most):
+                logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
+                begun[index] = _Writing(Transcript(self._tokenizer, self._stop), logprobs)
+                indices[self.generator.submit(request)] = index
+
+        begin(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
-            index = self._indices[event.number]
-            transcript = self._transcripts[index]
-            unsaid[index] += transcript.add(event.token_ids)
-            if (logprobs := self._logprobs[index]) is not None:
-                logprobs += event.logprobs
+            writing = begun[indices[event.number]]
+            writing.unsaid += writing.transcript.add(event.token_ids)
+            self.tokens += len(event.token_ids)
+            if writing.logprobs is not None:
+                writing.logprobs += event.logprobs
             if event.finish is not None:
-                unsaid[index] += transcript.finish()
-                finishes[index] = event.finish
-            while current < len(finishes):
-                text, unsaid[current], finish = unsaid[current], "", finishes[current]
-                if finish is None:
+                writing.unsaid += writing.transcript.finish()
+                writing.finish = event.finish
+                del indices[event.number]
+                begin(1)
+            while (first := begun.get(current)) is not None:
+                text, first.unsaid = first.unsaid, ""
+                if first.finish is None:
                     if text:
                         yield Piece(current, text, None)
                     break
-                done = self._transcripts[current]
-                yield Piece(current, text, Completion(done.text, done.token_ids, finish, self._logprobs[current]))
+                whole = Completion(first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs)
+                yield Piece(current, text, whole)
+                del begun[current]
                 current += 1
+
+
+class _Requests(Sequence[Request]):
+    """`n` continuations of each prompt; they differ from `like` in prompt and seed."""
+
+    def __init__(self, prompts: list[tuple[int, ...]], n: int, like: Request) -> None:
+        self.prompts, self.n, self.like = prompts, n, like
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.n
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        prompt, continuation = divmod(range(len(self))[index], self.n)
+        seed = continuation_seed(self.like.sampling.seed, continuation)
+        return replace(self.like, prompt_ids=self.prompts[prompt], sampling=replace(self.like.sampling, seed=seed))
 
 
 def generate(
@@ -130,6 +169,7 @@ def generate(
 
     Raises:
         InputRefused: a prompt that leaves no room in the model's context.
+        OutOfDeviceMemory: the keys and values of one row do not fit.
         UsageError: no prompt, max_tokens or n below 1, an empty stop string, or what `Sampling` refuses.
     """
     for name, value in (("max_tokens", max_tokens), ("n", n)):
@@ -144,38 +184,39 @@ def generate(
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    requests = [
-        Request(
-            tuple(prompt_ids(model, tokenizer, prompt)),
-            replace(sampling, seed=continuation_seed(sampling.seed, index)),
-            max_tokens,
-            stop_ids,
-            constraint,
-            looked_for,
-        )
-        for prompt in prompts
-        for index in range(n)
-    ]
-    return Generation(generator_for(model, requests, tokenizer.vocab_size), requests, tokenizer, strings)
+    prompts_ids = [tuple(prompt_ids(model, tokenizer, prompt)) for prompt in prompts]
+    like = Request(max(prompts_ids, key=len), sampling, max_tokens, stop_ids, constraint, looked_for)
+    requests = _Requests(prompts_ids, n, like)
+    return Generation(generator_for(model, like, len(requests), tokenizer.vocab_size), requests, tokenizer, strings)
 
 
-def generator_for(model: Llama, requests: Sequence[Request], vocabulary: int) -> Generator:
-    """A generator with room for these requests, and no more rows than pay or than half of the free memory holds."""
+def generator_for(model: Llama, longest: Request, count: int, vocabulary: int) -> Generator:
+    """A generator for so many requests, of which none is longer, and no more rows than pay or than fit the memory.
+
+    Half of what is free may hold keys and values.
+
+    Raises:
+        OutOfDeviceMemory: not even one row fits.
+    """
     config, weight = model.config, model.lm_head.weight
     device = weight.device.type
-    longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
-    slots = min(longest, config.max_position_embeddings)
-    fit = describe().free_memory_bytes // 2 // KVCache.bytes_per_row(config, slots, weight.dtype)
-    rows = min(len(requests), MOST_ROWS[device], max(1, fit))
-    steps = sum(request.max_tokens for request in requests) // rows
-    automata = {id(each): each for request in requests for each in (request.constraint, request.stop) if each}
+    slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
+    row_bytes, half_bytes = KVCache.bytes_per_row(config, slots, weight.dtype), describe().free_memory_bytes // 2
+    if row_bytes > half_bytes:
+        raise OutOfDeviceMemory(
+            f"keys and values of {slots:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
+            f"memory ({half_bytes / 2**30:.3g} GiB): ask for fewer tokens"
+        )
+    rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
+    steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
+    automata = [each for each in (longest.constraint, longest.stop) if each]
     return Generator(
         model,
-        chain_of([request.sampling for request in requests], max(len(request.stop_ids) for request in requests)),
+        chain_of([longest.sampling], len(longest.stop_ids)),
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,
-        automata=list(automata.values()),
+        automata=automata,
         compiled=steps >= WORTH_COMPILING[device],
     )
 

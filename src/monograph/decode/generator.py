@@ -70,6 +70,8 @@ class Generator:
     """Rows of a cache that decode together, one graph a step.
 
     Attributes:
+        rows: requests that run at once.
+        compiled: whether the step is.
         ahead: whether the host reads a block while the next one runs. On a CPU that would only be work in vain.
         prefill_s: the host's seconds spent on reading prompts.
         blocks_read: how often the host read what had been drawn, the only times it waited for the device.
@@ -101,6 +103,7 @@ class Generator:
         """
         weight = model.lm_head.weight
         self.model, self.slots, self.device = model.eval(), slots, weight.device
+        self.rows, self.compiled = rows, compiled
         self.block = block or (16 if weight.is_cuda else 1)
         if compiled:
             compat.allow_variants()

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from monograph.data.progress import Progress
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
@@ -44,11 +45,17 @@ class Accuracy(NamedTuple):
     cut: int
 
 
-def choose(model: Llama, tokenizer: Tokenizer, questions: Sequence[Question], precision: Precision) -> Accuracy:
+def choose(
+    model: Llama,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    precision: Precision,
+    progress: Progress | None = None,
+) -> Accuracy:
     """Answer questions by the log-probability of " " + choice after the question; of equals the first choice counts.
 
     Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
-    and values are those of its metrics.
+    and values are those of its metrics. `progress` is told how many choices are scored.
 
     Raises:
         InputRefused: no questions, or a choice that is longer than the model's positions.
@@ -62,7 +69,7 @@ def choose(model: Llama, tokenizer: Tokenizer, questions: Sequence[Question], pr
             raise InputRefused(
                 f"{each.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
             )
-    scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision))
+    scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
     right = [_right(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
     shares: list[Any] = [
         value for answers in zip(*right, strict=True) for value in (statistics.fmean(answers), _error(answers))

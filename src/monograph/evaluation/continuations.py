@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from monograph.data.progress import Meter, Progress
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
@@ -41,7 +42,12 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(
-    model: Llama, asked: Sequence[Continuation], precision: Precision, *, batch_tokens: int = BATCH_TOKENS
+    model: Llama,
+    asked: Sequence[Continuation],
+    precision: Precision,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress | None = None,
 ) -> list[Score]:
     """Score continuations, in the order in which they were asked for.
 
@@ -57,6 +63,7 @@ def score(
         asked: contexts of at least one id, continuations of at least one.
         precision: of the forward pass; softmax and sums are fp32 at least.
         batch_tokens: most ids of a forward pass, padding included, unless one row alone has more.
+        progress: told how many are scored, ("continuation", done, all of them).
 
     Raises:
         InputRefused: a continuation is longer than the model's positions.
@@ -65,9 +72,11 @@ def score(
     longest = model.config.max_position_embeddings
     rows = [fitted(each, longest) for each in asked]
     found: dict[int, Score] = {}
+    meter = Meter(progress, "continuation", len(rows))
     with precision.context(model.lm_head.weight.device.type):
         for indices in _batches([len(row) for row, _ in rows], batch_tokens):
             found |= zip(indices, _scored(model, [rows[index] for index in indices]), strict=True)
+            meter.add(len(indices))
     return [found[index] for index in range(len(rows))]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from monograph.data.progress import Meter, Progress
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.loss import Batch
@@ -40,7 +41,14 @@ class Evaluation(NamedTuple):
     bytes: int
 
 
-def evaluate(engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int | None = None) -> Evaluation:
+def evaluate(
+    engine: Evaluates,
+    rows: Rows,
+    *,
+    batch_rows: int = 16,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
     """Score rows.
 
         loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
@@ -52,13 +60,17 @@ def evaluate(engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int 
         rows: a split of a corpus, such as `corpus.held_out`.
         batch_rows: rows scored at once; it changes no result beyond rounding.
         limit: score only this many rows, evenly spaced; None: all.
+        progress: told how many rows are done, ("row", done, all of them).
 
     Raises:
         UsageError: there are no rows.
     """
     if len(rows) == 0:
         raise UsageError("there is nothing to evaluate on: data.held_out is 0; give other text (--data)")
-    sums = [engine.evaluate(batch) for batch in rows.in_order(batch_rows, limit)]
+    meter, sums = Meter(progress, "row", len(rows.spread(limit))), []
+    for batch in rows.in_order(batch_rows, limit):
+        sums.append(engine.evaluate(batch))
+        meter.add(batch_rows)
     total = float(torch.stack([s[0].double() for s in sums]).sum())
     counted = int(torch.stack([s[1] for s in sums]).sum())
     targets, size = rows.coverage(limit)

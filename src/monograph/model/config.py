@@ -176,6 +176,8 @@ class LlamaConfig:
         for key, expected in COMPUTED.items():
             if values.get(key, expected) != expected:
                 raise InputRefused(f"{key} = {values[key]!r} is not supported: only {expected!r} is")
+        if values.get("quantization_config") is not None:
+            raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")
         # transformers' own epsilon, where the file does not say
         values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
         names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from monograph.data.files import inside
+from monograph.data.files import inside, json_fault
 from monograph.errors import DiskFull, InputRefused
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,8 +41,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputRefused(f"{path}: cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise InputRefused(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}") from None
     if not isinstance(values, dict):
         raise InputRefused(f"{path}: expected a JSON object")
     return values
@@ -157,7 +159,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         number = int(reported[1]) if reported else getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
-        raise InputRefused(f"{target}: cannot be written: {error}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputRefused(f"{target}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from monograph.data.chat import end_of_turn
 from monograph.data.tokenizer import Tokenizer
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.model import hub
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
@@ -29,6 +30,11 @@ def save(
     """
     check(format, dtype)
     if format == "hf":
+        if tokenizer is not None:
+            try:
+                end_of_turn(tokenizer)
+            except InputRefused as refused:
+                warn(f"{refused}; it is copied as it is")
         hub.save_model(model, folder, tokenizer)
     elif tokenizer is None:
         raise UsageError("a GGUF file holds the model's tokenizer: give it to save")

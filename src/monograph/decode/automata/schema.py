@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from monograph.data.files import json_fault
 from monograph.decode.automata import values
 from monograph.decode.automata.characters import in_json
 from monograph.decode.automata.disjoint import overlap
@@ -56,7 +57,7 @@ def parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputRefused(f"the JSON schema is not JSON: {error}") from None
+        raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
 def document(schema: Any) -> Expression:
