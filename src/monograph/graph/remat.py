@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monograph.errors import UsageError
+from monograph.graph.knapsack import Choice, front, within
 
 
 class Remat:
@@ -67,3 +69,38 @@ class Remat:
 
 OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Budget
 Policy = OfBlock | Remat.PerLayer
+
+
+def named(value: str | float) -> Policy:
+    """The policy that a configuration names: "none" (and "auto", until a plan chooses), "pointwise", "full", a share."""
+    if isinstance(value, float):
+        return Remat.Budget(value)
+    by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full()}
+    return by_name.get(value, Remat.Off())
+
+
+def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
+    """The policies of equal blocks that together keep at most so many bytes and compute the fewest FLOPs twice.
+
+    It is a knapsack over the blocks: each keeps everything, or one of the choices of the one curve they share.
+
+    Args:
+        curve: what a block can keep, `monograph.graph.recording.Recording.curve`.
+        off_bytes: what a block keeps if nothing is recomputed.
+        layers: how many blocks.
+        limit_bytes: of all blocks together, their inputs not counted.
+
+    Returns:
+        Blocks that recompute the most come first, as their backward passes are the last; None if even `Remat.Full` is
+        too much, which is a limit below 0.
+    """
+    off = Choice(off_bytes, 0, (Remat.Off(),))
+    options = [_as_budget(choice, off_bytes) for choice in curve if choice.stored_bytes < off_bytes] + [off]
+    best = within(front([options] * layers), limit_bytes)
+    if best is None:
+        return None
+    return Remat.PerLayer(tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0))))
+
+
+def _as_budget(choice: Choice, off_bytes: int) -> Choice:
+    return choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),))
