@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,6 +110,13 @@ def writes_in_place(operator: Any) -> bool:
     """Whether an operator changes one of its arguments."""
     schema = getattr(operator, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
+
+
+@functools.cache
+def quiet_selective_recompute() -> None:
+    """Drop torch's warning, at every capture, of results that are kept and then overwritten: none such is kept here."""
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 @contextmanager

@@ -61,9 +61,7 @@ class Resident:
             remat: which activations are computed a second time.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
-        self.step = Step(
-            model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat
-        )
+        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
         self.micro_batch = micro_batch
         self.captured = False
         self.announce: Callable[[str], None] = lambda line: None

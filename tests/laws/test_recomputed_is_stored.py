@@ -13,6 +13,7 @@ from batches import LENGTH, flat_gradient, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import recompute
+from monograph.graph.capture import compiled
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -24,8 +25,7 @@ from numerics import error_within
 
 POLICIES = [
     Remat.Pointwise(),
-    Remat.Budget(0.4),
-    Remat.Budget(0.1),
+    Remat.Budget(0.2),
     Remat.Full(),
     Remat.PerLayer((Remat.Full(), Remat.Budget(0.3))),
 ]
@@ -35,7 +35,6 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "tied": {"tie_word_embeddings": True},
 }
-IN_PLACE = "ignore:.*Detected that context_fn is passed:UserWarning"
 
 
 def packed(rows, seed=0):
@@ -53,7 +52,7 @@ def engine(policy, precision="fp32", **sizes):
 
 
 def trained(engine, windows):
-    """Losses, norms and weights of some updates of three micro-batches, the last one not full."""
+    """Losses, norms and weights of some updates of two micro-batches, the second one not full."""
     seen = []
     for window in windows:
         engine.accumulate(window)
@@ -62,11 +61,10 @@ def trained(engine, windows):
     return [*seen, *engine.model.state_dict().values()]
 
 
-@pytest.mark.parametrize("rows", [ragged, packed])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "rows"), [("fp32", ragged), ("bf16", packed)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_losses_gradients_and_weights(family, precision, rows):
-    windows = [rows(8, seed=seed) for seed in range(2)]
+    windows = [rows(5, seed=seed) for seed in range(2)]
     stored = trained(engine(Remat.Off(), precision, **FAMILIES[family]), windows)
     for policy in POLICIES:
         again = trained(engine(policy, precision, **FAMILIES[family]), windows)
@@ -91,15 +89,33 @@ class Powered(nn.Module):
         return self.inner(x) / (self.inner.weight.T @ self.direction.clone()).norm()
 
 
+class Counted(nn.Module):
+    """Divides by how often it ran; the buffer is another tensor each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ran", torch.zeros(()))
+
+    def forward(self, x):
+        self.ran = self.ran + 1
+        return x / self.ran
+
+
 class Careless(nn.Module):
-    """Dropout, running statistics, a state of its own, an activation in place, and blocks that are used twice."""
+    """Dropout, running statistics, states of its own, an activation in place, and blocks that are used twice."""
 
     def __init__(self):
         super().__init__()
         self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 5)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(8, 8), nn.ReLU(inplace=True), nn.BatchNorm1d(8), Powered(8), nn.Dropout(0.3), nn.Linear(8, 8)
+                nn.Linear(8, 8),
+                nn.ReLU(inplace=True),
+                nn.BatchNorm1d(8),
+                Powered(8),
+                nn.Dropout(0.3),
+                Counted(),
+                nn.Linear(8, 8),
             )
             for _ in range(2)
         )
@@ -128,6 +144,7 @@ def vectors(seed):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
+    """Two updates of two micro-batches, in each of which a block runs twice."""
     outcomes = []
     for each in (Remat.Off(), policy):
         step = careless(each)
@@ -138,7 +155,7 @@ def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
             step.apply()
         outcomes.append([grads, torch.get_rng_state(), *step.model.state_dict().values()])
     assert all(torch.equal(mine, its) for mine, its in zip(*outcomes, strict=True))
-    assert int(step.model.blocks[0][2].num_batches_tracked) == 8  # two updates, two micro-batches, used twice
+    assert int(step.model.blocks[0][2].num_batches_tracked) == int(step.model.blocks[0][5].ran) == 8
 
 
 def test_names_copies_and_taking_it_back():
@@ -205,7 +222,7 @@ def test_memory_falls_as_it_is_told_to():
     off, full, pointwise = (kept_bytes(policy) for policy in (Remat.Off(), Remat.Full(), Remat.Pointwise()))
     assert full < 0.2 * off
     assert full < pointwise < 0.6 * off
-    shares = [0.1, 0.2, 0.3, 0.4]
+    shares = [0.15, 0.35]
     budgets = [kept_bytes(Remat.Budget(share)) for share in shares]
     assert budgets == sorted(budgets) and len(set(budgets)) == len(shares)
     for share, kept in zip(shares, budgets, strict=True):
@@ -218,7 +235,6 @@ def test_memory_falls_as_it_is_told_to():
 # ---- captured --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings(IN_PLACE)
 @pytest.mark.parametrize("policy", [Remat.Full(), Remat.PerLayer((Remat.Pointwise(), Remat.Budget(0.3)))])
 def test_captured_within_the_bound_of_law_1(policy):
     batch, exact = packed(6), Resident(tiny_llama(torch.float64), micro_batch=3)
@@ -233,3 +249,17 @@ def test_captured_within_the_bound_of_law_1(policy):
     captured.accumulate(packed(6, seed=1))
     assert compat.captured_graphs() == graphs and compat.graph_breaks() == 0
 
+
+def test_captured_buffers_change_once():
+    """Dropout is left out: a compiler draws other numbers, so there is nothing to compare with."""
+    finals = []
+    for policy in (Remat.Off(), Remat.PerLayer((Remat.Pointwise(), Remat.Full()))):
+        step = careless(policy)
+        for block in step.model.blocks:
+            block[1], block[4], block[5] = nn.ReLU(), nn.Identity(), nn.Identity()
+        if policy != Remat.Off():
+            step.forward = compiled(step.forward, "aot_eager")
+        accumulate(step, [vectors(0), vectors(1)])
+        finals.append([flat_gradient(step.model), *step.model.state_dict().values()])
+    for mine, its in zip(*finals, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)

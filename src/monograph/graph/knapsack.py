@@ -33,8 +33,11 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
     best = [Choice(0, 0, ())]
     for group in groups:
         options = list(group)
-        pairs = ((one.stored_bytes + other.stored_bytes, one.flops + other.flops, one, other)
-                 for one in best for other in options)  # fmt: skip
+        pairs = [
+            (one.stored_bytes + other.stored_bytes, one.flops + other.flops, one, other)
+            for one in best
+            for other in options
+        ]
         best = []
         for stored_bytes, flops, one, other in sorted(pairs, key=lambda pair: pair[:2]):
             if not best or flops < best[-1].flops:

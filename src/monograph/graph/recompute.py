@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from monograph import compat
 from monograph.errors import UsageError
-from monograph.graph.inspect import blocks, buffers_kept
+from monograph.graph.inspect import blocks
 from monograph.graph.knapsack import within
 from monograph.graph.recording import Recording, record
 from monograph.graph.remat import OfBlock, Policy, Remat
@@ -46,7 +46,12 @@ def follow(module: nn.Module, policy: Policy) -> None:
         UsageError: the module has no blocks, not as many as the policy has parts, or a block without a forward pass.
     """
     found = blocks(module)
-    for name, block, of_block in zip(found, found.values(), _for_each(policy, len(found)), strict=True):
+    policies = _for_each(policy, len(found))
+    if policy != Remat.Off() and (idle := [n for n, b in found.items() if type(b).forward is nn.Module.forward]):
+        raise UsageError(
+            f"{idle[0]} ({type(found[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
+        )
+    for block, of_block in zip(found.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             del block.forward
@@ -54,8 +59,6 @@ def follow(module: nn.Module, policy: Policy) -> None:
                 block.forward = plan.inner  # type: ignore[method-assign]
         if of_block in (Remat.Off(), Remat.Budget(1.0)):
             continue
-        if type(block).forward is nn.Module.forward:
-            raise UsageError(f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()")
         block.remat = _Plan(of_block, block.forward)  # type: ignore[assignment]
         block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
 
@@ -117,20 +120,42 @@ def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, A
     A module that changes its buffers as it runs (running means, power iterations) would change them twice.
     """
     first, again = contexts() if contexts else (nullcontext(), nullcontext())
-    if next(block.buffers(), None) is None:
-        return first, again
-    before = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    return first, _replayed(block, before, again)
+    before = _buffers(block)
+    return first, _replayed(block, before, again) if before else again
 
 
 @contextmanager
-def _replayed(block: nn.Module, before: list[tuple[Tensor, Tensor]], again: Any) -> Iterator[None]:
-    with buffers_kept(block):
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[None]:
+    now = _buffers(block)
+    _put(before)
+    try:
         with again:
             yield
+    finally:
+        _put(now)
+
+
+class _Buffer(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+
+def _buffers(block: nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(owner, name, tensor, tensor.clone())
+        for owner in block.modules()
+        for name, tensor in owner.named_buffers(recurse=False)
+    ]
+
+
+def _put(buffers: list[_Buffer]) -> None:
+    for owner, name, tensor, value in buffers:
+        # Another block may have saved the tensor for its backward pass, where torch looks whether it has changed.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+            tensor.copy_(value)
+        owner._buffers[name] = tensor  # a module may have put another one in its place
 
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
@@ -147,10 +172,14 @@ def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: b
     Raises:
         UsageError: the pass does not come as far as to every block.
     """
-    plans = {name: block.remat for name, block in blocks(module).items() if isinstance(block.__dict__.get("remat"), _Plan)}
+    plans = {
+        name: block.remat for name, block in blocks(module).items() if isinstance(block.__dict__.get("remat"), _Plan)
+    }
     choosing = {name: plan for name, plan in plans.items() if isinstance(plan.policy, (Remat.Pointwise, Remat.Budget))}
     if not choosing:
         return
+    if captured:
+        compat.quiet_selective_recompute()
     recordings = recorded(module, run, captured=captured)
     for name, plan in choosing.items():
         plan.contexts = _contexts_of(plan.policy, recordings[name])
@@ -158,7 +187,9 @@ def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: b
 
 def _contexts_of(policy: OfBlock, recording: Recording) -> Contexts | None:
     curve = recording.curve()
-    limit = round(policy.fraction * recording.stored_bytes) if isinstance(policy, Remat.Budget) else curve[-1].stored_bytes
+    limit = (
+        round(policy.fraction * recording.stored_bytes) if isinstance(policy, Remat.Budget) else curve[-1].stored_bytes
+    )
     chosen = within(curve, limit)
     return _keeping(frozenset(chosen.what)) if chosen and chosen.what else None
 
@@ -171,20 +202,20 @@ def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured:
     Raises:
         UsageError: the pass does not come as far as to every block.
     """
-    found, compiled = dict[str, Recording](), dict[Recording, int]()
+    found, compiled = dict[str, Recording](), dict[Recording, int]() if captured else None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     empty = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
     reason = "they did not run"
     with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
-        twin = copy.deepcopy(module, dict(empty))
-        for name, block in blocks(twin).items():
-            plan = block.__dict__.pop("remat", None)
-            inner = plan.inner if isinstance(plan, _Plan) else block.forward
-            block.forward = functools.partial(_recording, found, name, block, inner, compiled if captured else None)  # type: ignore[method-assign]
         try:
+            twin = copy.deepcopy(module, dict(empty))
+            for name, block in blocks(twin).items():
+                plan = block.__dict__.pop("remat", None)
+                inner = plan.inner if isinstance(plan, _Plan) else block.forward
+                block.forward = functools.partial(_recording, found, name, block, inner, compiled)  # type: ignore[method-assign]
             run(twin)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever a module of one's own may raise
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if missing := [name for name in blocks(module) if name not in found]:
         raise UsageError(
             f"a budget needs to know what {missing[0]} computes, and a pass without numbers did not get there "
@@ -194,7 +225,13 @@ def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured:
 
 
 def _recording(
-    found: dict[str, Recording], name: str, block: nn.Module, inner: Callable[..., Any], compiled: dict[Recording, int] | None, *args: Any, **kwargs: Any
+    found: dict[str, Recording],
+    name: str,
+    block: nn.Module,
+    inner: Callable[..., Any],
+    compiled: dict[Recording, int] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
     if compiled is not None:

@@ -99,16 +99,13 @@ class _Call(NamedTuple):
 class _Calls(TorchDispatchMode):
     """Every operator that runs, in order."""
 
+    supports_higher_order_operators = True  # flex attention is one
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.counts: Counter[str] = Counter()
         self.alive: list[Tensor] = []  # or another tensor would get the same memory
-
-    @classmethod
-    def supports_higher_order_operators(cls) -> bool:
-        """Flex attention is one."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

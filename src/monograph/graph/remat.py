@@ -72,7 +72,7 @@ Policy = OfBlock | Remat.PerLayer
 
 
 def named(value: str | float) -> Policy:
-    """The policy that a configuration names: "none" (and "auto", until a plan chooses), "pointwise", "full", a share."""
+    """The policy that a configuration names: "none", "auto" (which is none for now), "pointwise", "full" or a share."""
     if isinstance(value, float):
         return Remat.Budget(value)
     by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full()}
