@@ -13,13 +13,13 @@ from monograph.config.keys import NOT_BUILT, SECTIONS
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
-PACKED = "tests/laws/test_packed_is_separate.py"
+PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
 
 # What stands behind a value that works: a law by its number, or the file that tests it.
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED},
     "train.precision": {"fp32": COMPILED, "bf16": COMPILED},
-    "train.remat": {"none": COMPILED},
+    "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED),
     "train.compile": {"whole": COMPILED, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
@@ -30,9 +30,9 @@ BEHIND: dict[str, dict[str, str]] = {
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.rank": {"not set": "tests/test_config.py"},
 }
-LAW = {COMPILED: "law 1", ACCUMULATED: "law 2", PACKED: "law 9"}
+LAW = {COMPILED: "law 1", ACCUMULATED: "law 2", RECOMPUTED: "law 3", PACKED: "law 9"}
 # Where a key takes any text or number: what stands for all that is refused.
-OPEN = {"train.remat": "anything else", "lora.rank": "any number"}
+OPEN = {"lora.rank": "any number"}
 
 
 def table() -> str:

@@ -25,8 +25,8 @@ from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = ("accumulation", "automata", "contestants", "corpus", "families", "first_run", "generate_peers", "generators")
-SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "rounds", "sampler", "start", "steps", "systems")
-SCRIPTS += ("time_to_quality", "train", "train_peers")
+SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "remat", "rounds", "sampler", "start", "steps")
+SCRIPTS += ("systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -105,6 +105,15 @@ def test_loss(script, monkeypatch, tmp_path):
         assert case["gradient_difference"] < bound
         assert min(case["peak_bytes"].values()) > 16 * 512 * 4  # the weight's gradient alone
         assert len(case["time_ratio"]["wall"]["values"]) == 2
+
+
+def test_remat(script, monkeypatch, tmp_path):
+    remat = script("remat")
+    cases = {case["policy"]: case for case in smoke(remat, monkeypatch, tmp_path / "found.json")["cases"]}
+    assert list(cases) == list(remat.POLICIES) and all(case["same_bits"] for case in cases.values())
+    kept, full = {policy: case["kept_bytes"] for policy, case in cases.items()}, cases["full"]["kept_bytes"]
+    for share in ("0.1", "0.2", "0.3"):
+        assert full <= kept[share] <= full + float(share) * (kept["none"] - full)
 
 
 def test_steps(script, uncompiled, monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ _HOME = {
     "capture": "graph.capture",
     "trial": "graph.trial",
     "Precision": "graph.precision",
+    "Remat": "graph.remat",
     "train": "loop",
     "Resident": "resident",
     "evaluate": "evaluation",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -90,3 +92,90 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
     def _(left: Any, right: Any) -> Any:
         *_, layout, left, right = mm_args(left, right)
         return choice.bind((left, right), layout).output_node()
+
+
+def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    packet = getattr(operator, "overloadpacket", operator)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's list lacks it
+        packet = attention
+    return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+
+
+def writes_in_place(operator: Any) -> bool:
+    """Whether an operator changes one of its arguments."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+@functools.cache
+def quiet_selective_recompute() -> None:
+    """Drop torch's warning, at every capture, of results that are kept and then overwritten: none such is kept here."""
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """In the block, code that asks `torch.compiler.is_compiling()` is told that it is."""
+    import torch
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that a compiled graph of a module's forward pass keeps for its backward pass, beside what it is given.
+
+    It is the answer of the same partitioner that Inductor asks, which recomputes what fuses into the backward pass.
+    """
+    from torch import Tensor
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.nn.utils.stateless import _reparametrize_module
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    leaves, form = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    stored: dict[int, int] = {}
+
+    def run(*tensors: Any) -> Any:
+        given = list(leaves)
+        for place, tensor in zip(places, tensors[len(own) :], strict=True):
+            given[place] = tensor
+        with _reparametrize_module(module, dict(zip(own, tensors, strict=False))):
+            args, kwargs = tree_unflatten(given, form)
+            return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+    def partition(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        parts = min_cut_rematerialization_partition(
+            graph, inputs, num_fwd_outputs=num_fwd_outputs, compiler="inductor", **options
+        )
+        kept = parts[0].graph.output_node().args[0][num_fwd_outputs:]
+        for nodes, size in ((kept, None), (parts[0].graph.find_nodes(op="placeholder"), 0)):
+            for value in (node.meta["val"] for node in nodes):
+                if isinstance(value, Tensor):
+                    storage = value.untyped_storage()
+                    stored[storage._cdata] = storage.nbytes() if size is None else size
+        return parts
+
+    tensors = [*own.values(), *(leaves[place] for place in places)]
+    fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    aot_function(
+        run,
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )(*fresh)
+    return sum(stored.values())

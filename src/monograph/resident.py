@@ -16,6 +16,7 @@ from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.graph import capture as graph
 from monograph.graph.inspect import buffers_kept, unique_state
 from monograph.graph.precision import Precision
+from monograph.graph.remat import Policy
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
@@ -45,6 +46,7 @@ class Resident:
         schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
+        remat: Policy | None = None,
         micro_batch: int | None = None,
     ):
         """Build the step on the module's device; see `monograph.Step` for the arguments.
@@ -56,9 +58,10 @@ class Resident:
             schedule: factor of the learning rate by update index.
             clip: largest gradient norm.
             precision: the compute dtype.
+            remat: which activations are computed a second time.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
-        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision)
+        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
         self.micro_batch = micro_batch
         self.captured = False
         self.announce: Callable[[str], None] = lambda line: None

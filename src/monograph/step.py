@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph import recompute
 from monograph.graph.precision import Precision
+from monograph.graph.remat import Policy, Remat
 from monograph.loss import CountedLoss, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, initialise, planes, trainable, update_
 from monograph.schedule import Schedule, constant
@@ -63,6 +65,7 @@ class Step:
         schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
+        remat: Policy | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
     ):
         """Prepare a step.
@@ -76,6 +79,7 @@ class Step:
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest Euclidean norm of an update's gradient, None for no clipping.
             precision: the compute dtype; fp32 (no change) by default.
+            remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
         self.model, self.loss, self.clip = model, loss, clip
@@ -85,6 +89,8 @@ class Step:
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         self.sum_over_ranks = sum_over_ranks
+        recompute.follow(model, remat or Remat.Off())
+        self.settled_for: bool | None = None
         self.planes = planes(trainable(model), self.optim.kinds(model))
         for plane in self.planes:
             initialise(plane, self.optim)
@@ -107,6 +113,14 @@ class Step:
     def count_targets(self, batch: Any) -> Tensor | None:
         """The batch's targets if the loss can count them without a forward pass."""
         return self.loss.count(batch) if isinstance(self.loss, CountedLoss) else None
+
+    def settle(self, batch: Any) -> None:
+        """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
+        captured = self.forward != self._forward
+        if self.settled_for != captured:
+            with self.precision.context(self.device.type):
+                recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
+            self.settled_for = captured
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
@@ -197,6 +211,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     for plane in step.planes:
         plane.link()
     for batch in batches:
+        step.settle(batch)
         with step.precision.context(step.device.type):
             loss, loss_sum, count = step.forward(batch, seed)
         loss.backward()

@@ -143,7 +143,11 @@ class TrainSection(Section):
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
         "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"
     )
-    remat: Text = _key("auto", "auto or none", "which activations are recomputed in the backward pass")
+    remat: Literal["auto", "none", "pointwise", "full"] | Fraction = _key(
+        "auto",
+        "auto, none, pointwise, full or a number between 0 and 1",
+        "what is recomputed in the backward pass; a number: the share of the activations that is kept",
+    )
     memory: Literal["auto", "device", "stream"] = _key("auto", "auto or device", "where the weights live")
     parallel: Literal["none", "ddp", "fsdp"] = _key("none", "none", "how several devices share the work")
     eval_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between evaluations")
@@ -178,9 +182,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
     "train.precision": NotBuilt(("auto", "fp32", "bf16"), "this precision is not built yet; fp32 and bf16 are"),
     "train.compile": NotBuilt(("auto", "whole", "none"), "a graph for one block is not built yet; whole and none are"),
-    "train.remat": NotBuilt(
-        ("auto", "none"), "recomputation is not built yet; use none and a smaller train.micro_batch"
-    ),
     "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
     "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),

@@ -19,6 +19,24 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The module's blocks by name, in its own order: what stands between its embedding and its head.
+
+    A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; what lies inside of a block is
+    not another.
+    """
+    found: dict[str, nn.Module] = {}
+    inside: set[nn.Module] = set()
+    for name, holder in module.named_modules():
+        if holder in inside or not isinstance(holder, (nn.ModuleList, nn.Sequential)):
+            continue
+        for index, child in holder.named_children():
+            if next(child.children(), None) is not None:
+                found[f"{name}.{index}" if name else index] = child
+                inside |= set(child.modules())
+    return found
+
+
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Whatever runs in the block, the module's buffers (running means and the like) are afterwards what they were."""

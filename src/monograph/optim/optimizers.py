@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.inspect import blocks
 from monograph.optim.planes import Kind, Plane, trainable
 from monograph.optim.updates import adamw_, ema_, muon_
-
-BLOCKS = nn.ModuleList, nn.Sequential
 
 
 @dataclass(frozen=True)
@@ -131,14 +130,8 @@ def update_(
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """The matrices of a module's blocks: what stands between its embedding and its head.
-
-    A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; of its trainable parameters
-    those with two dimensions count, but not those of an embedding.
-    """
-    holders = [holder for holder in module.modules() if isinstance(holder, BLOCKS)]
-    blocks = [child for holder in holders for child in holder if next(child.children(), None) is not None]
-    inside = {id(p) for block in blocks for p in block.parameters()}
+    """The matrices of a module's `blocks`: trainable parameters with two dimensions, but not those of an embedding."""
+    inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     hidden = inside - embeddings
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.ndim == 2 and p.requires_grad]

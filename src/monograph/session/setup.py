@@ -14,6 +14,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
+from monograph.graph.remat import named
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.llama import Llama
 from monograph.resident import Resident
@@ -105,6 +106,7 @@ def make_engine(
         optim=make_optimizer(settings),
         clip=None if optim.grad_clip == "none" else optim.grad_clip,
         precision=Precision(settings.train.precision),
+        remat=named(settings.train.remat),
         micro_batch=int(settings.train.micro_batch),
     )
     return settings, recipe, engine

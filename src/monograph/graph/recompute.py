@@ -1,0 +1,242 @@
+"""Makes the blocks of any module obey a policy of recomputation, in place: names and checkpoints stay the same.
+
+Each block's forward pass becomes `torch.utils.checkpoint` around its own. Which results are kept is one function of the
+block's operators, which torch asks while it runs eagerly, and the compiler while it traces.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from monograph import compat
+from monograph.errors import UsageError
+from monograph.graph.inspect import blocks
+from monograph.graph.knapsack import within
+from monograph.graph.recording import Recording, record
+from monograph.graph.remat import OfBlock, Policy, Remat
+
+Contexts = Callable[[], tuple[Any, Any]]
+
+
+@dataclass
+class _Plan:
+    """A block's policy, the forward pass it had before, and what torch needs to keep what the policy keeps."""
+
+    policy: OfBlock
+    inner: Callable[..., Any]
+    contexts: Contexts | None = None
+
+
+def follow(module: nn.Module, policy: Policy) -> None:
+    """Let every block of a module follow the policy from now on; `Remat.Off` takes back an earlier one.
+
+    Raises:
+        UsageError: the module has no blocks, not as many as the policy has parts, or a block without a forward pass.
+    """
+    found = blocks(module)
+    policies = _for_each(policy, len(found))
+    if policy != Remat.Off() and (idle := [n for n, b in found.items() if type(b).forward is nn.Module.forward]):
+        raise UsageError(
+            f"{idle[0]} ({type(found[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
+        )
+    for block, of_block in zip(found.values(), policies, strict=True):
+        plan = block.__dict__.pop("remat", None)
+        if isinstance(plan, _Plan):
+            del block.forward
+            if not isinstance(plan.inner, MethodType) or plan.inner.__func__ is not type(block).forward:
+                block.forward = plan.inner  # type: ignore[method-assign]
+        if of_block in (Remat.Off(), Remat.Budget(1.0)):
+            continue
+        block.remat = _Plan(of_block, block.forward)  # type: ignore[assignment]
+        block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
+
+
+def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
+    if not isinstance(policy, Policy):
+        raise UsageError(f"remat = {policy!r}: expected a policy such as Remat.Full() or Remat.Budget(0.5)")
+    if not isinstance(policy, Remat.PerLayer):
+        if not count and policy != Remat.Off():
+            raise UsageError(
+                "nothing to recompute: the module has no block, which is a module with parts inside an nn.ModuleList "
+                "or nn.Sequential; use Remat.Off()"
+            )
+        return (policy,) * count
+    if len(policy.policies) != count:
+        raise UsageError(f"Remat.PerLayer has {len(policy.policies)} policies and the module {count} blocks")
+    if odd := [each for each in policy.policies if not isinstance(each, OfBlock)]:
+        raise UsageError(f"Remat.PerLayer holds {odd[0]!r}: expected the policy of one block")
+    return policy.policies
+
+
+def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+    plan: _Plan = block.remat
+    if not torch.is_grad_enabled():
+        return plan.inner(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        contexts = functools.partial(_eager_contexts, block, plan.contexts)
+        return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if plan.contexts is None:
+        return checkpoint(plan.inner, *args, use_reentrant=False, **kwargs)
+    return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache  # one function for equal blocks, so that they share one compiled graph
+def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
+    def choose() -> Callable[..., CheckpointPolicy]:
+        counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name, seen = str(operator), counts[context.is_recompute]
+            seen[name] += 1
+            kept = (name, seen[name] - 1) in names
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+
+        return policy
+
+    def contexts() -> tuple[Any, Any]:
+        return create_selective_checkpoint_contexts(choose())
+
+    return contexts
+
+
+def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
+    """The contexts of the forward pass and of its repetition, which sees and leaves the block's buffers as they were.
+
+    A module that changes its buffers as it runs (running means, power iterations) would change them twice.
+    """
+    first, again = contexts() if contexts else (nullcontext(), nullcontext())
+    before = _buffers(block)
+    return first, _replayed(block, before, again) if before else again
+
+
+@contextmanager
+def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[None]:
+    now = _buffers(block)
+    _put(before)
+    try:
+        with again:
+            yield
+    finally:
+        _put(now)
+
+
+class _Buffer(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+
+def _buffers(block: nn.Module) -> list[_Buffer]:
+    return [
+        _Buffer(owner, name, tensor, tensor.clone())
+        for owner in block.modules()
+        for name, tensor in owner.named_buffers(recurse=False)
+    ]
+
+
+def _put(buffers: list[_Buffer]) -> None:
+    for owner, name, tensor, value in buffers:
+        # Another block may have saved the tensor for its backward pass, where torch looks whether it has changed.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+            tensor.copy_(value)
+        owner._buffers[name] = tensor  # a module may have put another one in its place
+
+
+# ---- budgets --------------------------------------------------------------------------------------------------------
+
+
+def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> None:
+    """Choose what blocks with a `Pointwise` or `Budget` policy keep, from one pass without numbers.
+
+    Args:
+        module: whose blocks follow a policy.
+        run: runs a module on a batch; it is given a copy whose tensors hold no numbers.
+        captured: whether the blocks will run in a compiled graph, where they may compute and keep other things.
+
+    Raises:
+        UsageError: the pass does not come as far as to every block.
+    """
+    plans = {
+        name: block.remat for name, block in blocks(module).items() if isinstance(block.__dict__.get("remat"), _Plan)
+    }
+    choosing = {name: plan for name, plan in plans.items() if isinstance(plan.policy, (Remat.Pointwise, Remat.Budget))}
+    if not choosing:
+        return
+    if captured:
+        compat.quiet_selective_recompute()
+    recordings = recorded(module, run, captured=captured)
+    for name, plan in choosing.items():
+        plan.contexts = _contexts_of(plan.policy, recordings[name])
+
+
+def _contexts_of(policy: OfBlock, recording: Recording) -> Contexts | None:
+    curve = recording.curve()
+    limit = (
+        round(policy.fraction * recording.stored_bytes) if isinstance(policy, Remat.Budget) else curve[-1].stored_bytes
+    )
+    chosen = within(curve, limit)
+    return _keeping(frozenset(chosen.what)) if chosen and chosen.what else None
+
+
+def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> dict[str, Recording]:
+    """What each block of a module computes and keeps, by name; the arguments are those of `settle`.
+
+    Nothing is allocated, and neither the module nor the random numbers are touched.
+
+    Raises:
+        UsageError: the pass does not come as far as to every block.
+    """
+    found, compiled = dict[str, Recording](), dict[Recording, int]() if captured else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    empty = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
+    reason = "they did not run"
+    with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
+        try:
+            twin = copy.deepcopy(module, dict(empty))
+            for name, block in blocks(twin).items():
+                plan = block.__dict__.pop("remat", None)
+                inner = plan.inner if isinstance(plan, _Plan) else block.forward
+                block.forward = functools.partial(_recording, found, name, block, inner, compiled)  # type: ignore[method-assign]
+            run(twin)
+        except Exception as error:  # whatever a module of one's own may raise
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if missing := [name for name in blocks(module) if name not in found]:
+        raise UsageError(
+            f"a budget needs to know what {missing[0]} computes, and a pass without numbers did not get there "
+            f"({reason}): use Remat.Full() or Remat.Off()"
+        )
+    return found
+
+
+def _recording(
+    found: dict[str, Recording],
+    name: str,
+    block: nn.Module,
+    inner: Callable[..., Any],
+    compiled: dict[Recording, int] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
+    if compiled is not None:
+        if recording not in compiled:  # asked once for blocks that are alike
+            compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
+        recording = replace(recording, stored_bytes=compiled[recording])
+    found.setdefault(name, recording)
+    return output

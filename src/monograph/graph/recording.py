@@ -1,0 +1,141 @@
+"""What a block computes and keeps for its backward pass, found by running it on tensors that hold no numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from monograph import compat
+from monograph.graph.knapsack import Choice, front
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, convolution or attention of a block: what is dear to compute again.
+
+    Attributes:
+        name: the operator's, and which of the block's calls of it this is, the first is 0.
+        stored_bytes: of its results.
+        flops: of computing them, a multiplication and an addition being two.
+    """
+
+    name: tuple[str, int]
+    stored_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One forward pass of a block.
+
+    Attributes:
+        input_bytes: of the tensors that the block is given, which every policy keeps.
+        stored_bytes: what it keeps beside them if nothing is recomputed; its parameters do not count.
+        rest_flops: of everything but its products, one for each number that is written: recomputed by every policy.
+        products: those whose results the backward pass needs, or needs to compute something else again.
+    """
+
+    input_bytes: int
+    stored_bytes: int
+    rest_flops: int
+    products: tuple[Product, ...]
+
+    def curve(self) -> tuple[Choice, ...]:
+        """Which products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`); each choice names them."""
+        groups = [(Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products]
+        return tuple(choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups))
+
+
+def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
+    """Run a block once, gradients enabled; `held` are its parameters and buffers.
+
+    Returns:
+        Its output and the recording.
+    """
+    given = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    calls = _Calls()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
+        output = block(*args, **kwargs)
+    apart = given.keys() | {storage_of(t) for t in held}
+    stored = {storage_of(t): t for t in saved if storage_of(t) not in apart}
+    products, rest = calls.needed(set(stored))
+    return output, Recording(_bytes(given.values()), _bytes(stored.values()), rest, products)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells a tensor's memory from another's as long as both are alive; views share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class _Call(NamedTuple):
+    """One operator's run: of the tensors' memories, which were read, made, and written to in place."""
+
+    name: tuple[str, int]
+    read: set[int]
+    made: set[int]
+    changed: set[int]
+    stored_bytes: int
+    flops: int
+    numbers: int
+
+
+class _Calls(TorchDispatchMode):
+    """Every operator that runs, in order."""
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.counts: Counter[str] = Counter()
+        self.alive: list[Tensor] = []  # or another tensor would get the same memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs, outputs = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out))
+        self.alive += inputs + outputs
+        read = {storage_of(t) for t in inputs}
+        made = {storage_of(t): t for t in outputs if storage_of(t) not in read}
+        changed = set[int]()
+        if compat.writes_in_place(func):
+            changed = {storage_of(t) for t in outputs} & read or read
+        name = str(func)
+        flops, numbers = compat.flops_of(func, args, kwargs or {}, out), sum(t.numel() for t in made.values())
+        self.calls.append(
+            _Call((name, self.counts[name]), read, set(made), changed, _bytes(made.values()), flops, numbers)
+        )
+        self.counts[name] += 1
+        return out
+
+    def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
+        """The products without which `stored` cannot be computed again, and the FLOPs of the rest.
+
+        A product that is overwritten later cannot be kept; it counts among the rest.
+        """
+        products, rest, needed, changed = list[Product](), 0, set(stored), set[int]()
+        for call in reversed(self.calls):
+            if needed & (call.made | call.changed):
+                needed |= call.read
+                if call.flops and not call.made & changed:
+                    products.append(Product(call.name, call.stored_bytes, call.flops))
+                else:
+                    rest += call.flops or call.numbers
+            changed |= call.changed
+        return tuple(reversed(products)), rest

@@ -1,0 +1,96 @@
+# Run: pytest tests/graph/test_remat.py
+"""Which products are kept, and which blocks recompute: knapsacks against trying everything, recordings against closed
+forms."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batches import LENGTH, ragged, tiny_llama
+from monograph.errors import UsageError
+from monograph.graph.knapsack import Choice, front, within
+from monograph.graph.recompute import recorded
+from monograph.graph.remat import Remat, named, spread
+from monograph.loss import token_loss
+
+items = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+def as_groups(items):
+    return [(Choice(0, flops, ()), Choice(size, 0, (index,))) for index, (size, flops) in enumerate(items)]
+
+
+@given(items, st.integers(0, 120))
+def test_no_other_subset_is_better(items, limit):
+    fewest = min(
+        sum(flops for taken, (_, flops) in zip(taking, items, strict=True) if not taken)
+        for taking in itertools.product((False, True), repeat=len(items))
+        if sum(size for taken, (size, _) in zip(taking, items, strict=True) if taken) <= limit
+    )
+    best = within(front(as_groups(items)), limit)
+    assert best.flops == fewest
+    assert best.stored_bytes == sum(items[index][0] for index in best.what) <= limit
+    assert best.flops == sum(flops for index, (_, flops) in enumerate(items) if index not in best.what)
+
+
+def test_a_long_front_is_thinned_and_still_adds_up():
+    items = [(2**index, 2**index) for index in range(14)]
+    choices = front(as_groups(items))
+    assert len(choices) < 600
+    for limit in range(0, 2**14, 500):
+        best = within(choices, limit)
+        assert best.stored_bytes == sum(items[index][0] for index in best.what) <= limit
+        assert best.stored_bytes >= limit - 14 * 2**14 / 512
+
+
+CURVE = (Choice(0, 70, ()), Choice(3, 40, ()), Choice(5, 12, ()), Choice(8, 2, ()))
+
+
+@pytest.mark.parametrize("limit", range(0, 45, 3))
+def test_no_other_policies_of_equal_blocks_are_better(limit):
+    off, layers = 11, 4
+    options = [(c.stored_bytes, c.flops) for c in CURVE] + [(off, 0)]
+    fewest = min(
+        sum(flops for _, flops in chosen)
+        for chosen in itertools.product(options, repeat=layers)
+        if sum(size for size, _ in chosen) <= limit
+    )
+    policies = spread(CURVE, off, layers, limit).policies
+    sizes = [off if p == Remat.Off() else round(p.fraction * off) for p in policies]
+    assert len(sizes) == layers and sum(sizes) <= limit and sizes == sorted(sizes)
+    assert sum(dict(options)[size] for size in sizes) == fewest
+
+
+def test_nothing_fits_below_zero():
+    assert spread(CURVE, 11, 4, -1) is None
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
+def test_what_is_no_share_is_refused(fraction):
+    with pytest.raises(UsageError, match="from 0 .recompute all. to 1"):
+        Remat.Budget(fraction)
+
+
+def test_what_the_configuration_calls_them():
+    assert [named(value) for value in ("auto", "none", "pointwise", "full", 0.5)] == [
+        Remat.Off(), Remat.Off(), Remat.Pointwise(), Remat.Full(), Remat.Budget(0.5),
+    ]  # fmt: skip
+
+
+def test_a_llama_s_products_are_the_closed_form():
+    """q, k, v, attention, o, gate and up: (3 + 2 n_kv / n_h + 2 d_ff / d) B T D numbers; down is not computed again."""
+    rows, model = 4, tiny_llama()
+    recordings = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=False)
+    assert list(recordings) == ["model.layers.0", "model.layers.1"]
+    tokens, (recording, other) = rows * LENGTH, recordings.values()
+    assert recording == other
+    unit, log_sums = 4 * tokens * 32, 4 * tokens * 4
+    assert sum(p.stored_bytes for p in recording.products) == (3 + 2 * 0.5 + 2 * 1.5) * unit + log_sums
+    assert sum(p.flops for p in recording.products if ".mm." in p.name[0]) == 2 * tokens * 32 * (3 * 32 + 2 * 48)
+    assert recording.stored_bytes > sum(p.stored_bytes for p in recording.products)
+    assert unit < recording.input_bytes < 1.1 * unit  # the hidden states; cosine and sine are shared
+    assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]

@@ -1,0 +1,265 @@
+# Run: pytest tests/laws/test_recomputed_is_stored.py
+"""Law 3: whatever is recomputed, loss, gradients and buffers are those of a step that stores everything."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from batches import LENGTH, flat_gradient, ragged, tiny_llama
+from monograph import compat
+from monograph.errors import UsageError
+from monograph.graph import recompute
+from monograph.graph.capture import compiled
+from monograph.graph.inspect import blocks
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
+from monograph.measure.memory import LiveBytes
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.step import Step, accumulate
+from numerics import error_within
+
+POLICIES = [
+    Remat.Pointwise(),
+    Remat.Budget(0.2),
+    Remat.Full(),
+    Remat.PerLayer((Remat.Full(), Remat.Budget(0.3))),
+]
+FAMILIES = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def packed(rows, seed=0):
+    batch = ragged(rows, seed)
+    batch["segments"] = torch.where(torch.arange(LENGTH) < 10, 1, 2).expand(rows, -1).contiguous()
+    batch["positions"] = torch.where(torch.arange(LENGTH) < 10, torch.arange(LENGTH), torch.arange(LENGTH) - 10)
+    batch["positions"] = batch["positions"].expand(rows, -1).contiguous()
+    return batch
+
+
+def engine(policy, precision="fp32", **sizes):
+    return Resident(
+        tiny_llama(**sizes), optim=AdamW(lr=1e-2), clip=0.5, precision=Precision(precision), remat=policy, micro_batch=3
+    )
+
+
+def trained(engine, windows):
+    """Losses, norms and weights of some updates of two micro-batches, the second one not full."""
+    seen = []
+    for window in windows:
+        engine.accumulate(window)
+        seen += [engine.step.loss_sum.clone(), flat_gradient(engine.model)]
+        seen.append(engine.update().grad_norm)
+    return [*seen, *engine.model.state_dict().values()]
+
+
+@pytest.mark.parametrize(("precision", "rows"), [("fp32", ragged), ("bf16", packed)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_of_losses_gradients_and_weights(family, precision, rows):
+    windows = [rows(5, seed=seed) for seed in range(2)]
+    stored = trained(engine(Remat.Off(), precision, **FAMILIES[family]), windows)
+    for policy in POLICIES:
+        again = trained(engine(policy, precision, **FAMILIES[family]), windows)
+        assert all(torch.equal(mine, its) for mine, its in zip(again, stored, strict=True)), policy
+
+
+# ---- modules of one's own --------------------------------------------------------------------------------------------
+
+
+class Powered(nn.Module):
+    """A linear layer divided by an estimate of its norm that every forward pass improves, and first reads."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+        self.register_buffer("direction", torch.ones(size, dtype=torch.float64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            direction = self.inner.weight @ self.direction
+            self.direction.copy_(direction / direction.norm())
+        return self.inner(x) / (self.inner.weight.T @ self.direction.clone()).norm()
+
+
+class Counted(nn.Module):
+    """Divides by how often it ran; the buffer is another tensor each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ran", torch.zeros(()))
+
+    def forward(self, x):
+        self.ran = self.ran + 1
+        return x / self.ran
+
+
+class Careless(nn.Module):
+    """Dropout, running statistics, states of its own, an activation in place, and blocks that are used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(8, 8),
+                nn.ReLU(inplace=True),
+                nn.BatchNorm1d(8),
+                Powered(8),
+                nn.Dropout(0.3),
+                Counted(),
+                nn.Linear(8, 8),
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def classified(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), torch.tensor(len(batch["y"]))
+
+
+def careless(policy):
+    torch.manual_seed(0)
+    return Step(Careless().double(), loss=classified, remat=policy)
+
+
+def vectors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(5, (7,), generator=generator)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
+    """Two updates of two micro-batches, in each of which a block runs twice."""
+    outcomes = []
+    for each in (Remat.Off(), policy):
+        step = careless(each)
+        torch.manual_seed(1)
+        for seed in range(2):
+            accumulate(step, [vectors(seed), vectors(seed + 2)])
+            grads = flat_gradient(step.model)
+            step.apply()
+        outcomes.append([grads, torch.get_rng_state(), *step.model.state_dict().values()])
+    assert all(torch.equal(mine, its) for mine, its in zip(*outcomes, strict=True))
+    assert int(step.model.blocks[0][2].num_batches_tracked) == int(step.model.blocks[0][5].ran) == 8
+
+
+def test_names_copies_and_taking_it_back():
+    model = tiny_llama()
+    names, forwards = list(model.state_dict()), [block.forward for block in blocks(model).values()]
+    recompute.follow(model, Remat.Full())
+    twin = copy.deepcopy(model)
+    assert list(model.state_dict()) == list(twin.state_dict()) == names
+    with torch.no_grad():
+        twin.model.layers[0].mlp.down_proj.weight.zero_()  # a copy's block runs the copy's weights, not the first's
+    tokens = ragged(2)["tokens"]
+    plain = tiny_llama()
+    assert torch.equal(model(tokens), plain(tokens)) and not torch.equal(twin(tokens), plain(tokens))
+    recompute.follow(model, Remat.Off())
+    assert [block.forward for block in blocks(model).values()] == forwards
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        (Remat.PerLayer((Remat.Full(),)), "has 1 policies and the module 2 blocks"),
+        (Remat.PerLayer((Remat.Full(), "full")), "holds 'full': expected the policy of one block"),
+        (Remat.Full, "expected a policy such as"),
+        ("full", "expected a policy such as"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy, line):
+    with pytest.raises(UsageError, match=line):
+        Step(tiny_llama(), remat=policy)
+
+
+def test_a_module_without_blocks_has_nothing_to_recompute():
+    assert Step(nn.Linear(6, 5), loss=classified)
+    with pytest.raises(UsageError, match="the module has no block"):
+        Step(nn.Linear(6, 5), loss=classified, remat=Remat.Pointwise())
+
+
+def test_a_budget_says_so_where_it_cannot_be_known():
+    class Early(Careless):
+        def forward(self, x):
+            return super().forward(x if x.sum().item() else -x)
+
+    step = Step(Early().double(), loss=classified, remat=Remat.Budget(0.5))
+    with pytest.raises(UsageError, match=r"blocks.0 computes.*use Remat.Full\(\)"):
+        accumulate(step, [vectors(0)])
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(policy, precision="fp32"):
+    """What lives after a forward pass beside what lived before it, and what each block was given."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+    model, batch = tiny_llama(**sizes), ragged(8)
+    step = Step(model, remat=policy, precision=Precision(precision))
+    step.settle(batch)
+    with LiveBytes() as live, step.precision.context("cpu"):
+        hidden = model(batch["tokens"])
+    assert hidden.requires_grad
+    return live.kept_bytes
+
+
+def test_memory_falls_as_it_is_told_to():
+    off, full, pointwise = (kept_bytes(policy) for policy in (Remat.Off(), Remat.Full(), Remat.Pointwise()))
+    assert full < 0.2 * off
+    assert full < pointwise < 0.6 * off
+    shares = [0.15, 0.35]
+    budgets = [kept_bytes(Remat.Budget(share)) for share in shares]
+    assert budgets == sorted(budgets) and len(set(budgets)) == len(shares)
+    for share, kept in zip(shares, budgets, strict=True):
+        assert kept - full <= share * (off - full)
+    assert kept_bytes(Remat.Budget(0.0)) == full and kept_bytes(Remat.Budget(1.0)) == off
+    mixed = Remat.PerLayer((Remat.Full(), Remat.Full(), Remat.Off(), Remat.Off()))
+    assert abs(kept_bytes(mixed) - (off + full) / 2) < 0.05 * off
+
+
+# ---- captured --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Remat.Full(), Remat.PerLayer((Remat.Pointwise(), Remat.Budget(0.3)))])
+def test_captured_within_the_bound_of_law_1(policy):
+    batch, exact = packed(6), Resident(tiny_llama(torch.float64), micro_batch=3)
+    eager, captured = engine(Remat.Off()), engine(policy)
+    assert captured.capture(batch, backend="aot_eager") is None
+    graphs = compat.captured_graphs()
+    for each in (exact, eager, captured):
+        each.accumulate(batch)
+    truth = flat_gradient(exact.model)
+    assert error_within(flat_gradient(captured.model), flat_gradient(eager.model), truth)
+    captured.update()
+    captured.accumulate(packed(6, seed=1))
+    assert compat.captured_graphs() == graphs and compat.graph_breaks() == 0
+
+
+def test_captured_buffers_change_once():
+    """Dropout is left out: a compiler draws other numbers, so there is nothing to compare with."""
+    finals = []
+    for policy in (Remat.Off(), Remat.PerLayer((Remat.Pointwise(), Remat.Full()))):
+        step = careless(policy)
+        for block in step.model.blocks:
+            block[1], block[4], block[5] = nn.ReLU(), nn.Identity(), nn.Identity()
+        if policy != Remat.Off():
+            step.forward = compiled(step.forward, "aot_eager")
+        accumulate(step, [vectors(0), vectors(1)])
+        finals.append([flat_gradient(step.model), *step.model.state_dict().values()])
+    for mine, its in zip(*finals, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)
