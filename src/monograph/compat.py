@@ -69,6 +69,16 @@ def onednn_matmul(left: Any, right: Any) -> Any:
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
 
 
+def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False) -> Any:
+    """(left * left_unit) @ (right * right_unit) for fp8 matrices, `right` laid out by columns, in `dtype`.
+
+    `fast` lets a GPU add up in fewer bits than fp32 between its partial sums.
+    """
+    import torch
+
+    return torch._scaled_mm(left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
+
+
 def native(source: str) -> Any:
     """A C++ library, as ctypes has it, built for this processor once and kept in Inductor's cache between runs."""
     from torch._inductor.codecache import CppCodeCache

@@ -65,6 +65,7 @@ class Device:
         bandwidth_bytes_per_s: datasheet memory bandwidth, None where unknown.
         cores: CPU cores this process may run on (affinity and cgroup quota respected).
         has_bf16: bf16 matrix products run in hardware.
+        has_fp8: fp8 matrix products run in hardware.
         driver: the NVIDIA kernel driver's version, None without one.
     """
 
@@ -77,6 +78,7 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     bandwidth_bytes_per_s: float | None = None
     driver: str | None = None
+    has_fp8: bool = False
 
     @property
     def summary(self) -> str:
@@ -118,6 +120,7 @@ def describe(device: torch.device | None = None) -> Device:
             peak_flops=rates.flops if rates else {},
             bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s if rates else None,
             driver=_nvidia_driver(),
+            has_fp8=torch.cuda.get_device_capability(device) >= (8, 9),
         )
     name, instructions = _cpu_model()
     total_bytes, free_bytes = _host_memory()

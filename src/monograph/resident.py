@@ -118,10 +118,10 @@ class Resident:
         accumulate(step, [batch])
         step.discard()
         # Without a target an update is skipped on the device, so this compiles it and changes nothing but its counters.
-        kept = [t.clone() for t in (step.applied, step.tokens, step.skipped)]
+        kept = {name: counter.clone() for name, counter in step.counters.items()}
         step.apply()
-        for counter, value in zip((step.applied, step.tokens, step.skipped), kept, strict=True):
-            counter.copy_(value)
+        for name, counter in step.counters.items():
+            counter.copy_(kept[name])
         self.evaluate(batch)
 
     def accumulate(self, window: Batch) -> None:
@@ -188,14 +188,14 @@ class Resident:
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
-        counters = {name: int(getattr(step, name)) for name in ("applied", "tokens", "skipped")}
+        counters = {name: counter.item() for name, counter in step.counters.items()}
         return EngineState(unique_state(self.model), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors.
 
         Raises:
-            InputRefused: a tensor is missing, left over or has another shape.
+            InputRefused: a tensor or counter is missing, or a tensor is left over or has another shape.
         """
         own = self.state()
         for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
@@ -210,9 +210,11 @@ class Resident:
                         f"the saved {kind} does not fit: {name} is {list(theirs[name].shape)}, not {list(tensor.shape)}"
                     )
                 tensor.detach().copy_(theirs[name])
+        if missing := sorted(own.scalars.keys() - state.scalars.keys()):
+            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision")
         self.step.index = state.scalars["index"]
-        for name in ("applied", "tokens", "skipped"):
-            getattr(self.step, name).fill_(state.scalars[name])
+        for name, counter in self.step.counters.items():
+            counter.fill_(state.scalars[name])
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows = _rows(window)

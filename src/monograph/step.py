@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph import recompute
+from monograph.graph import fp8, recompute
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.loss import CountedLoss, Loss, token_loss
-from monograph.optim import AdamW, Optimizer, initialise, planes, trainable, update_
+from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, update_
 from monograph.schedule import Schedule, constant
 
 
@@ -78,20 +78,24 @@ class Step:
             optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest Euclidean norm of an update's gradient, None for no clipping.
-            precision: the compute dtype; fp32 (no change) by default.
+            precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled: see
+                `Precision.rescale_`; an update whose scaled gradient overflows is skipped as every non-finite one is.
+                With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
         self.model, self.loss, self.clip = model, loss, clip
-        self.optim = optim or AdamW()
-        if self.optim.ema is not None and not 0 < self.optim.ema < 1:
-            raise UsageError(f"ema = {self.optim.ema}: expected a decay between 0 and 1, or None for no average")
+        self.optim = checked(optim or AdamW())
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
+        if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
+            name = self.precision.name
+            raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
         self.sum_over_ranks = sum_over_ranks
+        self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
         recompute.follow(model, remat or Remat.Off())
         self.settled_for: bool | None = None
-        self.planes = planes(trainable(model), self.optim.kinds(model))
+        self.planes = planes(trainable(model), self.optim.kinds(model), self.optim.state)
         for plane in self.planes:
             initialise(plane, self.optim)
         self.holds_average = False
@@ -100,7 +104,8 @@ class Step:
         zero = torch.zeros((), device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
-        self.count, self.applied, self.tokens, self.skipped = (zero.to(torch.int64) for _ in range(4))
+        self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
+        self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
         self.apply: Callable[[], Tensor] = self._apply
@@ -121,6 +126,12 @@ class Step:
             with self.precision.context(self.device.type):
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """The 0-d tensors that the updates write and a run's state holds, by name."""
+        names = ("applied", "tokens", "skipped", *(("loss_scale", "good") if self.precision.scaled else ()))
+        return {name: getattr(self, name) for name in names}
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
@@ -154,14 +165,15 @@ class Step:
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = _pair(self.loss(self.model, batch))
-        return loss_sum * seed[0].to(loss_sum.dtype), loss_sum.detach(), count
+        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
+        return wide * seed[0].to(wide.dtype), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
         return _pair(self.loss(self.model, batch))
 
     def _apply(self) -> Tensor:
         counted = isinstance(self.loss, CountedLoss)
-        scale = torch.ones_like(self.lr) if counted else _reciprocal(self.count)
+        scale = (torch.ones_like(self.lr) if counted else _reciprocal(self.count)) / self.loss_scale
         squares = [torch.linalg.vector_norm(plane.grad, dtype=torch.float64).square() for plane in self.planes]
         grad_norm = torch.stack(squares).sum().sqrt() * scale
         accepted = grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
@@ -170,6 +182,8 @@ class Step:
         self.applied.add_(accepted)
         self.tokens.add_(torch.where(accepted, self.count, 0))
         self.skipped.add_(~accepted)
+        if self.precision.scaled:
+            self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
         for plane in self.planes:
             grad = plane.grad * scale.to(plane.grad.dtype)
             compute = self.precision.products(grad.dtype)
@@ -207,7 +221,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     total = torch.ones((), device=step.device)
     if batches and counts[0] is not None:
         total = step.sum_over_ranks(torch.stack(counts).sum())  # type: ignore[arg-type]
-    seed = _reciprocal(total).reshape(1)  # a 0-d float64 argument would be traced twice
+    seed = (_reciprocal(total) * step.loss_scale).reshape(1)  # a 0-d float64 argument would be traced twice
     for plane in step.planes:
         plane.link()
     for batch in batches:

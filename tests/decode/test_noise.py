@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from monograph.decode.elementary import UNIT, log, log1p_negative, weight
-from monograph.decode.noise import continuation_seed, gumbel, gumbel_noise, philox, row_uniform, uniform
+from monograph.decode.noise import continuation_seed, gumbel, gumbel_noise, row_uniform, uniform
+from monograph.ops.philox import philox
 from numerics import error_within
 
 ONES, PI = 0xFFFFFFFF, "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"

@@ -64,3 +64,23 @@ def moving_average(history: list[Tensor], decay: float) -> Tensor:
     """sum_i d^(t - i) p_i / sum_i d^(t - i) over all that the parameters were after each update."""
     weights = [decay ** (len(history) - 1 - i) for i in range(len(history))]
     return sum(w * p.double() for w, p in zip(weights, history, strict=True)) / sum(weights)
+
+
+def steps(values: Tensor, signed: bool) -> Tensor:
+    """Where values lie on the scale of 8-bit codes, before rounding, block by block of 256, in float64."""
+    found = []
+    for block in values.double().split(256):
+        largest = float(block.abs().max())
+        share = block.abs() / largest if largest else block.abs()
+        found.append(127 * share**0.5 * block.sign() if signed else 255 * share**0.25)
+    return torch.cat(found)
+
+
+def decoded(codes: Tensor, largest: Tensor) -> Tensor:
+    """What 8-bit codes stand for, one by one."""
+    signed = codes.dtype == torch.int8
+    exact = []
+    for index, code in enumerate(codes.tolist()):
+        share = math.copysign((code / 127) ** 2, code) if signed else (code / 255) ** 4
+        exact.append(share * float(largest[index // 256]))
+    return torch.tensor(exact, dtype=torch.float64)

@@ -21,7 +21,7 @@ from monograph.run.signals import StopSignal
 from monograph.session import choices
 from monograph.session.invocation import command, show
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, prepare, repeatable
+from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_precision
 from monograph.session.story import Story, finished, standard_json
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
@@ -60,6 +60,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
     def warn(line: str) -> None:
         progress.line("warning", line)
 
+    require_precision(settings, describe())
     settings = choices.sized(settings)
     if not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)

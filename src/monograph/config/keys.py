@@ -107,8 +107,12 @@ class DataSection(Section):
 class OptimSection(Section):
     """How weights are updated."""
 
-    name: Literal["auto", "adamw", "muon"] = _key(
-        "auto", "auto, adamw or muon", "the update rule; muon for matrices of blocks; auto: muon for a new model"
+    name: Literal[
+        "auto", "adamw", "adamw:bf16", "adamw:8bit", "adamw:all-bf16", "muon", "muon:bf16", "muon:8bit", "muon:all-bf16"
+    ] = _key(
+        "auto",
+        "auto, adamw or muon, the latter two also with :bf16, :8bit or :all-bf16 for less memory",
+        "the update rule; muon for matrices of blocks; auto: muon for a new model; adamw:8bit: its state in 8 bits",
     )
     lr: Auto | PositiveFloat = _key("auto", "a number above 0, or auto", "peak learning rate")
     weight_decay: NonNegativeFloat = _key(0.1, "a number, 0 or more", "decoupled decay of the matrices")
@@ -139,7 +143,9 @@ class TrainSection(Section):
     tokens_per_update: Auto | Count = _key("auto", _COUNT + ", or auto", "tokens of one optimizer update")
     micro_batch: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "rows on the device at once")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number, 0 or more", "of weights and data order")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key("auto", "auto, fp32 or bf16", "of the arithmetic")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key(
+        "auto", "auto, fp32, bf16, fp16 or fp8", "of the arithmetic; fp8: of the blocks' linear layers, else bf16"
+    )
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
         "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"
     )
@@ -180,7 +186,6 @@ class NotBuilt(NamedTuple):
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
     "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
-    "train.precision": NotBuilt(("auto", "fp32", "bf16"), "this precision is not built yet; fp32 and bf16 are"),
     "train.compile": NotBuilt(("auto", "whole", "none"), "a graph for one block is not built yet; whole and none are"),
     "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -20,6 +20,7 @@ from monograph.config.keys import (
     OptimSection,
     TrainSection,
 )
+from monograph.config.nearest import did_you_mean
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
@@ -118,6 +119,8 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     except ValidationError:
         expected = field.json_schema_extra["expected"]  # type: ignore[index, call-overload]
         hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
+        if isinstance(value, str) and get_origin(field.annotation) is Literal:
+            hint = did_you_mean(value, get_args(field.annotation))
         raise UsageError(f"{origin}: {key} = {_shown(value)}: expected {expected}{hint}") from None
     refused = NOT_BUILT.get(key)
     if refused and checked not in refused.works:

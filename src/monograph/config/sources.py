@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config.keys import KEYS, SECTIONS
+from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.errors import UsageError
 
@@ -64,15 +64,6 @@ def require_known(key: str, origin: str) -> None:
     if key in KEYS:
         return
     raise UsageError(f"{origin}: there is no key {key}{did_you_mean(key, KEYS) or _known_beside(key)}")
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
-    full = list(choices)
-    last = {choice.rpartition(".")[2]: choice for choice in full}
-    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
-    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _known_beside(key: str) -> str:

@@ -6,32 +6,48 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from monograph.device import Device
 from monograph.errors import UsageError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The compute dtype of a step, "fp32" or "bf16".
+    """The compute dtype of a step: "fp32", "bf16", "fp16" or "fp8".
 
     "bf16" runs matrix products, attention and (in this package's models) the residual stream in bfloat16 through
-    `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp32" changes
-    nothing, so a float64 module computes in float64.
+    `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp16" does the
+    same in half precision, whose small range asks for a loss scale (`rescale_`). "fp8" is "bf16" but for the linear
+    layers of blocks, see `monograph.graph.fp8`. "fp32" changes nothing, so a float64 module computes in float64.
+
+    Attributes:
+        name: one of the above.
+        loss_scale: of fp16, what the loss is multiplied by at first; a power of two, so that dividing again is exact.
+        grow_after: of fp16, updates in a row without overflow after which the scale doubles.
     """
 
     name: str = "fp32"
+    loss_scale: float = 2.0**16
+    grow_after: int = 2000
 
     def __post_init__(self) -> None:
         """Refuse an unknown name."""
-        if self.name not in DTYPES:
-            raise UsageError(f"precision {self.name!r} is not one of {', '.join(DTYPES)}")
+        if self.name not in (*DTYPES, "fp8"):
+            raise UsageError(f"precision {self.name!r} is not one of {', '.join(DTYPES)}, fp8")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype."""
-        return DTYPES[self.name]
+        """The torch dtype; of "fp8" that of all that is not in a block's linear layer."""
+        return DTYPES.get(self.name, torch.bfloat16)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled, so that small gradients do not vanish."""
+        return self.name == "fp16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of matrix products of tensors of `dtype` outside of `context`, where autocast does not choose."""
@@ -40,3 +56,30 @@ class Precision:
     def context(self, device_type: str) -> AbstractContextManager[None]:
         """The context in which a forward pass computes at this precision on "cpu" or "cuda"."""
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")
+
+    def obstacle(self, device: Device) -> str | None:
+        """Why a device should not be asked for this precision, None if it may be."""
+        if self.name == "fp16" and device.type == "cpu":
+            return "a CPU computes in fp16 about 30 times slower than in fp32"
+        if self.name == "fp8" and not device.has_fp8:
+            return "this device has no fp8 arithmetic (NVIDIA's have it from the L4, RTX 4090 and H100 on)"
+        return None
+
+    def rescale_(self, scale: Tensor, good: Tensor, *, finite: Tensor, accepted: Tensor) -> None:
+        """Adapt the loss scale after an update (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+
+            gradient not finite:                    s <- s / 2,  n <- 0
+            accepted, and n + 1 = grow_after:       s <- 2 s,    n <- 0
+            accepted:                               n <- n + 1
+
+        Args:
+            scale: s, 0-d fp32, kept between 1 and 2^24.
+            good: n, updates accepted since s changed last, 0-d int64.
+            finite: bool, whether the scaled gradient is.
+            accepted: bool, whether the update was made; one without targets is finite, and changes nothing here.
+        """
+        grown = good + accepted
+        ripe = grown >= self.grow_after
+        factor = torch.where(finite, torch.where(ripe, 2.0, 1.0), 0.5)
+        scale.copy_((scale * factor).clamp(SMALLEST_SCALE, LARGEST_SCALE))
+        good.copy_(torch.where(finite & ~ripe, grown, 0))

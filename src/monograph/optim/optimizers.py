@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
+from monograph.optim.narrow import STATES, noise, pack_, stochastic, unpacked, zeros
 from monograph.optim.planes import Kind, Plane, trainable
 from monograph.optim.updates import adamw_, ema_, muon_
 
@@ -42,6 +43,13 @@ class AdamW:
         weight_decay: decoupled decay of parameters with two dimensions or more.
         groups: parameters with a rate or a decay of their own.
         ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
+        state: in how many bits the moments are kept; the update computes in the gradient's dtype in any case.
+            "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
+            "bf16": stochastically rounded, 4 bytes; gives up all but 3 digits of a moment, at random.
+            "8bit": codes in blocks of 256, 2 bytes; gives up 1 % of a block's largest moment, the same way each time.
+            "all-bf16": moments as "bf16", and the weights too, stochastically rounded: gives up the fp32 masters, so
+            a weight takes a step of its 2^-8 or none.
+        seed: of stochastic rounding.
     """
 
     lr: float = 1e-3
@@ -50,6 +58,8 @@ class AdamW:
     weight_decay: float = 0.1
     groups: Sequence[Group] = ()
     ema: float | None = None
+    state: str = "fp32"
+    seed: int = 0
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """How each trainable parameter is updated.
@@ -78,6 +88,8 @@ class Muon:
     weight_decay: float = 0.1
     groups: Sequence[Group] = ()
     ema: float | None = None
+    state: str = "fp32"
+    seed: int = 0
     matrices: Sequence[str] | None = None
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
@@ -101,12 +113,25 @@ class Muon:
 Optimizer = AdamW | Muon
 
 
+def checked(optim: Optimizer) -> Optimizer:
+    """The same optimizer.
+
+    Raises:
+        UsageError: a field has a value that means nothing.
+    """
+    if optim.ema is not None and not 0 < optim.ema < 1:
+        raise UsageError(f"ema = {optim.ema}: expected a decay between 0 and 1, or None for no average")
+    if optim.state not in STATES:
+        raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(STATES)}")
+    return optim
+
+
 def initialise(plane: Plane, optim: Optimizer) -> None:
     """Give the plane its state: zero moments, and the average, which is the weights before the first update."""
-    names = ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
-    plane.state = {name: torch.zeros_like(plane.param) for name in names}
+    for name in _moments(plane):
+        plane.state |= zeros(plane.grad, name, optim.state)
     if optim.ema is not None:
-        plane.state["ema"] = plane.param.clone()
+        plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
 
 
 def update_(
@@ -115,18 +140,37 @@ def update_(
     """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
 
     `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
-    `monograph.optim.updates`.
+    `monograph.optim.updates`. What is kept in fewer bits is unpacked before and packed again afterwards.
     """
     kind, state = plane.kind, plane.state
     shared: dict[str, Any] = {"lr": lr * kind.lr, "accepted": accepted, "weight_decay": kind.weight_decay}
+    moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
+    param = plane.param.to(grad.dtype)
     if kind.matrix is None:
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        adamw_(plane.param, grad, *moments, applied=applied, betas=optim.betas, eps=optim.eps, **shared)
+        adamw_(param, grad, *moments.values(), applied=applied, betas=optim.betas, eps=optim.eps, **shared)
     else:
-        param, grad, buffer = (t.view(-1, *kind.matrix) for t in (plane.param, grad, state["momentum_buffer"]))
-        muon_(param, grad, buffer, momentum=kind.momentum, compute=compute, **shared)
+        stacks = (_stacked(flat, plane) for flat in (param, grad, *moments.values()))
+        muon_(*stacks, momentum=kind.momentum, compute=compute, **shared)
+    if optim.state != "fp32":
+        rounds = optim.state != "8bit"
+        words = noise(param, optim.seed, applied, plane.number) if rounds else (None, None, None)
+        for (name, values), word in zip(moments.items(), words[1:], strict=False):
+            pack_(state, name, values, accepted, word)
+        if optim.state == "all-bf16":
+            plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
-        ema_(state["ema"], plane.param, decay=optim.ema, applied=applied, accepted=accepted)
+        average = state["ema"]
+        ema_(average, plane.param.to(average.dtype), decay=optim.ema, applied=applied, accepted=accepted)
+
+
+def _moments(plane: Plane) -> tuple[str, ...]:
+    return ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
+
+
+def _stacked(flat: Tensor, plane: Plane) -> Tensor:
+    """A plane of matrices of one shape as [matrices, rows, cols], without the zeros between them."""
+    rows, cols = plane.kind.matrix  # type: ignore[misc]
+    return flat.view(len(plane.slots), -1)[:, : rows * cols].unflatten(-1, (rows, cols))
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.optim.narrow import BLOCK
 
 
 class Kind(NamedTuple):
@@ -49,20 +50,25 @@ class Plane:
         kind: how they are updated.
         slots: the parameters, in the module's order.
         param: [size] in the parameters' dtype; the module's parameters are views of it.
-        grad: [size] same dtype; the parameters' `.grad` are views of it.
-        state: the optimizer's buffers by name, each [size].
+        grad: [size] in the dtype that the parameters had, also where they are kept in bf16 now; the parameters' `.grad`
+            are views of it.
+        number: which of the module's planes it is.
+        state: the optimizer's buffers by name, each [size], or [size / 256] where a number belongs to a block.
     """
 
     kind: Kind
     slots: list[Slot]
     param: Tensor
     grad: Tensor
+    number: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, view of `flat` in the parameter's shape) for each parameter."""
+        """(parameter name, view of `flat` in the parameter's shape, or of its blocks' numbers) for each parameter."""
+        block = len(self.param) // len(flat)
         for name, parameter, offset in self.slots:
-            yield name, flat[offset : offset + parameter.numel()].view(parameter.shape)
+            part = flat[offset // block : -(-(offset + parameter.numel()) // block)]
+            yield name, part.view(parameter.shape) if block == 1 else part
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, whatever anybody set it to since."""
@@ -85,7 +91,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def planes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind]) -> list[Plane]:
+def planes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], state: str = "fp32") -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
     Values, names, dtypes and devices stay; tied parameters stay tied. Afterwards the parameters are views, so load
@@ -94,22 +100,30 @@ def planes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind]) ->
     Args:
         parameters: by name.
         kinds: of each, by the same names.
+        state: the optimizer's: with "8bit" parameters begin at blocks of 256 elements, zeros between them; with
+            "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
     """
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    return [_plane(kind, those) for kind, those in members.items()]
+    return [_plane(number, kind, those, state) for number, (kind, those) in enumerate(members.items())]
 
 
-def _plane(kind: Kind, members: list[tuple[str, nn.Parameter]]) -> Plane:
-    param = torch.cat([p.detach().flatten() for _, p in members])
+def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str) -> Plane:
+    block = BLOCK if state == "8bit" else 1
+    flat = [nn.functional.pad(p.detach().flatten(), (0, -p.numel() % block)) for _, p in members]
     offsets = [0]
-    for _, p in members:
-        offsets.append(offsets[-1] + p.numel())
-    plane = Plane(
-        kind, [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)], param, torch.zeros_like(param)
-    )
+    for piece in flat:
+        offsets.append(offsets[-1] + len(piece))
+    param = torch.cat(flat)
+    grad = torch.zeros_like(param)
+    param = param.to(torch.bfloat16) if state == "all-bf16" else param
+    slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
+    plane = Plane(kind, slots, param, grad, number)
     for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(param), strict=True):
+        parameter.grad = None
         parameter.data = view
+        if param.dtype != grad.dtype:
+            parameter.grad_dtype = grad.dtype
     plane.link()
     return plane

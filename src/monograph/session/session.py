@@ -6,7 +6,7 @@ import hashlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -177,7 +177,9 @@ class Session:
 
     def branch(self, checkpoint: Checkpoint) -> None:
         """Begin from another run's weights and optimizer; its tokens and skipped updates are not this run's."""
-        self.adopt(checkpoint)
+        # One that computed in another precision has no loss scale to hand over.
+        scalars = self.engine.state().scalars | checkpoint.state["engine"]
+        self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
@@ -232,8 +234,11 @@ def make_schedule(settings: Settings, updates: int) -> Schedule:
 def make_optimizer(settings: Settings) -> Optimizer:
     """The optimizer that the settings name; their learning rate is fixed."""
     optim = settings.optim
-    rule = Muon if optim.name == "muon" else AdamW
+    name, _, state = optim.name.partition(":")
+    rule = Muon if name == "muon" else AdamW
     return rule(
+        state=state or "fp32",
+        seed=settings.train.seed,
         lr=float(optim.lr),
         betas=optim.betas,
         eps=optim.eps,

@@ -12,7 +12,7 @@ from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.measure.quantities import count, counted, megabytes
@@ -26,6 +26,19 @@ from monograph.session.session import Session, make_optimizer
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
+
+
+def require_precision(settings: Settings, machine: Device) -> None:
+    """Refuse a precision that this machine has no arithmetic for, before any text is read.
+
+    Raises:
+        UsageError: naming what to use.
+    """
+    name = settings.train.precision
+    obstacle = None if name == "auto" else Precision(name).obstacle(machine)
+    if obstacle:
+        origin, instead = settings.origins.get("train.precision", "default"), planner.precision(machine)
+        raise UsageError(f"{origin}: train.precision = {name}: {obstacle}; use {instead}")
 
 
 def open_corpus(settings: Settings, progress: Progress) -> Corpus:
@@ -86,7 +99,7 @@ def make_engine(
     model, loss = build(recipe)
     _require_fit(model, text, settings)
     name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
-    known = planner.known_learning_rate(preset, name) if preset != "auto" else 1e-3
+    known = planner.known_learning_rate(preset, name.partition(":")[0]) if preset != "auto" else 1e-3
     lr = known if optim.lr == "auto" else optim.lr
     tokens = int(train.tokens_per_update)
     rows = tokens // settings.data.sequence_length
@@ -142,6 +155,9 @@ def _prepare(session: Session, progress: Progress) -> None:
         progress.line(
             "warning", f"no gradient reaches {', '.join(trial.without_gradient[:3])}: its weights will not change"
         )
+    if left := engine.step.left_in_bf16:
+        layers = counted(len(left), "linear layer")
+        progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
     rows = session.batches.rows_per_window
     mixing = [name for name, module in engine.model.named_modules() if isinstance(module, BATCH_STATISTICS)]
     if mixing and (engine.micro_batch or rows) < rows:

@@ -1,0 +1,119 @@
+"""Linear layers in 8-bit floating point: three products in fp8, everything around them in bf16, weights as they are.
+
+Shapes: M rows of all leading dimensions, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph import compat
+from monograph.errors import UsageError
+
+# Forward more digits, backward more range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of both sides of a weight, as the hardware's products want it
+SMALLEST = 2.0**-100  # of a tensor's largest element, so that its scale is finite
+EXPONENT_BITS = 0x7F800000
+
+
+def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
+    """Let linear layers of a module compute in fp8 while it trains; in evaluation mode they compute as they did.
+
+    The layers stay the objects they are, with their parameters, names and hooks.
+
+    Args:
+        module: the module.
+        weights: names of weights; those of plain linear layers count.
+
+    Returns:
+        The weights whose layers stay in bf16, as a side is no multiple of 16.
+
+    Raises:
+        UsageError: no layer is left that could.
+    """
+    layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}
+    linear = {name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward}
+    odd = [name for name, layer in linear.items() if any(side % MULTIPLE for side in layer.weight.shape)]  # type: ignore[union-attr]
+    if len(odd) == len(linear):
+        raise UsageError(
+            f"fp8 finds no linear layer inside a block with sides that are multiples of {MULTIPLE}: use bf16"
+        )
+    for name in linear.keys() - set(odd):
+        linear[name].__class__ = Float8Linear
+    return odd
+
+
+class Float8Linear(nn.Linear):
+    """`nn.Linear` whose products are fp8 in training mode; `use` makes them of linear layers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N], bf16 (in evaluation mode what `nn.Linear` gives)."""
+        if not self.training:
+            return super().forward(input)
+        output = linear(input, self.weight)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return input @ weight^T with operands rounded to fp8, each scaled as one tensor.
+
+        y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
+
+    q4 and q5 are `quantised` to e4m3 and e5m2; sums are fp32 (the forward's in the hardware's fast way).
+
+    Args:
+        input: x, [..., K], K a multiple of 16.
+        weight_NK: W, N a multiple of 16.
+
+    Returns:
+        [..., N], bf16. The gradients have the dtypes of x and W.
+    """
+    x_MK = input.reshape(-1, input.shape[-1])
+    rows = len(x_MK)
+    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows
+    y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
+    return y_MN[:rows].view(*input.shape[:-1], -1)
+
+
+def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round to fp8 after scaling by the largest power of two that keeps every element in range.
+
+    A power of two, so that the scale itself rounds nothing. What is not finite stays so.
+
+    Returns:
+        The scaled values in `dtype`, and what to multiply them by to undo it, 0-d fp32.
+    """
+    largest = values.abs().amax().float().clamp_min(SMALLEST)
+    ratio = torch.finfo(dtype).max / largest
+    scale = (ratio.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return (values.float() * scale).to(dtype), scale.reciprocal()
+
+
+class _Linear(torch.autograd.Function):
+    """The three products. The input is kept in fp8; the weight is rounded anew in the backward pass, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        x8_MK, x_unit = quantised(x_MK, FORWARD)
+        w8_NK, w_unit = quantised(weight_NK, FORWARD)
+        ctx.save_for_backward(x8_MK, x_unit, weight_NK)
+        ctx.input_dtype = x_MK.dtype
+        return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x8_MK, x_unit, weight_NK = ctx.saved_tensors
+        dy8_MN, dy_unit = quantised(dy_MN, BACKWARD)
+        w8_NK, w_unit = quantised(weight_NK, FORWARD)
+        dx_MK = compat.scaled_mm(dy8_MN, _by_columns(w8_NK), dy_unit, w_unit, ctx.input_dtype)
+        dw_NK = compat.scaled_mm(dy8_MN.t().contiguous(), _by_columns(x8_MK), dy_unit, x_unit, weight_NK.dtype)
+        return dx_MK, dw_NK
+
+
+def _by_columns(matrix: Tensor) -> Tensor:
+    return matrix.t().contiguous().t()

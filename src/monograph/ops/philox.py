@@ -1,0 +1,32 @@
+"""Random words by counter: Philox, the same on every device and in every order of work."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+LOW32 = 0xFFFFFFFF
+_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Random123).
+
+    Args:
+        counter: four words in [0, 2^32), int64, of shapes that broadcast.
+        key: two such words.
+
+    Returns:
+        Four words in [0, 2^32), int64.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The products wrap around in int64, so the upper half must lose the sign that the shift brings in.
+        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        high0, high1 = (product0 >> 32) & LOW32, (product1 >> 32) & LOW32
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & LOW32, high0 ^ c3 ^ k1, product0 & LOW32
+        k0, k1 = (k0 + _WEYL[0]) & LOW32, (k1 + _WEYL[1]) & LOW32
+    return c0, c1, c2, c3

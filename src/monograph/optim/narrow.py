@@ -1,0 +1,109 @@
+"""An optimizer's buffers, and weights, in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes.
+
+Shapes: N elements of a plane, K blocks of 256.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monograph.ops.philox import LOW32, philox
+
+STATES = ("fp32", "bf16", "8bit", "all-bf16")
+BLOCK = 256
+# A code is the root of a value's share of its block's largest, in so many steps: the square root of a signed value,
+# the fourth root of a second moment, which is the square root of what it is used as.
+SIGNED_STEPS, SQUARE_STEPS = 127, 255
+Noise = tuple[Tensor, Tensor, Tensor]
+
+
+def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
+    """A buffer of zeros as `state` keeps it: itself, and with "8bit" its blocks' largest, `<name>_scale` [K] fp32."""
+    if state == "fp32":
+        return {name: torch.zeros_like(like_N)}
+    if state != "8bit":
+        return {name: torch.zeros_like(like_N, dtype=torch.bfloat16)}
+    dtype = torch.uint8 if name == "exp_avg_sq" else torch.int8
+    scale_K = like_N.new_zeros(len(like_N) // BLOCK, dtype=torch.float32)
+    return {name: torch.zeros_like(like_N, dtype=dtype), f"{name}_scale": scale_K}
+
+
+def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """The values of a buffer [N] in `dtype`; the buffer itself if they are kept so."""
+    scale_K = buffers.get(f"{name}_scale")
+    return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K).to(dtype)
+
+
+def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Tensor, word_N: Tensor | None) -> None:
+    """Keep the values in a buffer of bf16 (then `word_N` is noise) or of codes; nothing where `accepted` is false."""
+    if word_N is not None:
+        new = {name: stochastic(values_N, word_N)}
+    else:
+        codes_N, scale_K = quantised(values_N, signed=buffers[name].dtype == torch.int8)
+        new = {name: codes_N, f"{name}_scale": scale_K}
+    for key, tensor in new.items():
+        buffers[key].copy_(torch.where(accepted, tensor, buffers[key]))
+
+
+def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int) -> Noise:
+    """Three independent random words [N] in [0, 2^32), int64: a pure function of (seed, update, plane, index)."""
+    index_N = torch.arange(len(like_N), device=like_N.device)
+    zero = torch.zeros_like(applied)
+    counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
+    return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:3]
+
+
+def stochastic(values: Tensor, word: Tensor) -> Tensor:
+    """Round to bf16, up or down with probabilities that make the mean the value; a bf16 value stays.
+
+        bits <- (bits + r) with the lower 16 bits cut off,   r = word mod 2^16
+
+    Args:
+        values: any shape; first rounded to fp32.
+        word: random, int64, same shape.
+
+    Returns:
+        bf16, one of the two neighbours of the value.
+    """
+    bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
+    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022 (arXiv 2110.02861).
+
+        a = max |x| of the block
+        signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
+        else (v):    c = max(1, round(255 (x / a)^(1/4))), 0 of 0   x' = a (c / 255)^4
+
+    Roots instead of a table, since they fuse into the update. The codes of v lie twice as far down as those of m and
+    never reach 0 before v does: the update m' / sqrt(v') of an element whose gradient is tiny beside its block's stays
+    bounded.
+
+    Args:
+        values_N: [N], N a multiple of 256; v is not negative.
+        signed: m or v.
+
+    Returns:
+        Codes [N], int8 for signed, else uint8; a [K], fp32.
+    """
+    blocks_K256 = values_N.to(torch.float32).view(-1, BLOCK)
+    scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
+    root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
+    if signed:
+        codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
+    else:
+        steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
+        codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
+    return codes.view(-1), scale_K1.squeeze(-1)
+
+
+def dequantised(codes_N: Tensor, scale_K: Tensor) -> Tensor:
+    """The values [N], fp32, that codes stand for; see `quantised`."""
+    codes_K256 = codes_N.view(-1, BLOCK).to(torch.float32)
+    if codes_N.dtype == torch.int8:
+        share = codes_K256 / SIGNED_STEPS
+        return (share * share.abs() * scale_K[:, None]).view(-1)
+    square = (codes_K256 / SQUARE_STEPS).square()
+    return (square.square() * scale_K[:, None]).view(-1)

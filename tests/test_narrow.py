@@ -1,0 +1,294 @@
+# Run: pytest tests/test_narrow.py
+"""Optimizer state and weights in fewer bits: codes, rounding and updates against float64, resumed, compiled, refused.
+
+What an update stores is compared with the exact update of what was stored before, so nothing adds up.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batches import ragged, tiny_llama
+from monograph.config import load
+from monograph.errors import InputRefused, UsageError
+from monograph.graph.capture import compiled
+from monograph.graph.precision import Precision
+from monograph.optim import AdamW, Group, Muon
+from monograph.optim.narrow import dequantised, noise, quantised, stochastic, unpacked
+from monograph.resident import Resident
+from monograph.session.session import make_optimizer
+from monograph.step import Step
+from numerics import error_within
+from reference import optimizers as reference
+
+EPS, NARROW = torch.finfo(torch.float32).eps, ("bf16", "8bit", "all-bf16")
+YES = torch.tensor(True)
+TOY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Given(nn.Module):
+    """Two matrices of one shape and a vector, none a whole number of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.gain = (nn.Parameter(torch.randn(*size)) for size in ((9, 5), (9, 5), (300,)))
+
+
+def given_gradient(model, batch):
+    """A loss whose gradient is the batch, whatever the weights are."""
+    return sum((p * batch[name].to(p.dtype)).sum() for name, p in model.named_parameters()), torch.tensor(1)
+
+
+def optimizer(rule, state, **more):
+    more |= {"matrices": ["left", "right"]} if rule is Muon else {}
+    return rule(lr=0.01, state=state, **more)
+
+
+def step_of(rule, state, **more):
+    torch.manual_seed(0)
+    precision = Precision("bf16" if state == "all-bf16" else "fp32")
+    return Step(Given(), loss=given_gradient, optim=optimizer(rule, state, **more), precision=precision)
+
+
+def gradients(seed):
+    """Of very different sizes, exact in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"left": (9, 5), "right": (9, 5), "gain": (300,)}
+    draw = {n: torch.randn(*s, generator=generator) for n, s in sizes.items()}
+    return {
+        n: (g * 10.0 ** (-4 * torch.rand(g.shape, generator=generator))).bfloat16().float() for n, g in draw.items()
+    }
+
+
+# ---- codes and rounding ---------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 10**6), decades=st.integers(0, 12), signed=st.booleans())
+@settings(max_examples=25)
+def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(3, 256, generator=generator) * 10.0 ** (-decades * torch.rand(3, 256, generator=generator))
+    values[1] = 0
+    values[2, ::3] = 0
+    values = values.flatten() if signed else values.flatten().square()
+    codes, scale = quantised(values, signed)
+    exact = reference.steps(values, signed)
+    exact = exact if signed else torch.where(values > 0, exact.clamp_min(1), 0)
+    # A quotient, a product and two roots, each rounded once.
+    assert (codes - exact).abs().max() <= 0.5 + 255 * 2 * EPS
+    assert torch.equal(scale, values.view(3, 256).abs().amax(-1))
+    truth = reference.decoded(codes, scale)
+    assert ((dequantised(codes, scale) - truth).abs() <= 8 * EPS * truth.abs()).all()
+
+
+def test_rounding_is_to_a_neighbour_and_right_on_average():
+    draws, updates = 2**14, torch.tensor(3)
+    for value in (1.0 + 2**-9, -3.1415, 1e-30, 7.3e20):
+        x = torch.full((draws,), value)
+        found = stochastic(x, noise(x, seed=5, applied=updates, plane=1)[0]).double()
+        low, high = found.min(), found.max()
+        gap = float(high - low)
+        assert low < x[0].double() < high and gap <= 2**-7 * abs(value), "the two neighbours in bf16"
+        share = float((x[0].double() - low) / gap)
+        spread = gap * (share * (1 - share) / draws) ** 0.5
+        assert abs(float(found.mean() - x[0].double())) <= 4 * spread
+    exact = torch.randn(500).bfloat16()
+    assert torch.equal(stochastic(exact.float(), noise(exact, 0, updates, 0)[1]), exact)
+
+
+def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
+    like, t = torch.zeros(64), torch.tensor(7)
+    words = noise(like, 1, t, 0)
+    assert all(torch.equal(a, b) for a, b in zip(words, noise(like, 1, t.clone(), 0), strict=True))
+    assert torch.equal(words[0][:10], noise(like[:10], 1, t, 0)[0])
+    others = [*words[1:], noise(like, 2, t, 0)[0], noise(like, 1, t + 1, 0)[0], noise(like, 1, t, 1)[0]]
+    others.append(noise(like, 1 + 2**40, t, 0)[0])
+    assert all(int((words[0] == other).sum()) == 0 for other in others)
+
+
+# ---- updates --------------------------------------------------------------------------------------------------------
+
+
+def exact_update(plane, optim, grad, t, dtype):
+    """(parameters, moments by name) after the update of what the plane holds, by the reference in `dtype`."""
+    held = {name: unpacked(plane.state, name, torch.float32).to(dtype) for name in plane.state if "scale" not in name}
+    params, moments = [], {name: torch.zeros(len(plane.param), dtype=dtype) for name in held}
+    for slot in plane.slots:
+        part = slice(slot.offset, slot.offset + slot.parameter.numel())
+        shape, decay = slot.parameter.shape, plane.kind.weight_decay
+        if plane.kind.matrix:
+            one = reference.Muon(plane.param[part].to(dtype).view(shape), optim.lr, optim.momentum, decay)
+            one.m = held["momentum_buffer"][part].view(shape)
+        else:
+            one = reference.AdamW(plane.param[part].to(dtype).view(shape), optim.lr, optim.betas, optim.eps, decay)
+            one.t, one.m, one.v = t, held["exp_avg"][part].view(shape), held["exp_avg_sq"][part].view(shape)
+        one.update(grad[slot.name].to(dtype))
+        params.append(one.param.flatten())
+        for name, moment in zip(moments, (one.m, getattr(one, "v", None)), strict=False):
+            moments[name][part] = moment.flatten()
+    return torch.cat(params), moments
+
+
+def packed(plane):
+    return torch.cat([view.flatten() for _, view in plane.views(plane.param)])
+
+
+@pytest.mark.parametrize("rule", [AdamW, Muon])
+@pytest.mark.parametrize("state", NARROW)
+def test_each_update_stores_the_exact_one_s_neighbour(rule, state):
+    step = step_of(rule, state)
+    for t in range(5):
+        grads = gradients(t)
+        exact, naive, low = (
+            [exact_update(plane, step.optim, grads, t, dtype) for plane in step.planes]
+            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        )
+        step([grads])
+        for plane, (param, moments), (naive_param, _), (low_param, _) in zip(
+            step.planes, exact, naive, low, strict=True
+        ):
+            if rule is Muon and state == "all-bf16":  # whose products are in bf16, too
+                assert error_within(packed(plane), low_param, param)
+            elif state == "all-bf16":  # one of the neighbours: less than a unit in the last place
+                slack = 1e-5 * param.abs().max()  # of the update's own arithmetic in fp32
+                assert ((packed(plane).double() - param).abs() <= 2**-7 * param.abs() + slack).all()
+            else:
+                assert error_within(packed(plane), naive_param, param)
+            for name, moment in moments.items():
+                stored = plane.state[name]
+                if state == "8bit":
+                    steps = reference.steps(moment, stored.dtype == torch.int8)
+                    steps = steps if stored.dtype == torch.int8 else torch.where(moment > 0, steps.clamp_min(1), 0)
+                    assert (stored - steps).abs().max() <= 0.5 + 255 * 4 * EPS, name
+                else:
+                    slack = 4 * EPS * moment.abs().max()
+                    assert ((stored.double() - moment).abs() <= 2**-7 * moment.abs() + slack).all(), name
+
+
+def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
+    """e <- b1 e + d (A + b1 e), with A the largest moment and d = (1 + h)^2 - 1 for half a step h of the root."""
+    step, exact, bound = step_of(AdamW, "8bit"), torch.zeros(300, dtype=torch.float64), 0.0
+    half = (1 + 1 / 254) ** 2 - 1
+    for seed in range(40):
+        grads = gradients(seed)
+        step([grads])
+        exact = 0.9 * exact + 0.1 * grads["gain"].double()
+        bound = 0.9 * bound + half * (float(exact.abs().max()) + 0.9 * bound)
+        plane = next(plane for plane in step.planes if plane.slots[0].name == "gain")
+        error = (unpacked(plane.state, "exp_avg", torch.float64)[:300] - exact).abs().max()
+        assert 0 < float(error) <= bound * (1 + 1e-4)
+
+
+def test_a_gradient_that_is_tiny_beside_its_block_makes_no_large_step():
+    """m' <= 4 m, sqrt(v') >= (2 / 3)^2 sqrt(v) and |m| <= 1.17 sqrt(v) at betas of 0.9 and 0.95: 10.6 lr at most."""
+    generator = torch.Generator().manual_seed(0)
+    size, worst = 10.0 ** (-9 * torch.rand(300, generator=generator)), 0.0
+    step = step_of(AdamW, "8bit", weight_decay=0.0)
+    zeros = {"left": torch.zeros(9, 5), "right": torch.zeros(9, 5)}
+    for _ in range(30):
+        before = step.model.gain.detach().clone()
+        step([zeros | {"gain": size * torch.randn(300, generator=generator)}])
+        worst = max(worst, float((step.model.gain.detach() - before).abs().max()))
+    assert 0.01 < worst <= 10.6 * 0.01
+
+
+@pytest.mark.parametrize("state", NARROW)
+def test_a_skipped_update_changes_no_bit(state):
+    step = step_of(AdamW, state, ema=0.9)
+    step([gradients(0)])
+    before = copy.deepcopy([(plane.param, plane.state) for plane in step.planes])
+    assert int(step([gradients(1) | {"left": torch.full((9, 5), float("nan"))}]).skipped) == 1
+    for plane, (param, held) in zip(step.planes, before, strict=True):
+        assert torch.equal(plane.param, param) and all(torch.equal(plane.state[n], held[n]) for n in held)
+
+
+def test_gradients_of_bf16_weights_add_up_in_fp32():
+    step = step_of(AdamW, "all-bf16")
+    parts = [{n: torch.full_like(g, size) for n, g in gradients(0).items()} for size in (1.0, 2.0**-10)]
+    mean = (1 + 2**-10) / 2  # no number of bf16
+    assert float(step(parts).grad_norm) == pytest.approx(mean * 390**0.5, rel=1e-7)
+    assert step.model.left.dtype == torch.bfloat16 and step.model.left.grad.dtype == torch.float32
+
+
+# ---- as a whole -----------------------------------------------------------------------------------------------------
+
+RULES = {"adamw": AdamW(lr=0.01, ema=0.9, groups=[Group("*norm*", lr=2.0)]), "muon": Muon(lr=0.01, betas=(0.8, 0.99))}
+
+
+def engine_of(rule, state, seed=0):
+    optim = replace(RULES[rule], state=state, seed=3)
+    return Resident(tiny_llama(seed=seed, **TOY), optim=optim, precision=Precision("bf16"), micro_batch=2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("state", NARROW)
+def test_resumed_is_uninterrupted_and_names_are_the_parameters(rule, state):
+    whole, resumed = engine_of(rule, state), engine_of(rule, state, seed=1)
+    for update in range(4):
+        if update == 2:
+            resumed.load_state(copy.deepcopy(whole.state()))
+        for engine in (whole, resumed) if update >= 2 else (whole,):
+            engine.accumulate(ragged(4, seed=update, length=8))
+            engine.update()
+    mine, its = resumed.state(), whole.state()
+    assert mine.scalars == its.scalars and list(mine.model) == list(tiny_llama(**TOY).state_dict())
+    for ours, theirs in ((mine.model, its.model), (mine.optimizer, its.optimizer)):
+        assert all(torch.equal(ours[n], t) and t.dtype == ours[n].dtype for n, t in theirs.items())
+    assert {name.partition(".")[2] for name in its.optimizer} == set(its.model)
+    with pytest.raises(InputRefused, match=r"does not fit: .*optim.name"):
+        engine_of(rule, "fp32" if state == "8bit" else "8bit").load_state(its)
+
+
+def test_what_a_parameter_takes():
+    expected = {"fp32": (4, 8), "bf16": (4, 4), "8bit": (4, 2 + 8 / 256), "all-bf16": (2, 4)}
+    for state, (weight, moments) in expected.items():
+        model = nn.Linear(64, 64, bias=False)
+        plane = Step(model, optim=AdamW(state=state), precision=Precision("bf16")).planes[0]
+        held = sum(t.nbytes for t in plane.state.values())
+        assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
+
+
+def test_compiled_is_eager():
+    """The update alone, of both kinds of narrow state in one graph."""
+    exact, eager, fast = ([step_of(AdamW, state) for state in ("8bit", "all-bf16")] for _ in range(3))
+    both = compiled(lambda: [step.apply() for step in fast])
+    for pair in (exact, eager, fast):
+        for step in pair:
+            step.model.gain.grad.copy_(gradients(0)["gain"])
+            step.lr.fill_(0.01)
+            step.count.fill_(1)
+    truth = [[exact_update(p, s.optim, {"gain": gradients(0)["gain"]} | ZERO, 0, torch.float64)[0] for p in s.planes]
+             for s in exact]  # fmt: skip
+    both()
+    for step in eager:
+        step.apply()
+    for mine, naive, true in zip(fast, eager, truth, strict=True):
+        for ours, its, param in zip(mine.planes, naive.planes, true, strict=True):
+            assert error_within(packed(ours), packed(its), param)
+            for name in its.state:
+                different = int((ours.state[name] != its.state[name]).sum())
+                assert different <= 0.01 * len(its.state[name]), "a rounding that fell on a border, no more"
+
+
+ZERO = {"left": torch.zeros(9, 5), "right": torch.zeros(9, 5)}
+
+
+def test_names_on_the_command_line():
+    for name, expected in (("adamw", (AdamW, "fp32")), ("adamw:8bit", (AdamW, "8bit")), ("muon:bf16", (Muon, "bf16"))):
+        given = {"optim.name": name, "optim.lr": 0.1, "train.seed": 4}
+        found = make_optimizer(load(None, given, {}))
+        assert (type(found), found.state, found.seed) == (*expected, 4)
+    for wrong, meant in (("adamw:8bits", "adamw:8bit"), ("muon:b16", "muon:bf16"), ("adamw:allbf16", "adamw:all-bf16")):
+        with pytest.raises(UsageError, match=f"{wrong}.*expected auto, adamw or muon.*; did you mean {meant}[?]"):
+            load(None, {"optim.name": wrong}, {})
+    with pytest.raises(UsageError, match=r"state = '4bit': expected one of fp32, bf16, 8bit, all-bf16"):
+        step_of(AdamW, "4bit")
+    with pytest.raises(UsageError, match="all-bf16 keeps the weights in bf16, which precision fp32 cannot use"):
+        Step(Given(), loss=given_gradient, optim=AdamW(state="all-bf16"))
