@@ -35,6 +35,7 @@ _HOME = {
     "evaluate": "evaluation",
     "generate": "decode",
     "Sampling": "decode",
+    "plan": "planner",
     "flops": "measure.flops:flops_per_token",
     "save_checkpoint": "loop",
     "load_checkpoint": "loop",
