@@ -25,8 +25,8 @@ from monograph.resident import Resident
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = ("accumulation", "automata", "contestants", "corpus", "families", "first_run", "generate_peers", "generators")
-SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "remat", "rounds", "sampler", "start", "steps")
-SCRIPTS += ("systems", "time_to_quality", "train", "train_peers")
+SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "plan", "remat", "rounds", "sampler", "start")
+SCRIPTS += ("steps", "systems", "time_to_quality", "train", "train_peers")
 
 
 @pytest.fixture
@@ -68,6 +68,11 @@ def test_sampler(script, monkeypatch, tmp_path):
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
+
+
+def test_plan(script, monkeypatch, tmp_path):
+    found = smoke(script("plan"), monkeypatch, tmp_path / "found.json")
+    assert found["summary"]["eager"]["worst"] < 0.05 and found["cases"][0]["measured_bytes"] > 0
 
 
 def test_automata(script, monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from monograph import device
+from monograph.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -170,3 +171,30 @@ def test_a_path_with_a_space_is_an_obstacle_that_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(device.torch, "__file__", str(folder / "__init__.py"))
     obstacle = device.compiler_obstacle()
     assert obstacle is not None and "space" in obstacle and str(folder) in obstacle
+
+
+# ── cards by name ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["4090", "rtx 4090", "NVIDIA GeForce RTX 4090", "RTX-4090"])
+def test_a_card_is_found_however_it_is_spelled(name: str) -> None:
+    card = device.named(name)
+    assert (card.name, card.type, card.memory_bytes) == ("NVIDIA GeForce RTX 4090", "cuda", 24 * 2**30)
+    assert card.peak_flops["bf16"] == 165.2e12 and card.bandwidth_bytes_per_s == 1.008e12
+
+
+def test_cards_that_differ_in_memory_are_two() -> None:
+    assert device.named("A100 40GB").memory_bytes * 2 == device.named("a100-80").memory_bytes
+
+
+@pytest.mark.parametrize("short", device.CARDS)
+def test_every_card_has_rates_and_a_link(short: str) -> None:
+    card = device.named(short)
+    assert card.peak_flops and card.bandwidth_bytes_per_s and card.link_bytes_per_s
+    assert card.has_bf16 == ("bf16" in card.peak_flops)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("H20O", "H200"), ("4091", "4090"), ("a100", "A100-"), ("zx", "known are")])
+def test_an_unknown_card_is_refused_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=rf"--device {name}: no such card; .*{hint}"):
+        device.named(name)

@@ -36,6 +36,7 @@ _HOME = {
     "evaluate": "evaluation",
     "generate": "decode",
     "Sampling": "decode",
+    "plan": "planner",
     "flops": "measure.flops:flops_per_token",
     "save_checkpoint": "loop",
     "load_checkpoint": "loop",

@@ -7,7 +7,6 @@ import errno
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import typer
 import typer.main
 
 from monograph import __version__
-from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError
+from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError, bug_report
 
 if TYPE_CHECKING:
     from monograph.config import Settings
@@ -94,6 +93,23 @@ def train(
     from monograph.commands.train import run
 
     return _interruptible(run)(settings, out=out, resume=resume, from_=from_, json=json)
+
+
+@app.command()
+def plan(
+    arguments: ConfigArguments = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a card, such as H200; default: this machine")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="24GiB", help="plan for so much memory; default: what is free")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Say what fits a device and how fast it would go, before anything is trained."""
+    from monograph.commands.plan import run
+
+    return run(_settings(arguments), device=device, device_memory=device_memory, json=json)
 
 
 @app.command()
@@ -290,21 +306,5 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
     summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    print(f"bug: {summary}; please report it with {_written_down(arguments)}", file=sys.stderr)
+    print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
     return 1
-
-
-def _written_down(arguments: list[str]) -> str:
-    """The file that has the traceback of the exception being handled now; how to see it, where none can be written."""
-    head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
-    text = (head + traceback.format_exc()).encode("utf-8", "backslashreplace")
-    path = None
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="monograph-bug-", suffix=".txt")
-        with open(descriptor, "wb") as file:
-            file.write(text)
-    except OSError:
-        if path:
-            os.unlink(path)
-        return "what MONOGRAPH_DEBUG=1 prints (no file could be written)"
-    return path

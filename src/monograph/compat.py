@@ -189,3 +189,29 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         decompositions=select_decomp_table(),
     )(*fresh)
     return sum(stored.values())
+
+
+def without_modes() -> Any:
+    """A context in which no dispatch mode of the caller is active; `torch.compile` refuses to trace inside of one."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that makes a forward and a backward graph as Inductor does and builds neither.
+
+    `forward` and `backward` turn a graph into a function of the list of its arguments.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: forward(graph),
+        bw_compiler=lambda graph, _: backward(graph),
+        inference_compiler=lambda graph, _: forward(graph),
+        decompositions=select_decomp_table(),
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        keep_inference_input_mutations=True,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from monograph.errors import UsageError
 
 clock = time.perf_counter  # monotonic and in seconds: the wall clock may jump
 
@@ -51,9 +54,33 @@ _CARDS: tuple[tuple[str, Rates], ...] = (
 )
 
 
+# What `named` knows: the driver's name, memory in GiB and bytes/s to and from the host, one way. Source: as above; the
+# memory of the H200 is what its driver gives (143,771 MiB), a link is PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+CARDS: dict[str, tuple[str, float, float]] = {
+    "B200": ("NVIDIA B200", 180, 63e9),
+    "H200": ("NVIDIA H200", 140.4, 63e9),
+    "H200-NVL": ("NVIDIA H200 NVL", 140.4, 63e9),
+    "H100": ("NVIDIA H100 80GB HBM3", 80, 63e9),
+    "H100-NVL": ("NVIDIA H100 NVL", 94, 63e9),
+    "H100-PCIe": ("NVIDIA H100 PCIe", 80, 63e9),
+    "A100-80": ("NVIDIA A100-SXM4-80GB", 80, 31.5e9),
+    "A100-40": ("NVIDIA A100-SXM4-40GB", 40, 31.5e9),
+    "L40S": ("NVIDIA L40S", 48, 31.5e9),
+    "L4": ("NVIDIA L4", 24, 31.5e9),
+    "A6000": ("NVIDIA RTX A6000", 48, 31.5e9),
+    "6000-Ada": ("NVIDIA RTX 6000 Ada Generation", 48, 31.5e9),
+    "5090": ("NVIDIA GeForce RTX 5090", 32, 63e9),
+    "4090": ("NVIDIA GeForce RTX 4090", 24, 31.5e9),
+    "4080": ("NVIDIA GeForce RTX 4080", 16, 31.5e9),
+    "3090": ("NVIDIA GeForce RTX 3090", 24, 31.5e9),
+    "V100": ("Tesla V100-SXM2-32GB", 32, 15.8e9),
+    "T4": ("Tesla T4", 16, 15.8e9),
+}
+
+
 @dataclass(frozen=True)
 class Device:
-    """This machine's compute device.
+    """A compute device: this machine's, or a card that is planned for.
 
     Attributes:
         name: the card's name as its driver gives it, or the CPU's model name.
@@ -67,6 +94,7 @@ class Device:
         has_bf16: bf16 matrix products run in hardware.
         has_fp8: fp8 matrix products run in hardware.
         driver: the NVIDIA kernel driver's version, None without one.
+        link_bytes_per_s: datasheet rate to and from the host, one way, None where unknown.
     """
 
     name: str
@@ -79,6 +107,7 @@ class Device:
     bandwidth_bytes_per_s: float | None = None
     driver: str | None = None
     has_fp8: bool = False
+    link_bytes_per_s: float | None = None
 
     @property
     def summary(self) -> str:
@@ -96,6 +125,41 @@ def card_rates(name: str) -> Rates | None:
     if "MIG" in name:
         return None
     return next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
+
+
+def named(name: str) -> Device:
+    """The card of that name in `CARDS`, however it is spelled, all of its memory free, as its datasheet has it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = {_spelled(short): short for short in CARDS}
+    short = known.get(_spelled(name))
+    if short is None:
+        near = difflib.get_close_matches(_spelled(name), known, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(known[each] for each in near)}?" if near else f"known are {', '.join(CARDS)}"
+        raise UsageError(f"--device {name}: no such card; {hint}")
+    full_name, gibibytes, link = CARDS[short]
+    rates = card_rates(full_name)
+    assert rates
+    memory_bytes = int(gibibytes * 2**30)
+    return Device(
+        name=full_name,
+        type="cuda",
+        memory_bytes=memory_bytes,
+        free_memory_bytes=memory_bytes,
+        cores=_cores(),
+        has_bf16="bf16" in rates.flops,
+        peak_flops=rates.flops,
+        bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s,
+        link_bytes_per_s=link,
+    )
+
+
+def _spelled(name: str) -> str:
+    """Without what people leave out: an RTX 4090 is `4090`, an A100 40GB `a10040`."""
+    plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
+    return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 
 
 def default_device() -> torch.device:

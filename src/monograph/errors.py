@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import traceback
+
 
 class MonographError(Exception):
     """Base of every error that is shown to a person as one line; the command line exits with `exit_code`."""
@@ -55,3 +60,21 @@ class Stopped(MonographError):
     """A signal asked the run to stop, and it did so after saving."""
 
     exit_code = 75
+
+
+def bug_report(arguments: list[str]) -> str:
+    """The file that has the traceback of the exception being handled now; how to see it, where none can be written."""
+    from monograph import __version__
+
+    head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
+    text = (head + traceback.format_exc()).encode("utf-8", "backslashreplace")
+    path = None
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="monograph-bug-", suffix=".txt")
+        with open(descriptor, "wb") as file:
+            file.write(text)
+    except OSError:
+        if path:
+            os.unlink(path)
+        return "what MONOGRAPH_DEBUG=1 prints (no file could be written)"
+    return path

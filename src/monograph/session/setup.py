@@ -22,6 +22,7 @@ from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
+from monograph.session.planning import planned
 from monograph.session.session import Session, make_optimizer
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -108,9 +109,7 @@ def make_engine(
         "optim.lr": lr,
         "train.tokens_per_update": tokens,
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
-        "train.micro_batch": _micro_batch(model, rows, settings, machine)
-        if train.micro_batch == "auto"
-        else train.micro_batch,
+        "train.micro_batch": _micro_batch(model, rows, settings, machine),
     }
     settings = settings.resolve(fixed, "plan")
     engine = Resident(
@@ -204,15 +203,10 @@ def calibrate(session: Session) -> float:
 
 
 def _micro_batch(model: nn.Module, rows: int, settings: Settings, machine: Device) -> int:
-    if not isinstance(model, Llama):
-        return rows
-    config, params = model.config, sum(p.numel() for p in model.parameters())
-    length = settings.data.sequence_length
-    # Weight, gradient and two moments (of which Muon keeps one); the average if there is one.
-    static_bytes = params * 4 * (4 if settings.optim.ema == "none" else 5)
-    return planner.micro_batch(
-        rows, static_bytes, config.hidden_size, config.num_hidden_layers, length, machine.free_memory_bytes
-    )
+    """As pinned; what the plan chooses for a Llama; the whole update for another module, whose memory nobody knows."""
+    if settings.train.micro_batch != "auto":
+        return settings.train.micro_batch
+    return planned(settings, model.config, machine).work.rows if isinstance(model, Llama) else rows
 
 
 def _require_fit(model: nn.Module, corpus: Corpus, settings: Settings) -> None:

@@ -1,8 +1,4 @@
-"""What a run will be, decided before it starts: every "auto" of the settings becomes a value, with its reason.
-
-For now it sizes the default run; placement, memory and recomputation come with the rooms they
-choose between.
-"""
+"""How long a run is and in what portions, where the settings leave it open; learning rates that are known."""
 
 from __future__ import annotations
 
@@ -77,15 +73,3 @@ def precision(device: Device) -> str:
 def known_learning_rate(preset: str, optimizer: str) -> float:
     """The preset's peak learning rate for "adamw" or "muon"."""
     return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(preset, LEARNING_RATES[preset])
-
-
-def micro_batch(rows: int, static_bytes: int, width: int, layers: int, length: int, free_bytes: int) -> int:
-    """Rows per micro-batch, a divisor of `rows` if possible, so that activations fit half of the free memory.
-
-    A stored activation is counted as (6 + 2 + 3 * 2.7) numbers of 4 bytes per position, layer and unit of width, the
-    closed form of a Llama block with full-precision residuals; weights, gradients and optimizer state are
-    `static_bytes`.
-    """
-    per_row = 64 * width * layers * length
-    fits = max(1, int((free_bytes / 2 - static_bytes) / per_row))
-    return rows if fits >= rows else max(d for d in range(1, fits + 1) if rows % d == 0)

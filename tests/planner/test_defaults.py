@@ -1,4 +1,4 @@
-# Run: pytest tests/test_planner.py
+# Run: pytest tests/planner/test_defaults.py
 """The default run is sized so that it beats gzip on any machine, and its updates fit the time."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from monograph.planner import (
     default_seconds,
     interval,
     known_learning_rate,
-    micro_batch,
     updates_for,
     warmup,
 )
@@ -59,13 +58,6 @@ def test_warmup_is_a_small_part(updates):
 def test_intervals_happen_about_as_often_as_asked(updates, times):
     every = interval(updates, times)
     assert updates // every <= times and (every == 1 or updates / every > times / 2)
-
-
-@given(st.integers(1, 512), st.integers(10**5, 10**11))
-def test_micro_batch_divides_the_rows_and_fits(rows, free):
-    chosen = micro_batch(rows, 16 * 2_400_000, 192, 4, 256, free)
-    assert rows % chosen == 0 and 1 <= chosen <= rows
-    assert chosen == 1 or chosen * 64 * 192 * 4 * 256 <= free / 2
 
 
 def test_few_epochs():

@@ -1,0 +1,152 @@
+"""`monograph plan`: what fits, how fast it would go and why, before anything is trained and without the device."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from monograph.config import Settings
+from monograph.device import Device, default_device, describe, measured_matmul_flops, named
+from monograph.errors import UsageError
+from monograph.graph.precision import DTYPES
+from monograph.measure.quantities import count, duration, gibibytes
+from monograph.measure.roofline import EFFICIENCIES
+from monograph.model.config import LlamaConfig
+from monograph.planner import Candidate, Plan, plan
+from monograph.session.choices import sized
+from monograph.session.planning import asked_of, shape_of
+
+_UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SMALLEST, _LARGEST = 2**26, 2**42
+BAR = 60  # characters
+_SHADES = {
+    "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
+}  # fmt: skip
+
+
+def run(settings: Settings, *, device: str | None, device_memory: str | None, json: bool) -> int:
+    """Print the choice, its memory by origin and what else was weighed; with `json` the same as one object."""
+    memory_bytes = None if device_memory is None else memory_size(device_memory)
+    target = describe() if device is None else named(device)
+    if memory_bytes is not None:
+        target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
+    settings = sized(settings)
+    config = shape_of(settings)
+    asked = asked_of(settings, config, target)
+    found = plan(asked, target, _peak_flops(target, asked.precisions, here=device is None))
+    updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
+    _show(found, config, asked.tokens_per_update, updates)
+    if json:
+        print(jsonlib.dumps(_object(found, updates)))
+    return 0
+
+
+def memory_size(text: str) -> int:
+    """Bytes that "24GiB" or "80 GB" says.
+
+    Raises:
+        UsageError: no number with a unit, or none that a device has.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([mgt]i?b)", text.strip().lower())
+    if match is None:
+        raise UsageError(f"--device-memory {text}: expected a number with its unit, such as 24GiB or 80GB")
+    size_bytes = float(match[1]) * _UNITS[match[2]]
+    if not _SMALLEST <= size_bytes <= _LARGEST:
+        raise UsageError(f"--device-memory {text}: expected from 64MiB to 4TiB")
+    return int(size_bytes)
+
+
+def _peak_flops(device: Device, precisions: tuple[str, ...], *, here: bool) -> Mapping[str, float]:
+    missing = [name for name in precisions if name not in device.peak_flops]
+    if missing and not here:
+        raise UsageError(f"train.precision = {missing[0]}: {device.name} has no such arithmetic; use fp32")
+    return dict(device.peak_flops) | {
+        name: measured_matmul_flops(default_device(), DTYPES[name], seconds=0.1) for name in missing
+    }
+
+
+def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
+    device, best = found.device, found.nearest
+    known = (
+        "" if device.name in EFFICIENCIES or device.type == "cpu" else "; speed unverified: measured on no such card"
+    )
+    print(
+        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable{known}"
+    )
+    print(f"model    {count(config.parameter_count())} parameters, updates of {tokens_per_update:,} tokens")
+    if found.chosen is None:
+        print(f"plan     {found.refusal}")
+    else:
+        use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
+        print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {duration(best.update_s)} an update", end="")
+        print(f", {duration(best.update_s * updates)} in all" if updates else "")
+    if best.by_origin:
+        print(f"memory   {_bar(best.by_origin, found.budget_bytes)}")
+        parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
+        print(f"         {', '.join(parts)}")
+    print()
+    lines = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
+    lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    sys.stdout.flush()
+
+
+def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
+    work = candidate.work
+    use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
+    return (
+        str(work.rows), work.precision, work.compile, work.remat, gibibytes(candidate.peak_memory_bytes),
+        count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
+    )  # fmt: skip
+
+
+def _bar(by_origin: Mapping[str, int], limit: int) -> str:
+    """Each origin's share of the limit in letters, what is free in dots, and what is beyond it after the bar's end."""
+    total = max(limit, sum(by_origin.values()))
+    edges = [0.0]
+    for size in by_origin.values():
+        edges.append(edges[-1] + BAR * size / total)
+    cells = "".join(
+        _SHADES[name] * (round(b) - round(a)) for name, a, b in zip(by_origin, edges, edges[1:], strict=False)
+    )
+    end = round(BAR * limit / total)
+    return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
+
+
+def _object(found: Plan, updates: int | None) -> dict[str, Any]:
+    return {
+        "schema": "monograph.plan/1",
+        "device": found.device.name,
+        "device_verified": found.device.name in EFFICIENCIES,
+        "budget_bytes": found.budget_bytes,
+        "chosen": None if found.chosen is None else _entry(found.chosen, updates),
+        "refusal": None if found.chosen else found.refusal,
+        "candidates": [_entry(each, updates) for each in found.candidates],
+    }
+
+
+def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
+    work = candidate.work
+    origins = candidate.by_origin
+    return {
+        "memory": "device",
+        "micro_batch": work.rows,
+        "remat": work.remat,
+        "precision": work.precision,
+        "compile": work.compile,
+        "peak_memory_bytes": candidate.peak_memory_bytes,
+        "memory_by_origin": None
+        if origins is None
+        else {f"{k.replace(' ', '_')}_bytes": v for k, v in origins.items()},
+        "update_s": candidate.update_s,
+        "wall_s": candidate.update_s * updates if updates else None,
+        "tokens_per_s": candidate.tokens_per_s,
+        "mfu": candidate.mfu,
+        "why": candidate.why or None,
+    }

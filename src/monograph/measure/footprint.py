@@ -1,0 +1,198 @@
+"""Peak memory of a training step by origin, before anything of it exists: the step's own code, traced for two depths.
+
+The trace is of models of two and of three blocks. What a block adds at each moment is their difference, so that a model
+of any depth costs the same few seconds to predict. Nothing is computed and no device is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from monograph.graph.precision import Precision
+from monograph.loss import Batch, TokenLoss
+from monograph.measure.tally import ORIGINS, Sample, Tally
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Block, Llama
+from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.optim import Optimizer
+from monograph.step import Step, accumulate, update
+
+DEPTHS = 2, 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-step of a model, as far as its memory depends on it.
+
+    Attributes:
+        config: the model's shape.
+        rows: of a micro-batch.
+        length: tokens of a row.
+        optim: the optimizer.
+        precision: compute dtype.
+        compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
+        remat: which activations the backward pass recomputes: "none", or the "full" blocks.
+        window_rows: rows of an update, whose tokens are on the device at once.
+        packed: whether rows hold several documents.
+        clip: the largest norm of the gradient, None for no bound.
+        device_type: "cpu" or "cuda".
+    """
+
+    config: LlamaConfig
+    rows: int
+    length: int
+    optim: Optimizer
+    precision: str = "fp32"
+    compile: str = "whole"
+    remat: str = "none"
+    window_rows: int = 0
+    packed: bool = True
+    clip: float | None = 1.0
+    device_type: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the moment at which a step needs the most.
+
+    Attributes:
+        stage: "forward", "backward" or "update".
+        by_origin: weights, gradients, moments, activations, loss head, workspace.
+    """
+
+    stage: str
+    by_origin: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their sum."""
+        return sum(self.by_origin.values())
+
+
+class Curves(NamedTuple):
+    """Samples of a step's three parts."""
+
+    forward: list[Sample]
+    backward: list[Sample]
+    update: list[Sample]
+
+
+def footprint(work: Work) -> Footprint:
+    """The peak of one update, the gradients of earlier micro-batches on the device."""
+    layers = work.config.num_hidden_layers
+    traces = [_curves(_cut(work, depth)) for depth in (DEPTHS if layers > DEPTHS[1] else (layers,))]
+    stages = []
+    for curves in zip(*traces, strict=True):
+        moments = deepened(curves[0], curves[1], layers - DEPTHS[0]) if len(curves) > 1 else curves[0]
+        if moments is None:
+            return footprint_of(_curves(work))
+        stages.append(moments)
+    return footprint_of(Curves(*stages))
+
+
+def footprint_of(curves: Curves) -> Footprint:
+    """The largest of a step's samples."""
+    peaks = {stage: max(samples, key=sum) for stage, samples in zip(Curves._fields, curves, strict=True)}
+    stage = max(peaks, key=lambda name: sum(peaks[name]))
+    return Footprint(stage, dict(zip(ORIGINS, peaks[stage], strict=True)))
+
+
+def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
+    """Samples of a model that has `beyond` blocks more than that of `low`; that of `high` has one more.
+
+    Curves of the same length correspond sample by sample. Otherwise the model of `high` does one block more somewhere
+    in the middle: seen from the beginning both do the same up to there, seen from the end likewise. What a sample
+    differs by in the two models is what each further block adds to it. None: the two views leave a part of `low`
+    uncovered.
+    """
+    if len(low) == len(high):
+        return _along(low, high, beyond)
+    ahead, back = _alike(low, high), _alike(low[::-1], high[::-1])
+    if ahead + back < len(low):
+        return None
+    return _along(low[:ahead], high, beyond) + _along(low[::-1][:back], high[::-1], beyond)
+
+
+def _alike(one: list[Sample], other: list[Sample]) -> int:
+    """For how many samples two curves do the same, wherever they begin."""
+    pairs = zip(one, other, strict=False)
+    same = (all(a - b == c - d for a, b, c, d in zip(x, one[0], y, other[0], strict=True)) for x, y in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
+
+
+def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
+    pairs = zip(low, high, strict=False)
+    return [tuple(a + beyond * (b - a) for a, b in zip(x, y, strict=True)) for x, y in pairs]
+
+
+def _cut(work: Work, layers: int) -> Work:
+    config = work.config
+    return replace(work, config=replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
+
+
+def _curves(work: Work) -> Curves:
+    with Tally(work.config.vocab_size, work.device_type) as tally:
+        model, on_cuda = _model(work, tally), work.device_type == "cuda"
+        head = tally.captured(linear_cross_entropy) if work.compile == "blocks" else linear_cross_entropy
+        loss = _Loss(head, work.device_type)
+        step = Step(model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), loss=loss)
+        for plane in step.planes:
+            tally.assign("gradients", [plane.grad])
+            tally.assign("moments", plane.state.values())
+        tally.origin = "activations"
+        names = ("tokens", "targets", *(("segments", "positions") if work.packed and not on_cuda else ()))
+        window = {name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64) for name in names}
+        batch = {name: rows[: work.rows] for name, rows in window.items()}
+        if work.compile == "whole":
+            step.forward = tally.captured(step._forward)
+        if work.compile != "none":
+            step.apply = tally.captured(step._apply)
+        ends = [len(tally.curve)]
+        forward = step.forward
+
+        def watched(*arguments: Any) -> Any:
+            found = forward(*arguments)
+            ends.append(len(tally.curve))
+            tally.origin = "workspace"
+            return found
+
+        step.forward = watched
+        accumulate(step, [batch])
+        ends.append(len(tally.curve))
+        update(step)
+        parts = zip(ends, [*ends[1:], len(tally.curve)], strict=True)
+        return Curves(*(tally.curve[begin:end] for begin, end in parts))
+
+
+def _model(work: Work, tally: Tally) -> Llama:
+    """The model, its blocks recomputed and captured as the work says; on CUDA the fused attention stands for flex."""
+    model = Llama(work.config, attention="sdpa" if work.device_type == "cuda" else "auto")
+    captured = tally.captured(Block.forward)
+    for block in model.model.layers:
+        if work.compile == "blocks":
+            block.forward = functools.partial(captured, block)
+        if work.remat == "full":
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    return model
+
+
+class _Loss(TokenLoss):
+    """`token_loss` in as many chunks as the device would take, wherever the trace runs, by the `head` that is given."""
+
+    def __init__(self, head: Callable[..., tuple[Tensor, Tensor]], device_type: str) -> None:
+        super().__init__()
+        self.head, self.device_type = head, device_type
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+        weight_VD: Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
+        chunks = chunk_count(batch["tokens"].numel(), weight_VD.shape[0], self.device_type)
+        return self.head(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), chunks=chunks)

@@ -1,0 +1,98 @@
+"""How long an update takes on a device, from its datasheet and from how much of it real code reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monograph.device import Device
+from monograph.measure.estimate import stored_numbers
+from monograph.measure.flops import matmul_parameters
+from monograph.measure.footprint import Work
+
+NUMBER_BYTES = {"fp32": 4, "bf16": 2}
+# Bytes that an update reads and writes per parameter: gradient, weights and two moments in fp32, and the gradient
+# zeroed, in one pass; eager every intermediate goes through memory.
+UPDATE_BYTES = {True: 36, False: 132}
+# Kernels of one block, forward and backward together, as a profiler counts them.
+KERNELS = {True: 40, False: 160}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Which share of the datasheet code reaches.
+
+    Attributes:
+        products: of FLOP/s, in large matrix products.
+        attention: of FLOP/s, in the fused kernels.
+        traffic: of memory bytes/s, in elementwise code.
+        launch_s: between the beginnings of two kernels that do nothing.
+        saturating_tokens: of a micro-batch at which products reach half of their share.
+        measured: on this very card; what is not is a guess from cards that were.
+    """
+
+    products: float = 0.75
+    attention: float = 0.42
+    traffic: float = 0.85
+    launch_s: float = 5e-6
+    saturating_tokens: int = 256
+    measured: bool = False
+
+
+# H200: products of 8192^3 at 788 of 989 TFLOP/s, a copy at 4.3 of 4.8 TB/s; the rest as for any card.
+EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896, measured=True)}
+# Of a CPU, whose FLOP/s are measured ones and whose bandwidth nobody tells.
+CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
+CPU_BYTES_PER_S = 20e9
+
+
+@dataclass(frozen=True)
+class UpdateTime:
+    """Seconds of one update, by what they are spent on; nothing overlaps.
+
+    Attributes:
+        products_s: matrix products, recomputed ones included.
+        attention_s: scores and mixing.
+        traffic_s: elementwise code.
+        launch_s: starting kernels, where that takes longer than running them.
+        update_s: clipping and the optimizer.
+    """
+
+    products_s: float
+    attention_s: float
+    traffic_s: float
+    launch_s: float
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Their sum; launches hide behind work, whichever is longer."""
+        work_s = self.products_s + self.attention_s + self.traffic_s
+        return max(work_s, self.launch_s) + self.update_s
+
+
+def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
+    """Seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
+
+    products = (6 N_matmul + 2 N_blocks if recomputed) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch
+    attention = (6 + 2 if recomputed) L d_attn T tokens / (peak e_attn)
+    traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read
+    """
+    config, captured, recomputed = work.config, work.compile != "none", work.remat == "full"
+    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
+    bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
+    tokens, micro = work.window_rows * work.length, work.rows * work.length
+    head = config.vocab_size * config.hidden_size
+    every = matmul_parameters(config)
+    flops = 6 * every + (2 * (every - head) if recomputed else 0)
+    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    attended = (8 if recomputed else 6) * width * work.length
+    numbers = stored_numbers(work, "none") * (4 / 3 if recomputed else 1)
+    traffic = 3 * numbers * NUMBER_BYTES[work.precision] * config.num_hidden_layers
+    kernels = KERNELS[captured] * config.num_hidden_layers * -(-work.window_rows // work.rows)
+    return UpdateTime(
+        products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
+        attention_s=attended * tokens / (peak_flops * rate.attention),
+        traffic_s=traffic * tokens / bandwidth,
+        launch_s=kernels * rate.launch_s * (1 if captured else 2),
+        update_s=config.parameter_count() * UPDATE_BYTES[captured] / bandwidth,
+    )

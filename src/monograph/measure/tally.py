@@ -1,0 +1,161 @@
+"""Bytes that code would have alive, by origin, counted on tensors that have a shape and no data.
+
+Whatever runs inside a `Tally` runs as it is, on a CPU and in no memory worth mentioning: eager operations are counted
+as they are dispatched, captured graphs by walking their nodes (`monograph.measure.kernels`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from monograph import compat
+from monograph.measure.kernels import Kernel, inner_bytes, kernels
+
+ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
+PASSING = ORIGINS[3:]  # what a micro-step allocates and frees
+Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
+UNIT_BYTES = {"cpu": 64, "cuda": 512}  # an allocation is a multiple of it
+
+
+class Tally:
+    """Counts storages from the moment an operation makes them until the last tensor that sees them is gone.
+
+        with Tally(vocabulary=4096) as tally:
+            ...
+        tally.curve
+
+    Attributes:
+        origin: what is made now counts as this, but for what has an axis as long as the vocabulary.
+        curve: a sample after each operation and each kernel of a graph, while everything it read is still alive.
+    """
+
+    def __init__(self, vocabulary: int, device_type: str = "cpu"):
+        """Count for "cpu" or "cuda", which differ in how sizes are rounded up."""
+        self.vocabulary, self.device_type = vocabulary, device_type
+        self.origin = "weights"
+        self.curve: list[Sample] = []
+        self._live = dict.fromkeys(ORIGINS, 0)
+        self._known: dict[int, tuple[str, int]] = {}
+        self._fake = torch._subclasses.FakeTensorMode()
+        self._modes = ExitStack()
+
+    def __enter__(self) -> Tally:
+        self._modes.enter_context(self._fake)
+        self._modes.enter_context(_Listener(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._modes.close()
+
+    def assign(self, origin: str, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors' storages as of this origin from now on."""
+        for tensor in tensors:
+            before, size_bytes = self._known[id(tensor.untyped_storage())]
+            self._live[before] -= size_bytes
+            self._live[origin] += size_bytes
+            self._known[id(tensor.untyped_storage())] = origin, size_bytes
+
+    def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
+        graph = torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=False,
+            backend=compat.partitioned(lambda g: self._runner(g, False), lambda g: self._runner(g, True)),
+        )
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            with compat.without_modes():
+                return graph(*arguments, **keywords)
+
+        return run
+
+    # ── what the modes and the graphs report ────────────────────────────────────────────────────────
+
+    def _note(self, found: Any) -> None:
+        for tensor in tree_leaves(found):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key in self._known:
+                continue
+            origin, size_bytes = self._origin(tensor.shape), self._rounded(storage.nbytes())
+            self._known[key] = origin, size_bytes
+            self._live[origin] += size_bytes
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        origin, size_bytes = self._known.pop(key)
+        self._live[origin] -= size_bytes
+
+    def _origin(self, shape: Iterable[int]) -> str:
+        return "loss head" if self.origin in PASSING and self.vocabulary in shape else self.origin
+
+    def _rounded(self, size_bytes: int) -> int:
+        unit = UNIT_BYTES[self.device_type]
+        return -(-size_bytes // unit) * unit
+
+    def _sample(self, inside_bytes: int = 0) -> None:
+        *others, workspace = self._live.values()
+        self.curve.append((*others, workspace + inside_bytes))
+
+    def _runner(self, graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
+        plan = kernels(graph, self.device_type)
+
+        def run(arguments: list[Any]) -> Any:
+            self._walk(plan, arguments, backward)
+            with compat.without_modes(), self._fake:  # its nodes are counted already
+                found = graph(*arguments)
+            arguments.clear()
+            self._note(found)
+            return found
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
+        """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""
+        kept, alive = dict(self._live), dict[Any, tuple[str, int]]()
+        for index, value in enumerate(arguments):
+            if backward and isinstance(value, Tensor):
+                origin, size_bytes = self._known.get(id(value.untyped_storage()), ("", 0))
+                if origin in PASSING:
+                    alive[index] = origin, size_bytes
+        for kernel in plan:
+            dying = [alive.pop(name) for name in kernel.last_reads if name in alive]
+            size_bytes = self._rounded(kernel.size_bytes)
+            in_place = next((each for each in dying if kernel.fused and each[1] == size_bytes), None)
+            if in_place:
+                dying.remove(in_place)
+                self._live[in_place[0]] -= size_bytes
+            origin = self._origin(kernel.shape)
+            self._live[origin] += size_bytes
+            if kernel.name in kernel.last_reads:  # nothing reads it later
+                dying.append((origin, size_bytes))
+            else:
+                alive[kernel.name] = origin, size_bytes
+            self._sample()
+            for each, its_bytes in dying:
+                self._live[each] -= its_bytes
+        self._live = kept
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self, tally: Tally):
+        super().__init__()
+        self.tally = tally
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.tally._note(found)
+        self.tally._sample(inner_bytes(args[0], self.tally.device_type) if "add_product_" in str(function) else 0)
+        return found

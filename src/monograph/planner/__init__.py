@@ -1,0 +1,37 @@
+"""What a run will be, decided before it starts: every "auto" of the settings becomes a value, with its reason."""
+
+from __future__ import annotations
+
+from monograph.planner.choose import Asked, Candidate, Plan, budget, plan
+from monograph.planner.defaults import (
+    DEFAULT,
+    LEARNING_RATES,
+    MOST_EPOCHS,
+    UPDATES_SHARE,
+    default_seconds,
+    interval,
+    known_learning_rate,
+    optimizer,
+    precision,
+    updates_for,
+    warmup,
+)
+
+__all__ = [
+    "DEFAULT",
+    "LEARNING_RATES",
+    "MOST_EPOCHS",
+    "UPDATES_SHARE",
+    "Asked",
+    "Candidate",
+    "Plan",
+    "budget",
+    "default_seconds",
+    "interval",
+    "known_learning_rate",
+    "optimizer",
+    "plan",
+    "precision",
+    "updates_for",
+    "warmup",
+]

@@ -1,0 +1,86 @@
+"""What the planner is asked, from the settings of a run: the shape, what is pinned, and what is left to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.config.keys import NOT_BUILT
+from monograph.device import Device, compiler_obstacle
+from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.model import hub
+from monograph.model.config import LlamaConfig
+from monograph.planner import Asked, Candidate
+from monograph.run.models import Recipe, is_weight_file, run_named
+from monograph.session.session import make_optimizer
+
+# What the planner chooses from where a key is "auto".
+SCOPES, REMATS = ("whole", "blocks", "none"), ("none", "full")
+RANKING = {"fp32": 1e12, "bf16": 1e12}  # FLOP/s where only the order of candidates of one precision is asked
+
+
+def shape_of(settings: Settings) -> LlamaConfig:
+    """The shape that a run with these settings would have, with no text read: a BPE has the size that it is asked for.
+
+    Raises:
+        UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
+        InputRefused: a folder without a model.
+    """
+    model, data = settings.model, settings.data
+    if model.init and (":" in model.init or is_weight_file(model.init) or run_named(model.init)):
+        raise UsageError(f"model.init = {model.init}: a plan is made for a preset, sizes or a Hugging Face folder")
+    if model.init:
+        return hub.read_config(model.init)
+    kind, _, size = data.tokenizer.partition(":")
+    defaults: dict[str, Any] = {"max_position_embeddings": data.sequence_length}
+    if kind == "bpe" and size.isdecimal():
+        defaults["vocab_size"] = int(size)
+    elif kind == "bytes":
+        defaults["vocab_size"] = 259  # the bytes and three special tokens
+    elif not model.vocab_size and model.preset == "auto":
+        raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")
+    return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
+
+
+def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
+    """What is pinned, and what may be chosen of what is built."""
+    train, optim = settings.train, settings.optim
+    name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
+    fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
+    return Asked(
+        config,
+        settings.data.sequence_length,
+        int(train.tokens_per_update),
+        make_optimizer(fixed),
+        name,
+        None if train.micro_batch == "auto" else train.micro_batch,
+        (planner.precision(device) if train.precision == "auto" else train.precision,),
+        _open("train.compile", train.compile, SCOPES),
+        _open("train.remat", train.remat, REMATS),
+        settings.data.packing == "packed",
+        None if optim.grad_clip == "none" else optim.grad_clip,
+    )
+
+
+def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidate:
+    """What a run on this device does with its "auto" keys.
+
+    Raises:
+        OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
+    """
+    asked = asked_of(settings, config, device)
+    eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
+    scope = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
+    found = planner.plan(replace(asked, scopes=scope), device, RANKING)
+    if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
+        raise OutOfDeviceMemory(found.refusal)
+    return found.nearest
+
+
+def _open(key: str, value: str, every: tuple[str, ...]) -> tuple[str, ...]:
+    """The value that is pinned, or those that are built."""
+    if value != "auto":
+        return (value,)
+    return tuple(each for each in every if key not in NOT_BUILT or each in NOT_BUILT[key].works)

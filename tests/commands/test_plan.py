@@ -1,0 +1,68 @@
+# Run: pytest tests/commands/test_plan.py
+"""`monograph plan`: one JSON object, a table, no GPU; cards and sizes that make no sense are refused in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from monograph.cli import main
+from monograph.commands.plan import memory_size
+from monograph.errors import UsageError
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *arguments])
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_a_small_model_on_a_named_card(capsys):
+    code, out, _ = run(capsys, "model.preset=micro", "train.updates=100", "--device", "RTX 4090", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and found["schema"] == "monograph.plan/1"
+    assert {"memory", "micro_batch", "remat", "precision", "peak_memory_bytes", "tokens_per_s"} <= found[
+        "chosen"
+    ].keys()
+    assert found["chosen"] == found["candidates"][0] and found["device_verified"] is False
+    assert found["chosen"]["wall_s"] == pytest.approx(100 * found["chosen"]["update_s"])
+    assert "unverified" in out and "chosen" in out
+
+
+def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
+    code, out, _ = run(capsys, "model.preset=1b", "data.sequence_length=512", "--device=4090", "--device-memory=2GiB",
+                       "train.compile=none", "--json")  # fmt: skip
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
+    assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "H20O"), "did you mean H200"),
+        (("--device-memory", "0"), "expected a number with its unit"),
+        (("--device-memory", "0GiB"), "from 64MiB to 4TiB"),
+        (("--device-memory", "24"), "such as 24GiB"),
+        (("--device-memory", "24 bananas"), "such as 24GiB"),
+        (("--device-memory", "9e9GiB"), "such as 24GiB"),
+        (("--device-memory", "-1GiB"), "such as 24GiB"),
+        (("--device", "4090", "--device-memory", "300MiB"), "leaves nothing for tensors"),
+        (("--device", "T4", "train.precision=bf16"), "no such arithmetic"),
+        (("model.init=a.py:build",), "a preset, sizes or a Hugging Face folder"),
+    ],
+)
+def test_nonsense_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("")
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and words in error and error.count("\n") == 1
+
+
+def test_sizes():
+    assert (
+        memory_size("24GiB") == 24 * 2**30 and memory_size("80 gb") == 80 * 10**9 and memory_size("1.5TiB") == 3 * 2**39
+    )
+    with pytest.raises(UsageError, match="4TiB"):
+        memory_size("5TiB")

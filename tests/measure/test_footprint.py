@@ -1,0 +1,52 @@
+# Run: pytest tests/measure/test_footprint.py
+"""A trace of two and of three blocks says what a model of any depth needs; so does a made-up step, block by block."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monograph.measure.footprint import Curves, deepened, footprint_of
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
+
+
+def forward(before, block, after, layers, kept, weights):
+    """A step's curve: transient bytes of each operation on top of what is kept, which grows by `kept` a block."""
+    static, curve = weights * layers, []
+    curve += [(static + size, 0) for size in before]
+    for layer in range(layers):
+        curve += [(static + size, kept * layer) for size in block]
+    return curve + [(static + size, kept * layers) for size in after]
+
+
+@given(SIZES, SIZES, SIZES, st.integers(4, 40), st.integers(0, 9), st.integers(0, 9))
+def test_any_depth_follows_from_two(before, block, after, layers, kept, weights):
+    low, high, deep = (forward(before, block, after, n, kept, weights) for n in (2, 3, layers))
+    found = deepened(low, high, layers - 2)
+    assert found is not None and max(map(sum, found)) == max(map(sum, deep))
+    # The backward pass is the same, seen from its end
+    found = deepened(low[::-1], high[::-1], layers - 2)
+    assert found is not None and max(map(sum, found)) == max(map(sum, deep))
+
+
+def test_a_long_head_is_not_taken_for_a_block():
+    """Large tensors that come and go after the last block: shifted by a block they would count once for each layer."""
+    head = [0, 1000, 0, 1000, 0, 0, 1000]
+    low, high = (forward([1], [2, 5], head, n, 3, 0) for n in (2, 3))
+    assert max(map(sum, deepened(low, high, 30))) == 1000 + 3 * 32
+
+
+def test_curves_that_have_no_block_in_common_are_not_guessed():
+    assert deepened([(0,), (5,), (1,), (9,)], [(0,), (6,), (2,), (3,), (9,)], 4) is None
+
+
+def test_an_update_is_as_long_at_any_depth():
+    assert deepened([(1,), (10,)], [(2,), (15,)], 3) == [(4,), (25,)]
+
+
+def test_the_peak_is_named_by_its_stage():
+    found = footprint_of(Curves([(1, 2, 3, 4, 5, 6)], [(1, 2, 3, 4, 5, 7)], [(0,) * 6]))
+    assert found.stage == "backward" and found.peak_bytes == 22
+    assert found.by_origin["workspace"] == pytest.approx(7)

@@ -1,0 +1,106 @@
+# Run: pytest tests/planner/test_choose.py
+"""The fastest combination that fits is chosen, the update stays what it is, and every loser says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batches import tiny_llama
+from monograph.device import named
+from monograph.errors import UsageError
+from monograph.measure.estimate import estimate_bytes
+from monograph.measure.footprint import Footprint, Work
+from monograph.measure.roofline import update_time
+from monograph.model.config import LlamaConfig
+from monograph.planner import Asked, budget, choose, plan
+
+H200 = named("H200")
+LLAMA_3_8B = Asked(LlamaConfig.preset("8b"), 4096, 2**19, precisions=("bf16",))
+
+
+def tiny(**more):
+    return Asked(tiny_llama().config, 32, 12 * 32, precisions=("bf16",), **more)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The trace is replaced by the closed form times a factor: what is tested here is the choice."""
+    calls = []
+
+    def stand_in(factor):
+        def footprint(work):
+            calls.append(work)
+            return Footprint("forward", {"weights": int(factor * estimate_bytes(work, "adamw"))})
+
+        monkeypatch.setattr(choose, "footprint", footprint)
+        return calls
+
+    return stand_in
+
+
+def with_memory(device, size_bytes):
+    return replace(device, memory_bytes=size_bytes, free_memory_bytes=size_bytes)
+
+
+def test_what_fits_twice_over_is_not_traced_and_takes_the_update_whole(traced):
+    calls = traced(1.0)
+    found = plan(tiny(), H200, H200.peak_flops)
+    assert not calls and found.chosen is found.candidates[0]
+    assert found.chosen.work.rows == 12 and found.chosen.work.remat == "none" and not found.chosen.why
+    assert all(each.why for each in found.candidates[1:])
+
+
+def test_micro_batches_divide_the_update(traced):
+    traced(1.0)
+    sizes = {plan(LLAMA_3_8B, with_memory(H200, gib * 2**30), H200.peak_flops).nearest.work.rows for gib in (150, 400)}
+    assert all(128 % size == 0 for size in sizes) and len(sizes) == 2
+
+
+def test_the_trace_has_the_last_word(traced):
+    """Where it finds more than the closed form did, the plan takes something smaller, and traces that too."""
+    roomy = with_memory(H200, 200 * 2**30)
+    calls = traced(1.0)
+    first = plan(LLAMA_3_8B, roomy, H200.peak_flops).chosen
+    assert [first.work] == calls and first.by_origin
+    calls = traced(1.3)
+    second = plan(LLAMA_3_8B, roomy, H200.peak_flops)
+    assert second.chosen is None or second.chosen.peak_memory_bytes <= second.budget_bytes
+    assert second.nearest.work != first.work and calls[-1] == second.nearest.work
+
+
+def test_what_does_not_fit_says_what_is_nearest_and_by_how_much(traced):
+    traced(1.0)
+    card = named("4090")
+    found = plan(LLAMA_3_8B, card, card.peak_flops)
+    assert found.chosen is None
+    assert found.nearest.work.rows == 1 and found.nearest.work.remat == "full"
+    short = found.nearest.peak_memory_bytes - found.budget_bytes
+    assert f"{short / 2**30:.1f} GiB more" in found.refusal and "\n" not in found.refusal
+
+
+def test_a_pinned_micro_batch_stays(traced):
+    traced(1.0)
+    found = plan(tiny(micro_batch=5), H200, H200.peak_flops)
+    assert {each.work.rows for each in found.candidates} == {5}
+
+
+def test_no_memory_is_refused():
+    with pytest.raises(UsageError, match="leaves nothing for tensors"):
+        budget(with_memory(H200, 0))
+
+
+def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing():
+    work = Work(LlamaConfig.preset("8b"), 1, 4096, LLAMA_3_8B.optim, "bf16", "blocks", window_rows=128)
+    plain, again, wide = (
+        update_time(each, H200, 989e12) for each in (work, replace(work, remat="full"), replace(work, rows=4))
+    )
+    assert plain.total_s < again.total_s < 1.4 * plain.total_s
+    assert again.products_s / plain.products_s == pytest.approx(8 / 6, rel=0.03)
+    assert wide.products_s < plain.products_s and wide.update_s == plain.update_s
+
+
+def test_no_model_is_predicted_to_be_faster_than_the_card():
+    found = plan(LLAMA_3_8B, with_memory(H200, 2**40), H200.peak_flops)
+    assert all(0 < each.mfu < 0.8 for each in found.candidates)
