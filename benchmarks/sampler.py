@@ -1,24 +1,30 @@
-"""Time of the compiled sampler alone, against taking the likeliest token.
+"""What the sampler costs: its graph alone, and whole decode steps beside steps that take the likeliest token.
 
-Each variant is one graph; its logits are random normal numbers with a standard deviation of 3, as a model's are. The
-full chain is penalties, temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05. Divide by the time of a decode step to
-have the sampler's share of it.
+Alone, each variant is one graph; its logits are random normal numbers with a standard deviation of 3, as a model's are.
+The full chain is penalties, temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05. Whole steps are those of a model of 6
+layers, 384 channels and a vocabulary of 32,000, random weights, fp32 on a CPU and bf16 on a GPU, through the generator.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from typing import Any
 
 import harness
 import torch
+from systems import drawn_on
 
 from monograph.decode.chain import OK, Rows, sample
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import COUNTS
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import default_device
 from monograph.graph.capture import compiled
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 
 GREEDY, PLAIN = Sampling(0), Sampling(0.8)
 FILTERED = Sampling(0.8, top_k=40, top_p=0.95, min_p=0.05)
@@ -31,6 +37,18 @@ VARIANTS: dict[str, tuple[Sampling, str]] = {
     "full chain, search": (FULL, "search"),
     "full chain, sort": (FULL, "sort"),
 }
+
+
+WHOLE = {"greedy": GREEDY, "filters": FILTERED, "full chain": FULL}
+SHAPE = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    max_position_embeddings=256,
+)
+PROMPT = tuple(range(5, 20))
 
 
 def rows_of(sampling: Sampling, chain: Chain, count: int, vocabulary: int, device: torch.device) -> Rows:
@@ -90,6 +108,44 @@ def measure(args: Namespace, vocabulary: int, batch: int) -> dict[str, Any]:
     }
 
 
+class Steps:
+    """Decode steps of one chain, in the graph that a user of it gets."""
+
+    def __init__(self, model: Llama, name: str, rows: int, steps: int, compiled: bool) -> None:
+        self.sampling, self.rows, self.steps = WHOLE[name], rows, steps
+        self.generator = Generator(
+            model,
+            chain_of([self.sampling]),
+            rows=rows,
+            slots=len(PROMPT) + steps,
+            vocabulary=model.config.vocab_size,
+            compiled=compiled,
+        )
+
+    def __call__(self) -> None:
+        """As many texts as rows."""
+        for seed in range(self.rows):
+            self.generator.submit(Request(PROMPT, dataclasses.replace(self.sampling, seed=seed), self.steps))
+        assert sum(len(event.token_ids) for event in self.generator.run()) == self.rows * self.steps
+
+
+def measure_steps(args: Namespace, batch: int) -> dict[str, Any]:
+    """Every chain's steps, taking turns, and how much longer than greedy ones they take."""
+    device = default_device()
+    model = Llama(SHAPE) if device.type == "cpu" else drawn_on(device, SHAPE).to(torch.bfloat16)
+    chains = {name: Steps(model, name, batch, args.steps, compiled=not args.smoke) for name in WHOLE}
+    for steps in chains.values():
+        steps()
+    times = harness.interleaved(chains, args.rounds, device)
+    found: dict[str, Any] = {"batch": batch}
+    for clock in ("wall", "cpu"):
+        seconds = {name: [getattr(t, f"{clock}_s") for t in each] for name, each in times.items()}
+        found[f"{clock}_ms"] = {name: spread_ms(each, args.steps) for name, each in seconds.items()}
+        pairs = {name: zip(each, seconds["greedy"], strict=True) for name, each in seconds.items()}
+        found[f"{clock}_tax"] = {name: harness.spread([a / b - 1 for a, b in each]) for name, each in pairs.items()}
+    return found
+
+
 def spread_ms(seconds: list[float], repeats: int) -> dict[str, Any]:
     """Milliseconds of one draw."""
     return harness.spread([1e3 * each / repeats for each in seconds])
@@ -103,10 +159,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeats", type=int, default=5, help="draws per round")
+    parser.add_argument("--steps", type=int, default=96, help="whole steps per round")
     args = parser.parse_args()
     if args.smoke:
-        args.vocabularies, args.batches, args.rounds, args.repeats = [500], [2], 2, 1
-    settings = {key: getattr(args, key) for key in ("rounds", "repeats", "smoke")}
+        args.vocabularies, args.batches, args.rounds, args.repeats, args.steps = [500], [2], 2, 1, 2
+    settings = {key: getattr(args, key) for key in ("rounds", "repeats", "steps", "smoke")}
     found = harness.result("sampler", settings)
     harness.print_machine(found)
     print(f"ms a draw, median (lowest-highest) of {args.rounds} rounds, and the lowest CPU time")
@@ -122,6 +179,15 @@ def main() -> None:
                 where = f"V={vocabulary:,} B={batch} {name}"
                 table.append([where, harness.shown(wall, 3), f"{cpu:.3f}", as_eager])
     harness.print_table(["", "ms", "CPU ms, lowest", "tokens as eager"], table)
+    found["steps"], table = [], []
+    for batch in args.batches:
+        found["steps"].append(measure_steps(args, batch))
+        harness.write(args.out, found)
+        case = found["steps"][-1]
+        for name in WHOLE:
+            tax = (f"{100 * case[f'{clock}_tax'][name]['median']:.1f} %" for clock in ("wall", "cpu"))
+            table.append([f"{batch} rows, {name}", harness.shown(case["wall_ms"][name], 3), *tax])
+    harness.print_table(["whole steps", "ms", "longer than greedy", "in CPU time"], table)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,12 @@ def generate_peers(found: Found) -> str:
     return "; ".join(lines)
 
 
+def sampler(found: Found) -> str:
+    """How much longer a whole decode step with the full chain takes than a greedy one."""
+    lines = [f"{case['batch']} rows {100 * case['wall_tax']['full chain']['median']:.1f} %" for case in found["steps"]]
+    return ", ".join(lines).replace("1 rows", "1 row")
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -90,6 +96,7 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "([how](docs/generate.md#beside-others))",
         generate_peers,
     ),
+    "sampler": ("a decode step with penalties and all usual filters against a greedy one, vocabulary 32,000", sampler),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 

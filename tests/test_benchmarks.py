@@ -61,7 +61,9 @@ def test_each_script_is_tested_here():
 def test_sampler(script, monkeypatch, tmp_path):
     sampler = script("sampler")
     monkeypatch.setattr(sampler, "compiled", lambda function: function)
-    [case] = smoke(sampler, monkeypatch, tmp_path / "found.json")["cases"]
+    found = smoke(sampler, monkeypatch, tmp_path / "found.json")
+    [case], [steps] = found["cases"], found["steps"]
+    assert steps["wall_tax"]["greedy"]["median"] == 0 and set(steps["wall_ms"]) == set(sampler.WHOLE)
     assert case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True) and case["wall_ms"]["argmax"]["median"] > 0
 
 
