@@ -14,17 +14,20 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
+SCALED = "tests/graph/test_precision.py"
+STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
+NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 
 # What stands behind a value that works: a law by its number, or the file that tests it.
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED},
-    "train.precision": {"fp32": COMPILED, "bf16": COMPILED},
+    "train.precision": {"fp32": COMPILED, "bf16": COMPILED, "fp16": SCALED, "fp8": "tests/graph/test_fp8.py"},
     "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED),
     "train.compile": {"whole": COMPILED, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
+    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
     "optim.transfer": {"none": "tests/test_optim.py"},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),

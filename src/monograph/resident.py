@@ -20,7 +20,7 @@ from monograph.graph.remat import Policy
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
-from monograph.optim import Optimizer
+from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Step, Update, accumulate, update
 
@@ -176,7 +176,7 @@ class Resident:
         return torch.stack([p[0].double() for p in parts]).sum(), torch.stack([p[1] for p in parts]).sum()
 
     def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        with self.step.precision.context(self.step.device.type):
+        with unlinked(self.step.planes), self.step.precision.context(self.step.device.type):
             return [self.step.evaluate(part) for part in self._micro_batches(batch)]
 
     def state(self) -> EngineState:

@@ -20,7 +20,7 @@ from monograph.graph import fp8, recompute
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.loss import CountedLoss, Loss, token_loss
-from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, update_
+from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, unlinked, update_
 from monograph.schedule import Schedule, constant
 
 
@@ -226,7 +226,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         plane.link()
     for batch in batches:
         step.settle(batch)
-        with step.precision.context(step.device.type):
+        with unlinked(step.planes), step.precision.context(step.device.type):
             loss, loss_sum, count = step.forward(batch, seed)
         loss.backward()
         step.loss_sum += loss_sum

@@ -45,7 +45,7 @@ class AdamW:
         ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
         state: in how many bits the moments are kept; the update computes in the gradient's dtype in any case.
             "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
-            "bf16": stochastically rounded, 4 bytes; gives up all but 3 digits of a moment, at random.
+            "bf16": stochastically rounded, 4 bytes; gives up all but 8 bits of a moment, right on average.
             "8bit": codes in blocks of 256, 2 bytes; gives up 1 % of a block's largest moment, the same way each time.
             "all-bf16": moments as "bf16", and the weights too, stochastically rounded: gives up the fp32 masters, so
             a weight takes a step of its 2^-8 or none.
@@ -151,13 +151,12 @@ def update_(
     else:
         stacks = (_stacked(flat, plane) for flat in (param, grad, *moments.values()))
         muon_(*stacks, momentum=kind.momentum, compute=compute, **shared)
+    words = noise(param, optim.seed, applied, plane.number) if optim.state in ("bf16", "all-bf16") else None
     if optim.state != "fp32":
-        rounds = optim.state != "8bit"
-        words = noise(param, optim.seed, applied, plane.number) if rounds else (None, None, None)
-        for (name, values), word in zip(moments.items(), words[1:], strict=False):
-            pack_(state, name, values, accepted, word)
-        if optim.state == "all-bf16":
-            plane.param.copy_(stochastic(param, words[0]))
+        for number, (name, values) in enumerate(moments.items(), start=1):
+            pack_(state, name, values, accepted, None if words is None else words[number])
+    if words is not None and optim.state == "all-bf16":
+        plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
         average = state["ema"]
         ema_(average, plane.param.to(average.dtype), decay=optim.ema, applied=applied, accepted=accepted)

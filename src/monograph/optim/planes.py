@@ -7,7 +7,8 @@ their gradients are views of it. One update is then a handful of large operation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,6 +75,19 @@ class Plane:
         """Point every parameter's `.grad` at the plane, whatever anybody set it to since."""
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
             parameter.grad = view
+
+
+@contextmanager
+def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
+    """In the block no parameter has a gradient of another dtype than its own: torch traces no graph around such two."""
+    narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype]
+    for slot in (slot for plane in narrow for slot in plane.slots):
+        slot.parameter.grad = None
+    try:
+        yield
+    finally:
+        for plane in narrow:
+            plane.link()
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
