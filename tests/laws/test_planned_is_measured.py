@@ -1,7 +1,7 @@
-# Run: pytest tests/laws/test_planned_is_measured.py        (captured, which compiles: -m slow)
+# Run: pytest tests/laws/test_planned_is_measured.py
 """Law 12: the peak memory that is predicted without running a step is the one that the CPU's allocator then sees.
 
-The instrument is `LiveBytes`; benchmarks/plan.py does the same for more than 40 random configurations.
+The instrument is `LiveBytes`; benchmarks/plan.py does the same for random configurations. Eager steps so far.
 """
 
 from __future__ import annotations
@@ -36,20 +36,12 @@ EAGER = {
     "bf16, muon, dense rows": Work(
         shape(num_hidden_layers=5), 8, 48, Muon(), precision="bf16", compile="none", packed=False
     ),
-    "recomputed": Work(shape(num_hidden_layers=6), 16, 48, AdamW(), compile="none", remat="full"),
 }
 
 
 @pytest.mark.parametrize("name", EAGER)
 def test_an_eager_step(name, measured):
     assert footprint(EAGER[name]).peak_bytes == pytest.approx(measured(EAGER[name]), rel=WORST)
-
-
-@pytest.mark.slow  # compiles
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_captured_step(precision, measured):
-    work = Work(shape(num_hidden_layers=4, vocab_size=500), 16, 64, AdamW(), precision=precision, window_rows=32)
-    assert footprint(work).peak_bytes == pytest.approx(measured(work), rel=WORST)
 
 
 def test_the_parts_are_what_they_are_called():
@@ -60,17 +52,3 @@ def test_the_parts_are_what_they_are_called():
     # Deeper by one block, so many bytes more of activations, whatever the depth.
     deeper = [footprint(replace(work, config=shape(num_hidden_layers=n))).by_origin["activations"] for n in (6, 7, 8)]
     assert deeper[2] - deeper[1] == deeper[1] - deeper[0] > 0
-
-
-def test_recomputing_keeps_one_tensor_a_block():
-    work = EAGER["recomputed"]
-    deeper = [footprint(replace(work, config=shape(num_hidden_layers=n))).by_origin["activations"] for n in (6, 7)]
-    assert deeper[1] - deeper[0] == work.rows * work.length * work.config.hidden_size * 4
-
-
-def test_a_graph_that_returns_all_gradients_at_once_needs_room_for_them():
-    """What a whole-step graph costs beside one graph per block: the new gradients of all parameters at its end."""
-    work = Work(shape(num_hidden_layers=8), 1, 8, AdamW())
-    parameters = work.config.parameter_count()
-    whole, blocks = (footprint(replace(work, compile=scope)).peak_bytes for scope in ("whole", "blocks"))
-    assert 0.8 * 4 * parameters < whole - blocks < 4.2 * parameters

@@ -89,7 +89,7 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
         print(f"         {', '.join(parts)}")
     print()
-    lines = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
+    lines: list[tuple[str, ...]] = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
     lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:

@@ -109,9 +109,8 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
     """Samples of a model that has `beyond` blocks more than that of `low`; that of `high` has one more.
 
     Curves of the same length correspond sample by sample. Otherwise the model of `high` does one block more somewhere
-    in the middle: seen from the beginning both do the same up to there, seen from the end likewise. What a sample
-    differs by in the two models is what each further block adds to it. None: the two views leave a part of `low`
-    uncovered.
+    in the middle: seen from the beginning both do the same up to there, seen from the end likewise. By what a sample
+    differs in the two is what each further block adds to it. None: the two views leave a part of `low` uncovered.
     """
     if len(low) == len(high):
         return _along(low, high, beyond)
@@ -178,9 +177,10 @@ def _model(work: Work, tally: Tally) -> Llama:
     captured = tally.captured(Block.forward)
     for block in model.model.layers:
         if work.compile == "blocks":
-            block.forward = functools.partial(captured, block)
+            block.forward = functools.partial(captured, block)  # type: ignore[method-assign]
         if work.remat == "full":
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = again  # type: ignore[method-assign]
     return model
 
 

@@ -9,7 +9,6 @@ from monograph.measure.estimate import stored_numbers
 from monograph.measure.flops import matmul_parameters
 from monograph.measure.footprint import Work
 
-NUMBER_BYTES = {"fp32": 4, "bf16": 2}
 # Bytes that an update reads and writes per parameter: gradient, weights and two moments in fp32, and the gradient
 # zeroed, in one pass; eager every intermediate goes through memory.
 UPDATE_BYTES = {True: 36, False: 132}
@@ -87,7 +86,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
     attended = (8 if recomputed else 6) * width * work.length
     numbers = stored_numbers(work, "none") * (4 / 3 if recomputed else 1)
-    traffic = 3 * numbers * NUMBER_BYTES[work.precision] * config.num_hidden_layers
+    traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * config.num_hidden_layers
     kernels = KERNELS[captured] * config.num_hidden_layers * -(-work.window_rows // work.rows)
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),

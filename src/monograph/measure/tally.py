@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.measure.kernels import Kernel, inner_bytes, kernels
+from monograph.measure.kernels import Kernel, Name, inner_bytes, kernels
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 PASSING = ORIGINS[3:]  # what a micro-step allocates and frees
@@ -44,7 +45,7 @@ class Tally:
         self.curve: list[Sample] = []
         self._live = dict.fromkeys(ORIGINS, 0)
         self._known: dict[int, tuple[str, int]] = {}
-        self._fake = torch._subclasses.FakeTensorMode()
+        self._fake = FakeTensorMode()
         self._modes = ExitStack()
 
     def __enter__(self) -> Tally:
@@ -124,12 +125,8 @@ class Tally:
 
     def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
         """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""
-        kept, alive = dict(self._live), dict[Any, tuple[str, int]]()
-        for index, value in enumerate(arguments):
-            if backward and isinstance(value, Tensor):
-                origin, size_bytes = self._known.get(id(value.untyped_storage()), ("", 0))
-                if origin in PASSING:
-                    alive[index] = origin, size_bytes
+        kept = dict(self._live)
+        alive = self._passing(plan, arguments) if backward else {}
         for kernel in plan:
             dying = [alive.pop(name) for name in kernel.last_reads if name in alive]
             size_bytes = self._rounded(kernel.size_bytes)
@@ -147,6 +144,17 @@ class Tally:
             for each, its_bytes in dying:
                 self._live[each] -= its_bytes
         self._live = kept
+
+    def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
+        """Origin and bytes of what a step frees, under the argument that is read last of those that share a storage."""
+        read_at = {name: at for at, kernel in enumerate(plan) for name in kernel.last_reads}
+        latest: dict[int, int] = {}
+        for index, value in enumerate(arguments):
+            if isinstance(value, Tensor):
+                key = id(value.untyped_storage())
+                latest[key] = max(index, latest.get(key, index), key=lambda each: read_at.get(each, len(plan)))
+        found = {index: self._known[key] for key, index in latest.items() if key in self._known}
+        return {index: each for index, each in found.items() if each[0] in PASSING}
 
 
 class _Listener(TorchDispatchMode):

@@ -18,7 +18,7 @@ from monograph.session.session import make_optimizer
 
 # What the planner chooses from where a key is "auto".
 SCOPES, REMATS = ("whole", "blocks", "none"), ("none", "full")
-RANKING = {"fp32": 1e12, "bf16": 1e12}  # FLOP/s where only the order of candidates of one precision is asked
+RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
 def shape_of(settings: Settings) -> LlamaConfig:
@@ -73,7 +73,7 @@ def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidat
     asked = asked_of(settings, config, device)
     eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
     scope = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
-    found = planner.plan(replace(asked, scopes=scope), device, RANKING)
+    found = planner.plan(replace(asked, scopes=scope), device, dict.fromkeys(asked.precisions, RANKING_FLOPS))
     if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
         raise OutOfDeviceMemory(found.refusal)
     return found.nearest

@@ -1,0 +1,73 @@
+# Run: pytest tests/session/test_planning.py
+"""What the settings pin, the planner leaves alone; what nothing fits, `train` refuses before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from monograph.config import load
+from monograph.device import named
+from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.measure.estimate import estimate_bytes
+from monograph.measure.footprint import Footprint
+from monograph.planner import choose
+from monograph.session.choices import sized
+from monograph.session.planning import asked_of, planned, shape_of
+
+CARD = named("4090")
+
+
+def settings(**keys):
+    return sized(load(None, {key.replace("__", "."): value for key, value in keys.items()}, {}))
+
+
+@pytest.fixture(autouse=True)
+def _not_traced(monkeypatch):
+    guess = lambda work: Footprint("forward", {"weights": estimate_bytes(work, "muon")})  # noqa: E731
+    monkeypatch.setattr(choose, "footprint", guess)
+
+
+def test_a_run_takes_the_whole_update_where_it_fits():
+    given = settings(model__preset="micro", train__tokens_per_update=8192)
+    assert planned(given, shape_of(given), CARD).work.rows == 8192 // given.data.sequence_length
+
+
+def test_what_is_pinned_stays():
+    given = settings(train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw")
+    asked = asked_of(given, shape_of(given), CARD)
+    assert (asked.micro_batch, asked.precisions, asked.scopes, asked.optimizer) == (3, ("fp32",), ("none",), "adamw")
+
+
+def test_only_what_is_built_is_chosen():
+    asked = asked_of(settings(), shape_of(settings()), CARD)
+    for key, values in (("compile", asked.scopes), ("remat", asked.remats)):
+        assert values and all(settings(**{f"train__{key}": value}) for value in values)  # else refused
+
+
+def test_what_nothing_fits_is_exit_code_6():
+    given = settings(model__preset="8b")
+    with pytest.raises(OutOfDeviceMemory, match=r"nothing fits .* of NVIDIA GeForce RTX 4090: .* GiB more") as refusal:
+        planned(given, shape_of(given), CARD)
+    assert refusal.value.exit_code == 6
+
+
+def test_a_little_less_memory_is_a_smaller_micro_batch():
+    given = settings(model__preset="124m", data__sequence_length=1024, train__tokens_per_update=2**19)
+    roomy, tight = (
+        planned(given, shape_of(given), replace(CARD, free_memory_bytes=gib * 2**30)).work.rows for gib in (24, 6)
+    )
+    assert 512 > roomy > tight >= 1 and 512 % roomy == 0 == 512 % tight
+
+
+def test_the_shape_is_the_settings_own_and_needs_no_text():
+    assert shape_of(settings(data__tokenizer="bpe:700", model__preset="nano")).vocab_size == 700
+    assert shape_of(settings(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
+    assert shape_of(settings(model__vocab_size=900, model__preset="nano")).vocab_size == 900
+
+
+def test_a_module_of_ones_own_cannot_be_planned(tmp_path):
+    (tmp_path / "own.py").write_text("def build(): ...")
+    with pytest.raises(UsageError, match="a preset, sizes or a Hugging Face folder"):
+        shape_of(settings(model__init=f"{tmp_path}/own.py:build"))
