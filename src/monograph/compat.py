@@ -171,7 +171,8 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         parts = min_cut_rematerialization_partition(
             graph, inputs, num_fwd_outputs=num_fwd_outputs, compiler="inductor", **options
         )
-        kept = parts[0].graph.output_node().args[0][num_fwd_outputs:]
+        outputs: Any = parts[0].graph.output_node().args[0]
+        kept = outputs[num_fwd_outputs:]
         for nodes, size in ((kept, None), (parts[0].graph.find_nodes(op="placeholder"), 0)):
             for value in (node.meta["val"] for node in nodes):
                 if isinstance(value, Tensor):
@@ -203,8 +204,8 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
 
     `forward` and `backward` turn a graph into a function of the list of its arguments.
     """
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     return aot_autograd(

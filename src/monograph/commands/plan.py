@@ -61,12 +61,13 @@ def memory_size(text: str) -> int:
 
 
 def _peak_flops(device: Device, precisions: tuple[str, ...], *, here: bool) -> Mapping[str, float]:
-    missing = [name for name in precisions if name not in device.peak_flops]
+    known = dict(device.peak_flops)
+    if "bf16" in known:
+        known.setdefault("fp16", known["bf16"])
+    missing = [name for name in precisions if name not in known]
     if missing and not here:
         raise UsageError(f"train.precision = {missing[0]}: {device.name} has no such arithmetic; use fp32")
-    return dict(device.peak_flops) | {
-        name: measured_matmul_flops(default_device(), DTYPES[name], seconds=0.1) for name in missing
-    }
+    return known | {name: measured_matmul_flops(default_device(), DTYPES[name], seconds=0.1) for name in missing}
 
 
 def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:

@@ -172,10 +172,12 @@ def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: b
     Raises:
         UsageError: the pass does not come as far as to every block.
     """
-    plans = {
-        name: block.remat for name, block in blocks(module).items() if isinstance(block.__dict__.get("remat"), _Plan)
+    plans = {name: block.__dict__.get("remat") for name, block in blocks(module).items()}
+    choosing = {
+        name: plan
+        for name, plan in plans.items()
+        if isinstance(plan, _Plan) and isinstance(plan.policy, (Remat.Pointwise, Remat.Budget))
     }
-    choosing = {name: plan for name, plan in plans.items() if isinstance(plan.policy, (Remat.Pointwise, Remat.Budget))}
     if not choosing:
         return
     if captured:

@@ -1,6 +1,6 @@
 """Peak memory of a training step in closed form: microseconds, for a search; `footprint` has the verdict.
 
-static     = P (4 weights + 4 gradients + bytes of optimizer state)
+static     = P (bytes of weights + 4 gradients + bytes of optimizer state)
 stored     = numbers per token and layer, times bytes of a number        (`stored_numbers`)
 head       = logits of a chunk and their gradient, the head's gradient twice, the hidden states' gradient
 peak       = static + max(L stored + head,  L stored + one block's work,  new gradients where a graph returns them,
@@ -12,7 +12,9 @@ from __future__ import annotations
 from monograph.measure.footprint import Work
 from monograph.ops.cross_entropy import chunk_count
 
-STATE_BYTES = {"adamw": 8, "muon": 4.5, "adamw:bf16": 4, "adamw:8bit": 2.1}
+# Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
+MOMENTS = {"adamw": 2, "muon": 1.125}
+STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
 EAGER_TEMPORARIES = 7  # copies of the largest plane that an update has alive at once
 
 
@@ -39,7 +41,9 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     """The closed form above, for a device of `work.device_type`."""
     config, number = work.config, 4 if work.precision == "fp32" else 2
     parameters, tokens = config.parameter_count(), work.rows * work.length
-    static = parameters * (8 + STATE_BYTES[optimizer] + 4 * ema)
+    rule, _, state = optimizer.partition(":")
+    weight = 2 if state == "all-bf16" else 4
+    static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
     stored = stored_numbers(work, work.remat) * number * tokens
     block = stored_numbers(work, "none") * number * tokens
     head = config.vocab_size * config.hidden_size

@@ -16,7 +16,7 @@ from monograph.planner import Asked, Candidate
 from monograph.run.models import Recipe, is_weight_file, run_named
 from monograph.session.session import make_optimizer
 
-# What the planner chooses from where a key is "auto".
+# What the planner knows, and chooses from where a key is "auto".
 SCOPES, REMATS = ("whole", "blocks", "none"), ("none", "full")
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
@@ -45,7 +45,13 @@ def shape_of(settings: Settings) -> LlamaConfig:
 
 
 def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
-    """What is pinned, and what may be chosen of what is built."""
+    """What is pinned, and what may be chosen of what is built.
+
+    Raises:
+        UsageError: a pinned policy of recomputation whose memory is not predicted yet.
+    """
+    if settings.train.remat not in ("auto", *REMATS):
+        raise UsageError(f"train.remat = {settings.train.remat}: a plan for it is not built yet; use none or full")
     train, optim = settings.train, settings.optim
     name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
@@ -58,18 +64,20 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         None if train.micro_batch == "auto" else train.micro_batch,
         (planner.precision(device) if train.precision == "auto" else train.precision,),
         _open("train.compile", train.compile, SCOPES),
-        _open("train.remat", train.remat, REMATS),
+        _open("train.remat", str(train.remat), REMATS),
         settings.data.packing == "packed",
         None if optim.grad_clip == "none" else optim.grad_clip,
     )
 
 
 def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidate:
-    """What a run on this device does with its "auto" keys.
+    """What a run on this device does with its "auto" keys; a policy of which no more is known needs as much as none.
 
     Raises:
         OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
     """
+    if settings.train.remat not in ("auto", *REMATS):
+        settings = settings.resolve({"train.remat": "none"}, "plan")
     asked = asked_of(settings, config, device)
     eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
     scope = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")

@@ -109,7 +109,7 @@ def make_engine(
         "optim.lr": lr,
         "train.tokens_per_update": tokens,
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
-        "train.micro_batch": _micro_batch(model, rows, settings, machine),
+        **_fitting(model, rows, settings, machine),
     }
     settings = settings.resolve(fixed, "plan")
     engine = Resident(
@@ -202,11 +202,19 @@ def calibrate(session: Session) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _micro_batch(model: nn.Module, rows: int, settings: Settings, machine: Device) -> int:
-    """As pinned; what the plan chooses for a Llama; the whole update for another module, whose memory nobody knows."""
-    if settings.train.micro_batch != "auto":
-        return settings.train.micro_batch
-    return planned(settings, model.config, machine).work.rows if isinstance(model, Llama) else rows
+def _fitting(model: nn.Module, rows: int, settings: Settings, machine: Device) -> dict[str, Any]:
+    """Micro-batch and recomputation: as pinned, as the plan chooses for a Llama, or the whole update, kept.
+
+    What another module would need nobody knows.
+    """
+    train = settings.train
+    if train.micro_batch != "auto":
+        return {"train.micro_batch": train.micro_batch, "train.remat": "none" if train.remat == "auto" else train.remat}
+    if not isinstance(model, Llama):
+        return {"train.micro_batch": rows, "train.remat": "none" if train.remat == "auto" else train.remat}
+    chosen = planned(settings, model.config, machine).work
+    remat = chosen.remat if train.remat == "auto" else train.remat
+    return {"train.micro_batch": chosen.rows, "train.remat": remat}
 
 
 def _require_fit(model: nn.Module, corpus: Corpus, settings: Settings) -> None:
