@@ -6,9 +6,10 @@ Usage: python docs/make_tables.py          (rewrites README.md between the marke
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
-from monograph.config.keys import NOT_BUILT, SECTIONS
+from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
@@ -29,6 +30,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
+    "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py"},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.rank": {"not set": "tests/test_config.py"},
@@ -59,7 +61,9 @@ def values(key: str) -> list[str]:
     """The values that the key's type lists, without "auto", which is the planner's choice among them."""
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
-    return [value for value in get_args(annotation) if value != "auto"] if get_origin(annotation) is Literal else []
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
+    return [*listed, "a number between 0 and 1"] if listed and Fraction in kinds else listed
 
 
 def grouped(behind: dict[str, str]) -> list[tuple[str, str]]:

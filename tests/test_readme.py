@@ -72,7 +72,7 @@ def test_commands_are_ones_that_the_program_takes(
         calls.append((arguments, options))
         return 0
 
-    for name in ("train", "generate", "evaluate", "export", "data", "check"):
+    for name in ("train", "plan", "generate", "evaluate", "export", "data", "check"):
         module = types.ModuleType(f"monograph.commands.{name}")
         module.run = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -120,8 +120,9 @@ def own_loop() -> dict[str, Any]:
     def my_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return ((model(batch["x"]) - batch["y"]) ** 2).sum(), torch.tensor(batch["y"].numel())
 
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
     part = {"x": torch.randn(4, 8), "y": torch.randn(4, 2)}
-    return {"__name__": "example", "model": nn.Linear(8, 2), "my_loss": my_loss, "my_loader": [[part, part]] * 3}
+    return {"__name__": "example", "model": model, "my_loss": my_loss, "my_loader": [[part, part]] * 3}
 
 
 def test_the_default_takes_as_long_as_the_readme_says() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import typer.main
 
-from monograph import __version__
+from monograph import __version__, interrupts
 from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError, bug_report
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 # Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
-
-Command = TypeVar("Command", bound=Callable[..., int])
 
 app = typer.Typer(
     name="monograph",
@@ -92,7 +88,7 @@ def train(
         return 0
     from monograph.commands.train import run
 
-    return _interruptible(run)(settings, out=out, resume=resume, from_=from_, json=json)
+    return interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
 
 
 @app.command()
@@ -142,7 +138,9 @@ def generate(
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    return _interruptible(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
+    return interrupts.working(command)(
+        run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how
+    )
 
 
 @app.command()
@@ -157,7 +155,7 @@ def evaluate(
     """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
-    return _interruptible(command)(run, data=data or [], json=json)
+    return interrupts.working(command)(run, data=data or [], json=json)
 
 
 @app.command()
@@ -175,7 +173,7 @@ def export(
     """Write a run's model for other tools."""
     from monograph.commands.export import run as command
 
-    return _interruptible(command)(run, to=to, format=format, dtype=dtype)
+    return interrupts.working(command)(run, to=to, format=format, dtype=dtype)
 
 
 @data_app.command()
@@ -188,7 +186,7 @@ def show(
     """Decode one packed row and mark its trained tokens."""
     from monograph.commands.data import show as command
 
-    return _interruptible(command)(_settings(arguments), row=row)
+    return interrupts.working(command)(_settings(arguments), row=row)
 
 
 @data_app.command()
@@ -196,7 +194,7 @@ def build(arguments: ConfigArguments = None) -> int:
     """Tokenise the text once, for all later runs."""
     from monograph.commands.data import build as command
 
-    return _interruptible(command)(_settings(arguments))
+    return interrupts.working(command)(_settings(arguments))
 
 
 @app.command()
@@ -209,14 +207,7 @@ def check(
     """Say whether this machine or a run is in order."""
     from monograph.commands.check import run as command
 
-    return _interruptible(command)(run, json=json)
-
-
-def _interruptible(command: Command) -> Command:
-    """The command, all of whose imports are done: from here on an interrupt is an exception (see `__main__`)."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return command
+    return interrupts.working(command)(run, json=json)
 
 
 def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None) -> Settings:
@@ -247,7 +238,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except MonographError as error:
         code = _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # again, while what was imported is taken down
+        interrupts.while_ending()
         code = _fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
@@ -279,10 +270,8 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 
 def _wrong_arguments(error: Any) -> str:
-    near = difflib.get_close_matches(
-        getattr(error, "option_name", ""), getattr(error, "possibilities", None) or (), n=1
-    )
-    if near:
+    possible = getattr(error, "possibilities", None) or ()
+    if near := difflib.get_close_matches(getattr(error, "option_name", ""), possible, n=1):
         return f"{error.message}; did you mean {near[0]}?"
     text = "; text that begins with a dash goes after --" if hasattr(error, "option_name") else ""
     return error.format_message().rstrip(".") + text

@@ -1,0 +1,34 @@
+"""What an interrupt (SIGINT, Ctrl-C) does while the program starts, works and ends; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+
+def end_at_once(*_: Any) -> NoReturn:
+    """The handler of interrupts while there is nothing to lose: a line, and exit code 130."""
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)
+
+
+def while_starting() -> None:
+    """Imports take seconds, in which an interrupt would be a traceback. An ignored interrupt stays ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+
+
+def working(command: Command) -> Command:
+    """The command, all of whose imports are done: from here on an interrupt is a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command
+
+
+def while_ending() -> None:
+    """Another interrupt, while what was imported is taken down, ends that without a word."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
