@@ -63,7 +63,9 @@ def values(key: str) -> list[str]:
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
-    return [*listed, "a number between 0 and 1"] if listed and Fraction in kinds else listed
+    if Fraction in kinds:
+        return [*listed, "a number between 0 and 1"]
+    return listed if len(kinds) == 1 else []
 
 
 def grouped(behind: dict[str, str]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ import monograph
 from monograph import cli, errors
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
-COMMANDS = ("train", "generate", "evaluate", "export", "data", "check")
+COMMANDS = ("train", "plan", "generate", "evaluate", "export", "data", "check")
 
 
 class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):

@@ -75,7 +75,7 @@ def test_every_step(shape: str, firsts: list[int], slots: int) -> None:
 def test_what_lies_in_later_slots_is_not_seen() -> None:
     model, tokens_BT = tiny_llama(torch.float64).eval(), some_tokens()
     cache = KVCache.allocate(model.config, ROWS, LENGTH, torch.float64, torch.device("cpu"))
-    for tensor in (cache.keys_LNBKCE, cache.values_LNBKCE):
+    for tensor in (*cache.keys, *cache.values):
         tensor.fill_(1e3)
     with torch.no_grad():
         positions_BT = torch.arange(6).expand(ROWS, -1)

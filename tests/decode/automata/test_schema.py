@@ -217,7 +217,7 @@ def test_refused_by_name(schema: Any, words: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"type": nope}'])
 def test_text_that_is_not_json(text: str) -> None:
-    with pytest.raises(InputRefused, match="the JSON schema is not JSON"):
+    with pytest.raises(InputRefused, match="the JSON schema cannot be read as JSON"):
         constraint("json_schema", text, BYTES, [END])
 
 
