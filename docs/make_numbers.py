@@ -21,7 +21,8 @@ def first_run(found: Found) -> str:
     """Held-out bits per byte of the default, beside the yardsticks on the same bytes."""
     lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
     finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
-    return f"{' and '.join(finals)} bits per byte; {', '.join(lines)}"
+    [tokens] = {case["tokens_per_update"] for case in found["cases"]}
+    return f"{' and '.join(finals)} bits per byte in updates of {tokens:,} tokens; {', '.join(lines)}"
 
 
 def steps(found: Found) -> str:
@@ -86,7 +87,7 @@ def sampler(found: Found) -> str:
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
-    "first_run": ("held out, what `make train` trains, two seeds (lower is better)", first_run),
+    "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
     "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
     "start": ("time to the first update, compile cache warm against cold", start),
     "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),

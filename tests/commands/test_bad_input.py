@@ -145,7 +145,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["generate", "run", "a", "--regex", "a", "--choice", "b"], 2, "one of them at a time"),
         (["generate", "run", "a", "--json-schema", "nothere"], 3, "--json-schema nothere: cannot be read: No such"),
         (["generate", "run", "a", "--top-p", "2"], 2, "top_p = 2.0: expected a number from 0 to 1"),
-        (["generate", "run", "a", "--sampler", "typical=1"], 2, "--sampler typical=1: did you mean typical_p?"),
+        (["generate", "run", "a", "--sampler", "typical=1"], 2, "there is no option typical; did you mean typical_p?"),
         (["generate", "run", "a", "--sampler", "min_tokens=1.5"], 2, "min_tokens=1.5: expected a whole number"),
         (["generate", "run", "a", "--sampler", "typical_p"], 2, "expected a value, typical_p=VALUE"),
         (["generate", "run", "a", "--sampler", "stop=x"], 2, "--sampler stop=x: it has a flag of its own, --stop"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json as jsonlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from monograph.config.nearest import did_you_mean
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
 
@@ -33,9 +33,8 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
         if key == "logit_bias":
             raise UsageError(f"--sampler {pair}: biases are given in Python, mono.Sampling(logit_bias={{id: bias}})")
         if key not in keys:
-            near = difflib.get_close_matches(key, keys, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected KEY=VALUE with one of {', '.join(keys)}"
-            raise UsageError(f"--sampler {pair}: {hint}")
+            hint = did_you_mean(key, keys) or f"; expected one of {', '.join(keys)}"
+            raise UsageError(f"--sampler {pair}: there is no option {key}{hint}")
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:

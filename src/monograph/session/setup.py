@@ -208,13 +208,11 @@ def _fitting(model: nn.Module, rows: int, settings: Settings, machine: Device) -
     What another module would need nobody knows.
     """
     train = settings.train
-    if train.micro_batch != "auto":
-        return {"train.micro_batch": train.micro_batch, "train.remat": "none" if train.remat == "auto" else train.remat}
-    if not isinstance(model, Llama):
-        return {"train.micro_batch": rows, "train.remat": "none" if train.remat == "auto" else train.remat}
+    remat = "none" if train.remat == "auto" else train.remat
+    if train.micro_batch != "auto" or not isinstance(model, Llama):
+        return {"train.micro_batch": rows if train.micro_batch == "auto" else train.micro_batch, "train.remat": remat}
     chosen = planned(settings, model.config, machine).work
-    remat = chosen.remat if train.remat == "auto" else train.remat
-    return {"train.micro_batch": chosen.rows, "train.remat": remat}
+    return {"train.micro_batch": chosen.rows, "train.remat": chosen.remat if train.remat == "auto" else remat}
 
 
 def _require_fit(model: nn.Module, corpus: Corpus, settings: Settings) -> None:
