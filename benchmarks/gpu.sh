@@ -3,6 +3,7 @@
 #   PART: laws, train, memory, stream, generate or ensemble; each takes at most 9 minutes.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
 #         test tool; beside it, where installed, transformers' Trainer (which needs accelerate).
+#         memory: benchmarks/plan.py, predicted beside measured peak memory.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results).
@@ -67,6 +68,7 @@ case $part in
   train | memory | stream | generate | ensemble)
     script="benchmarks/$part.py"
     [ "$part" = generate ] && script=benchmarks/generate_peers.py
+    [ "$part" = memory ] && script=benchmarks/plan.py
     if [ -f "$script" ]; then
       timeout 540 "$PYTHON" "$script" --out "$out/$part.json" "$@"
     else

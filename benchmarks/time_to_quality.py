@@ -126,7 +126,7 @@ def ours(training: Training, minutes: float) -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": str(harness.ROOT / "src")}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     told = json.loads(done.stdout.splitlines()[-1])
-    return {"bits_per_byte": told["eval_bits_per_byte"], "tokens": told["tokens"], "seconds": told["wall_s"]}
+    return {"bits_per_byte": told["eval_bits_per_byte"], "tokens": told["tokens"], "seconds": told["training_s"]}
 
 
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
+BLOCKS = "tests/laws/test_scopes.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
@@ -23,8 +24,9 @@ NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED},
     "train.precision": {"fp32": COMPILED, "bf16": COMPILED, "fp16": SCALED, "fp8": "tests/graph/test_fp8.py"},
-    "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED),
-    "train.compile": {"whole": COMPILED, "none": ACCUMULATED},
+    "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
+    | {"offload": "tests/graph/test_offload.py"},
+    "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
@@ -35,7 +37,13 @@ BEHIND: dict[str, dict[str, str]] = {
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.rank": {"not set": "tests/test_config.py"},
 }
-LAW = {COMPILED: "law 1", ACCUMULATED: "law 2", RECOMPUTED: "law 3", PACKED: "law 9"}
+LAW = {
+    COMPILED: "law 1",
+    "tests/laws/test_scopes.py": "law 1",
+    ACCUMULATED: "law 2",
+    RECOMPUTED: "law 3",
+    PACKED: "law 9",
+}
 # Where a key takes any text or number: what stands for all that is refused.
 OPEN = {"lora.rank": "any number"}
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 
@@ -37,6 +38,14 @@ def ragged(rows: int, seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": targets}
 
 
+def packed(rows: int, seed: int = 0) -> dict[str, Tensor]:
+    """The same rows as two documents each, the first of 10 tokens."""
+    batch, at = ragged(rows, seed), torch.arange(LENGTH)
+    batch["segments"] = torch.where(at < 10, 1, 2).expand(rows, -1).contiguous()
+    batch["positions"] = torch.where(at < 10, at, at - 10).expand(rows, -1).contiguous()
+    return batch
+
+
 def rows_of(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Rows start to stop of a batch."""
     return {name: tensor[start:stop] for name, tensor in batch.items()}
@@ -55,3 +64,12 @@ def large_batch_gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def flat_gradient(model: nn.Module) -> Tensor:
     """The gradients that are on the module, as one flat vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def copied(state: EngineState) -> EngineState:
+    """A state that stays what it is while the engine goes on."""
+    return EngineState(
+        {name: tensor.clone() for name, tensor in state.model.items()},
+        {name: tensor.clone() for name, tensor in state.optimizer.items()},
+        dict(state.scalars),
+    )

@@ -1,4 +1,4 @@
-"""What the sampler's tests share: rows of requests, and the chi-square of draws."""
+"""What the sampler's tests share: rows of requests, what a chain leaves of their logits, the chi-square of draws."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import Rows
+from monograph.decode.candidates import Candidates
+from monograph.decode.chain import Rows, narrowed
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import COUNTS
 from monograph.decode.sampling import Sampling
+
+TRUNCATIONS = ("window", "search", "sort")
 
 
 def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None = None, position: int = 7) -> Rows:
@@ -31,6 +34,26 @@ def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: T
     one, count = rows_of([sampling], vocabulary), len(seed_B)
     knobs = {name: value.expand(count, *value.shape[1:]) for name, value in one.knobs.items()}
     return Rows(seed_B, position_B, torch.zeros_like(seed_B), knobs)
+
+
+def some_logits(seed: int, rows: int, vocabulary: int) -> Tensor:
+    return 2.5 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
+    """The scores that are left at their ids, -inf at all others, [B, V]."""
+    masked_BN, ids_BN = candidates.masked(), candidates.ids_BN
+    if ids_BN is None:
+        return masked_BN
+    return torch.full_like(like_BV, -torch.inf).scatter(-1, ids_BN, masked_BN)
+
+
+def left(logits_BV: Tensor, options: Sampling, truncation: str = "sort", position: int = 7) -> tuple[Tensor, Tensor]:
+    """Scores after the chain, -inf where a token is dropped, [B, V]; and where the window held them all, [B]."""
+    rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
+    scores_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    candidates = narrowed(scores_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
+    return scattered(candidates, scores_BV), candidates.held_B1[:, 0]
 
 
 def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:

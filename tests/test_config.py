@@ -131,7 +131,6 @@ def test_a_toml_that_is_not_text_is_refused() -> None:
 @pytest.mark.parametrize("key", NOT_BUILT)
 def test_what_is_not_built_is_refused_with_a_sentence(key: str) -> None:
     wrong = {"lora.rank": 8, "lora.alpha": 16.0, "lora.targets": ["q_proj"]}
-    wrong |= {"train.compile": "blocks"}
     values = {"optim.transfer": "width"}
     values |= {"train.memory": "stream", "train.parallel": "ddp"} | wrong
     assert "not built yet" in refusal(**{key.replace(".", "__"): values[key]})

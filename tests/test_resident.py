@@ -6,20 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
+from batches import copied, flat_gradient, large_batch_gradient, ragged, tiny_llama
 from monograph.errors import InputRefused, OutOfDeviceMemory
-from monograph.loop import EngineState, train
+from monograph.graph.remat import Remat
+from monograph.loop import train
 from monograph.loss import TokenLoss
 from monograph.resident import Resident
 from numerics import relative_error
-
-
-def copied(state):
-    return EngineState(
-        {k: v.clone() for k, v in state.model.items()},
-        {k: v.clone() for k, v in state.optimizer.items()},
-        dict(state.scalars),
-    )
 
 
 def test_state_round_trip_continues_bit_for_bit():
@@ -104,6 +97,40 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_gradient():
 def test_out_of_memory_at_one_row_is_said():
     with pytest.raises(OutOfDeviceMemory, match="one row does not fit"):
         Resident(tiny_llama(), loss=Hungry(fits=0)).accumulate(ragged(4))
+
+
+class Wasteful(TokenLoss):
+    """Out of memory as long as the blocks keep what they compute."""
+
+    def __call__(self, model, batch):
+        if "forward" not in vars(model.model.layers[0]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().__call__(model, batch)
+
+
+def test_out_of_memory_at_one_row_recomputes_the_blocks_and_keeps_the_bits():
+    batch, lines = ragged(3), []
+    engine, plain = Resident(tiny_llama(), loss=Wasteful()), Resident(tiny_llama(), micro_batch=1)
+    engine.announce = lines.append
+    for each in (engine, plain):
+        each.accumulate(batch)
+    assert lines[-1] == "out of memory at 1 row: blocks are recomputed from now on, the update stays the same"
+    assert (engine.micro_batch, engine.step.remat) == (1, Remat.Full())
+    assert torch.equal(flat_gradient(engine.model), flat_gradient(plain.model))
+
+
+def test_what_was_captured_is_captured_again_with_recomputed_blocks():
+    engine, plain = (Resident(tiny_llama(), micro_batch=1) for _ in range(2))
+    assert engine.capture(ragged(3), "aot_eager") is None
+
+    def too_much(batch, seed):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    engine.step.forward = too_much
+    for each in (engine, plain):
+        each.accumulate(ragged(3))
+    assert engine.step.scope == "whole" and engine.step.remat == Remat.Full()
+    assert relative_error(flat_gradient(engine.model), flat_gradient(plain.model)) <= 1e-6
 
 
 def test_other_runtime_errors_are_not_swallowed():

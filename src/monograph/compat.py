@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,6 +130,11 @@ def quiet_selective_recompute() -> None:
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
+def quiet_inputs_of_blocks() -> None:
+    """Drop torch's warning, when a block alone is captured, that its input's gradient was looked at: Dynamo did."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
+
+
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """In the block, code that asks `torch.compiler.is_compiling()` is told that it is."""
@@ -190,6 +196,14 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         decompositions=select_decomp_table(),
     )(*fresh)
     return sum(stored.values())
+
+
+def without_numbers() -> bool:
+    """Whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def without_modes() -> Any:

@@ -150,6 +150,7 @@ def named(name: str) -> Device:
         free_memory_bytes=memory_bytes,
         cores=_cores(),
         has_bf16="bf16" in rates.flops,
+        has_fp8="fp8" in rates.flops,
         peak_flops=rates.flops,
         bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s,
         link_bytes_per_s=link,

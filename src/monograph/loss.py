@@ -45,12 +45,13 @@ class TokenLoss:
     def __init__(self, impl: Literal["chunked", "reference"] = "chunked"):
         """`impl` chooses the cross-entropy: see `monograph.ops.cross_entropy.linear_cross_entropy`."""
         self.impl = impl
+        self.head: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum in nats, count); see the class."""
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
         weight_VD: Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
-        return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), impl=self.impl)
+        return self.head(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), impl=self.impl)
 
     def count(self, batch: Batch) -> Tensor:
         """Number of targets that are not -100, 0-d int64."""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, OutOfDeviceMemory
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
+from monograph.graph import recompute
 from monograph.graph.inspect import buffers_kept, unique_state
 from monograph.graph.precision import Precision
-from monograph.graph.remat import Policy
+from monograph.graph.remat import Policy, Remat
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
@@ -33,8 +34,8 @@ class Resident:
 
     A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows;
     where the batch has `targets` the last one is filled up with empty rows, so that shapes never change. Running out of
-    device memory halves the micro-batch and repeats the window, which by law 2 changes no gradient; the change is
-    announced through `announce`.
+    device memory halves the micro-batch, and at one row recomputes the blocks, and repeats the window, which by laws 2
+    and 3 changes no gradient; the change is announced through `announce`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Resident:
         """
         self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
         self.micro_batch = micro_batch
-        self.captured = False
+        self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self.announce: Callable[[str], None] = lambda line: None
 
     @property
@@ -90,24 +91,28 @@ class Resident:
 
         return self._fitting(window, attempt)
 
-    def capture(self, window: Batch, backend: Literal["inductor", "aot_eager", "eager"] = "inductor") -> str | None:
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
+
+        Args:
+            window: an update's rows.
+            backend: see `monograph.capture`.
+            scope: what one graph holds, likewise.
 
         Returns:
             None, or the reason in one line why it cannot be compiled; the step then stays eager.
         """
         step = self.step
-        eager = step.forward, step.apply, step.evaluate
         self.micro_batch = self.micro_batch or _rows(window)
-        self.captured = True
-        graph.capture(step, backend)
+        self._captured = backend, scope
         try:
+            graph.capture(step, backend, scope)
             with buffers_kept(self.model):
                 self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
         except Exception as error:
-            step.forward, step.apply, step.evaluate = eager
+            graph.release(step)
             step.discard()
-            self.captured = False
+            self._captured = None
             if not isinstance(error, graph.CaptureFailed):
                 raise
             return str(error)
@@ -142,20 +147,44 @@ class Resident:
                     raise
                 message = str(error).splitlines()[0]
             # Outside the except block: the traceback would keep the failed pass's tensors alive.
-            self._halve(window, message)
+            self._step_down(window, message)
 
-    def _halve(self, window: Batch, message: str) -> None:
+    def _step_down(self, window: Batch, message: str) -> None:
+        """Take less memory for the same update: half of the rows at once, and at one row recomputed blocks.
+
+        Raises:
+            OutOfDeviceMemory: there is nothing left to do.
+        """
         rows = min(self.micro_batch or _rows(window), _rows(window))
-        if rows == 1:
+        self.step.discard()
+        if rows > 1:
+            self.micro_batch = (rows + 1) // 2
+            change = f"micro_batch is now {self.micro_batch}"
+        elif self._recompute():
+            change = "blocks are recomputed from now on"
+        else:
             raise OutOfDeviceMemory(
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
-        self.micro_batch = (rows + 1) // 2
-        self.step.discard()
         gc.collect()
         if self.step.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.announce(f"out of memory at {rows} rows: micro_batch is now {self.micro_batch}, the update stays the same")
+        self.announce(f"out of memory at {rows} {'row' if rows == 1 else 'rows'}: {change}, the update stays the same")
+
+    def _recompute(self) -> bool:
+        """Keep nothing but the blocks' inputs from now on; False where that is so already, or there are no blocks."""
+        step = self.step
+        if step.remat in (Remat.Full(), Remat.Offload()):
+            return False
+        graph.release(step)
+        try:
+            recompute.follow(self.model, Remat.Full())
+        except UsageError:
+            return False
+        step.remat = Remat.Full()
+        if self._captured:
+            graph.capture(step, *self._captured)
+        return True
 
     def update(self) -> Update:
         """Apply the accumulated gradient."""

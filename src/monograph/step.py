@@ -93,7 +93,8 @@ class Step:
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
         self.sum_over_ranks = sum_over_ranks
         self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
-        recompute.follow(model, remat or Remat.Off())
+        self.remat: Policy = remat or Remat.Off()
+        recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
         self.planes = planes(trainable(model), self.optim.kinds(model), self.optim.state)
         for plane in self.planes:
@@ -106,6 +107,7 @@ class Step:
         self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
         self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
         self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
+        self.scope = "none"  # of what is captured
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
         self.apply: Callable[[], Tensor] = self._apply
@@ -121,7 +123,7 @@ class Step:
 
     def settle(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
-        captured = self.forward != self._forward
+        captured = self.scope != "none"
         if self.settled_for != captured:
             with self.precision.context(self.device.type):
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)

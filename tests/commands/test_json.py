@@ -13,7 +13,7 @@ from commands.inputs import TINY, newest, with_texts
 
 TRAIN = (
     "schema run update tokens train_loss eval_loss eval_bits_per_byte eval_weights tokens_per_s mfu peak_memory_bytes "
-    "wall_s compile_s graph_breaks recompiles device dtype params passed_over"
+    "wall_s training_s promised_s compile_s graph_breaks recompiles device dtype params passed_over"
 )
 COMMANDS = {
     "train --resume run": TRAIN,

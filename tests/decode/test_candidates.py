@@ -17,7 +17,11 @@ def test_the_largest_by_groups_are_the_largest(vocabulary: int) -> None:
     scores_BV[3, 5:] = -torch.inf
     scores_BV[4] = scores_BV[4].sort().values
     width = min(WINDOW, vocabulary)
-    assert torch.equal(largest(scores_BV, width), scores_BV.sort(descending=True).values[:, :width])
+    values_BW, ids_BW = largest(scores_BV, width)
+    assert torch.equal(values_BW, scores_BV.sort(descending=True).values[:, :width])
+    inside_BW = (values_BW > -torch.inf) & (ids_BW < vocabulary)
+    assert torch.equal(scores_BV.gather(-1, ids_BW.clamp(max=vocabulary - 1))[inside_BW], values_BW[inside_BW])
+    assert (inside_BW | (values_BW == -torch.inf)).all() and all(len(set(row.tolist())) == width for row in ids_BW)
 
 
 @pytest.mark.parametrize("truncation", ["window", "search", "sort"])

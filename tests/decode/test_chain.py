@@ -13,9 +13,8 @@ from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, log_probabilities, n
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
-from sampled import rows_of
+from sampled import TRUNCATIONS, rows_of, scattered
 
-TRUNCATIONS = ("window", "search", "sort")
 INF, NAN_LOGIT = math.inf, math.nan
 
 
@@ -24,8 +23,8 @@ def kept(logits: list[float], truncation: str = "sort", **options: Any) -> list[
     sampling = Sampling(**{"temperature": 1.0, **options})
     scores_1V = torch.tensor([logits]) - max(logits)
     rows = rows_of([sampling], len(logits))
-    left = narrowed(scores_1V, rows, chain_of([sampling]), truncation).masked()  # type: ignore[arg-type]
-    return (left[0] > -INF).nonzero()[:, 0].tolist()
+    candidates = narrowed(scores_1V, rows, chain_of([sampling]), truncation)  # type: ignore[arg-type]
+    return (scattered(candidates, scores_1V)[0] > -INF).nonzero()[:, 0].tolist()
 
 
 EQUAL = [1.0, 3.0, 3.0, 2.0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.elementary import UNIT, log, log1p_negative, weight
-from monograph.decode.noise import continuation_seed, gumbel, gumbel_noise, row_uniform, uniform
+from monograph.decode.noise import continuation_seed, gumbel, gumbel_noise, gumbel_noise_of, row_uniform, uniform
 from monograph.ops.philox import philox
 from numerics import error_within
 
@@ -39,6 +39,9 @@ def test_noise_depends_on_seed_position_and_id_and_on_nothing_else() -> None:
             word = philox((counter[0], counter[1], counter[2], counter[3]), key)[token % 4]
             assert gumbel(word)[0] == noise_BV[row, token]
     assert torch.equal(gumbel_noise(torch.tensor(seeds[1:2]), torch.tensor(positions[1:2]), 77)[0], noise_BV[1, :77])
+    ids_BN = torch.tensor([[0, 1000, 5, 5, 2, 3]]).repeat(4, 1)
+    own_BN = gumbel_noise_of(torch.tensor(seeds), torch.tensor(positions), ids_BN)
+    assert torch.equal(own_BN, noise_BV.gather(-1, ids_BN)), "of some ids the same as of all"
     others = [gumbel_noise(torch.tensor([s]), torch.tensor([p]), 1001) for s in (0, 2**32) for p in (0, 1)]
     assert len(set(torch.cat(others).flatten().tolist())) > 3990, "another seed or position, other numbers"
 

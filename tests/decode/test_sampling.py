@@ -73,6 +73,12 @@ def test_a_chain_serves_what_it_has_room_for() -> None:
         assert not chain.serves(refused)
         with pytest.raises(ValueError, match="does not serve"):
             knobs_of(refused, chain)
+    short = chain_of([Sampling(top_k=40), Sampling(0), Sampling(top_k=9, top_p=0.5)])
+    assert short.few == 128 and chain_of([Sampling(top_k=1)]).few == 64
+    assert chain_of([Sampling(top_k=1), Sampling()]).few is chain_of([Sampling(top_k=500)]).few is None
+    for served in (Sampling(top_k=64), Sampling(0), Sampling(0, top_k=500), Sampling(top_k=1, top_p=0.9)):
+        assert short.serves(served)
+    assert not short.serves(Sampling()) and not short.serves(Sampling(top_k=65)), "they may keep more"
     assert not chain_of([Sampling()]).serves(Sampling(temperature_range=0.1)) and not Chain().serves(Sampling())
 
 

@@ -20,7 +20,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.session.setup import require_precision
+from monograph.session.setup import require_possible
 from monograph.step import Step
 from numerics import relative_error
 
@@ -149,10 +149,10 @@ def test_a_state_without_a_scale_is_refused():
 def test_what_the_device_has_no_arithmetic_for_is_refused_by_name(name, word):
     cpu = dataclasses.replace(describe(torch.device("cpu")), has_bf16=True)
     with pytest.raises(UsageError, match=rf"command line: train.precision = {name}: .*{word}.*; use bf16"):
-        require_precision(load(None, {"train.precision": name}, {}), cpu)
+        require_possible(load(None, {"train.precision": name}, {}), cpu)
     for able in (dataclasses.replace(cpu, type="cuda", has_fp8=True),):
-        require_precision(load(None, {"train.precision": name}, {}), able)
+        require_possible(load(None, {"train.precision": name}, {}), able)
     for fine in ("auto", "fp32", "bf16"):
-        require_precision(load(None, {"train.precision": fine}, {}), cpu)
+        require_possible(load(None, {"train.precision": fine}, {}), cpu)
     with pytest.raises(UsageError, match="'int4' is not one of fp32, bf16, fp16, fp8"):
         Precision("int4")

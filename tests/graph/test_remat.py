@@ -76,8 +76,8 @@ def test_what_is_no_share_is_refused(fraction):
 
 
 def test_what_the_configuration_calls_them():
-    assert [named(value) for value in ("auto", "none", "pointwise", "full", 0.5)] == [
-        Remat.Off(), Remat.Off(), Remat.Pointwise(), Remat.Full(), Remat.Budget(0.5),
+    assert [named(value) for value in ("auto", "none", "pointwise", "full", "offload", 0.5)] == [
+        Remat.Off(), Remat.Off(), Remat.Pointwise(), Remat.Full(), Remat.Offload(), Remat.Budget(0.5),
     ]  # fmt: skip
 
 

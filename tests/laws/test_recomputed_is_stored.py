@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from batches import LENGTH, flat_gradient, ragged, tiny_llama
+from batches import flat_gradient, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import recompute
@@ -35,14 +35,6 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "tied": {"tie_word_embeddings": True},
 }
-
-
-def packed(rows, seed=0):
-    batch = ragged(rows, seed)
-    batch["segments"] = torch.where(torch.arange(LENGTH) < 10, 1, 2).expand(rows, -1).contiguous()
-    batch["positions"] = torch.where(torch.arange(LENGTH) < 10, torch.arange(LENGTH), torch.arange(LENGTH) - 10)
-    batch["positions"] = batch["positions"].expand(rows, -1).contiguous()
-    return batch
 
 
 def engine(policy, precision="fp32", **sizes):

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monograph.measure.footprint import Curves, deepened, footprint_of
+from batches import tiny_llama
+from monograph.measure.footprint import Curves, Work, deepened, footprint, footprint_of
+from monograph.optim import AdamW
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -50,3 +54,11 @@ def test_the_peak_is_named_by_its_stage():
     found = footprint_of(Curves([(1, 2, 3, 4, 5, 6)], [(1, 2, 3, 4, 5, 7)], [(0,) * 6]))
     assert found.stage == "backward" and found.peak_bytes == 22
     assert found.by_origin["workspace"] == pytest.approx(7)
+
+
+def test_inputs_that_wait_on_the_host_are_not_counted():
+    full = Work(tiny_llama(num_hidden_layers=9).config, 32, 48, AdamW(), compile="none", remat="full")
+    there, away = footprint(full), footprint(replace(full, remat="offload"))
+    an_input = 32 * 48 * full.config.hidden_size * 4
+    assert there.by_origin["activations"] - away.by_origin["activations"] == (9 - 3) * an_input
+    assert there.peak_bytes - away.peak_bytes == (9 - 3) * an_input

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from monograph.measure.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
+from batches import tiny_llama
+from monograph.measure.memory import LiveBytes, ledger, peak_memory_bytes, reset_peak_memory
+from monograph.step import Step
 
 CPU = torch.device("cpu")
 MB = 1_000_000
@@ -110,3 +112,14 @@ def test_peak_of_a_card_is_that_of_its_tensors() -> None:
     block = torch.empty(64 * 2**20, dtype=torch.uint8, device=card)
     del block
     assert peak_memory_bytes(card) - before == 64 * 2**20
+
+
+def test_the_ledger_knows_what_the_planes_hold_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(tiny_llama())
+    held = 4 * sum(plane.param.numel() for plane in step.planes)
+    static = {"weights": held, "gradients": held, "moments": 2 * held}
+    assert ledger(step.planes, None, CPU) == {"planned": static}
+    monkeypatch.setattr("monograph.measure.memory.peak_memory_bytes", lambda device: 5 * held)
+    found = ledger(step.planes, {"weights": 1}, torch.device("cuda"))
+    assert found["planned"] == {"weights": 1} and sum(found["measured"].values()) == 5 * held
+    assert list(found["measured"].values())[:3] == list(static.values())

@@ -276,3 +276,13 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     )
     assert tokens.tolist() == [1, 4] and loss.tolist() == [2, 5]
     assert all(map(math.isfinite, loss))
+
+
+def test_memory_is_drawn_where_it_was_measured() -> None:
+    planned = {"weights": 2**30, "gradients": 2**30, "activations": 3 * 2**30}
+    measured = {"weights": 2**30, "gradients": 2**30, "activations, loss head, workspace": 4 * 2**30}
+    for found, drawn in (({"planned": planned}, False), ({"planned": planned, "measured": measured}, True)):
+        _, drawings = figures.draw([*metrics(10), {"update": 2, "memory": found}], {}, "", "")
+        [*others, last] = drawings
+        assert (last.name == "memory") == drawn
+    assert "planned  5.00" in last.svg and "measured  6.00" in last.svg and len(others) == 4

@@ -104,3 +104,19 @@ def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing(
 def test_no_model_is_predicted_to_be_faster_than_the_card():
     found = plan(LLAMA_3_8B, with_memory(H200, 2**40), H200.peak_flops)
     assert all(0 < each.mfu < 0.8 for each in found.candidates)
+
+
+def test_inputs_on_the_host_make_room_and_cost_nothing_beside_longer_computation():
+    work = Work(LlamaConfig.preset("8b"), 8, 4096, LLAMA_3_8B.optim, "bf16", "blocks", "offload", window_rows=128)
+    full, an_input = replace(work, remat="full"), 8 * 4096 * 4096 * 2
+    assert estimate_bytes(full, "adamw") - estimate_bytes(work, "adamw") == 29 * an_input
+    assert update_time(work, H200, 989e12).total_s == update_time(full, H200, 989e12).total_s
+    slow = replace(H200, link_bytes_per_s=1e9)
+    assert update_time(work, slow, 989e12).total_s > 2 * update_time(full, slow, 989e12).total_s
+
+
+def test_what_crosses_between_graphs_is_no_candidate_inside_one(traced):
+    traced(1.0)
+    found = plan(replace(LLAMA_3_8B, remats=("none", "full", "offload")), H200, H200.peak_flops)
+    ways = {(each.work.compile, each.work.remat) for each in found.candidates}
+    assert ("blocks", "offload") in ways and ("whole", "offload") not in ways

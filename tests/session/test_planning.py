@@ -71,3 +71,17 @@ def test_a_module_of_ones_own_cannot_be_planned(tmp_path):
     (tmp_path / "own.py").write_text("def build(): ...")
     with pytest.raises(UsageError, match="a preset, sizes or a Hugging Face folder"):
         shape_of(settings(model__init=f"{tmp_path}/own.py:build"))
+
+
+def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_host():
+    deep, shallow = settings(model__preset="8b"), settings(model__preset="124m")
+    assert asked_of(deep, shape_of(deep), CARD).scopes[0] == "blocks"
+    assert asked_of(shallow, shape_of(shallow), CARD).scopes[0] == "whole"
+    assert asked_of(deep, shape_of(deep), CARD).remats == ("none", "full", "offload")
+    assert "offload" not in asked_of(deep, shape_of(deep), replace(CARD, type="cpu")).remats
+
+
+def test_offloading_inside_one_graph_is_refused():
+    given = settings(train__remat="offload", train__compile="whole")
+    with pytest.raises(UsageError, match="train.compile is blocks or none"):
+        asked_of(given, shape_of(given), CARD)

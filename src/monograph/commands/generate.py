@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from monograph.commands.prompts import prompts_of, sampling_of, schema_text
 from monograph.data.chat import chat_ids, stop_ids
+from monograph.data.place import keep_compiled
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
@@ -96,6 +97,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     if asked.chat and not given:
         return _converse(model)
     given = given or [""]
+    keep_compiled()
     written = model.write([_ids(model, prompt) for prompt in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
+from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
@@ -21,7 +22,7 @@ from monograph.run.signals import StopSignal
 from monograph.session import choices
 from monograph.session.invocation import command, show
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_precision
+from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
 from monograph.session.story import Story, finished, standard_json
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
@@ -34,6 +35,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
     repeatable(default_device())
+    keep_compiled()
     parent = choices.parent_named(from_) if from_ else None
     folder = Run.open(resume) if resume else Run.create(out)
     with folder.lock(new=not resume), _beginning(folder, new=not resume):
@@ -60,7 +62,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
     def warn(line: str) -> None:
         progress.line("warning", line)
 
-    require_precision(settings, describe())
+    require_possible(settings, describe())
     settings = choices.sized(settings)
     if not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)
@@ -94,6 +96,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
             done, since = update.index + 1, since + 1
             last = done == session.updates
             story.recompiles = compat.captured_graphs() - graphs
+            session.account(done)
             if journal.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s}):
                 rate = story.rate(since, clock() - began)
                 memory = peak_memory_bytes(engine.step.device)

@@ -149,10 +149,11 @@ class TrainSection(Section):
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
         "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"
     )
-    remat: Literal["auto", "none", "pointwise", "full"] | Fraction = _key(
+    remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _key(
         "auto",
-        "auto, none, pointwise, full or a number between 0 and 1",
-        "what is recomputed in the backward pass; a number: the share of the activations that is kept",
+        "auto, none, pointwise, full, offload or a number between 0 and 1",
+        "what is recomputed in the backward pass; a number: the share of the activations that is kept; offload: full, "
+        "and what full keeps waits in the host's memory",
     )
     memory: Literal["auto", "device", "stream"] = _key("auto", "auto or device", "where the weights live")
     parallel: Literal["none", "ddp", "fsdp"] = _key("none", "none", "how several devices share the work")
@@ -186,7 +187,6 @@ class NotBuilt(NamedTuple):
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
     "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
-    "train.compile": NotBuilt(("auto", "whole", "none"), "a graph for one block is not built yet; whole and none are"),
     "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
     "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.documents import Documents, Reading
 from monograph.data.files import sync_folder, write_durably, writing
+from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import open_shard, seal
 from monograph.data.sources import Found
@@ -112,7 +113,7 @@ def open_or_build(request: Request, cache: str | Path | None = None, progress: P
         DiskFull: no room in the cache.
     """
     check_fraction(request.held_out)
-    root, chosen = _root(cache)
+    root, chosen = cache_root(cache)
     folder = root / "corpora" / request.key
     damage: tuple[str, ...] = ()
     if folder.exists():
@@ -129,17 +130,6 @@ def open_or_build(request: Request, cache: str | Path | None = None, progress: P
         except InputRefused:
             notes = _build(folder, request, progress)
     return _open(folder, request, progress, (*unwritable, *damage, *notes))
-
-
-def _root(cache: str | Path | None) -> tuple[Path, bool]:
-    """The cache folder, and whether a person chose it (then it must work)."""
-    if cache is not None:
-        return Path(cache).expanduser(), True
-    if home := os.environ.get("MONOGRAPH_HOME"):
-        return Path(home).expanduser(), True
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "monograph", False
-    return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
 
 
 def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:

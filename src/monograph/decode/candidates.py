@@ -2,9 +2,10 @@
 
 All filters here keep the tokens whose score lies in some interval (only XTC and typical have an upper end), and a
 temperature keeps the order of scores. So two numbers per row say which tokens are left, ties stay or go together, and
-no filter ever sorts, scatters or moves a token.
+no filter ever sorts or scatters. Where every request of a chain keeps a few of the likeliest tokens only (`top_k`),
+what comes after that filter looks at those few alone.
 
-Shapes: B rows, V vocabulary, N some scores of each row, W the window.
+Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ class Candidates(NamedTuple):
     """What is left of each row's vocabulary: the tokens with low <= score <= high.
 
     Attributes:
-        scores_BV: fp32, at most 0; the likeliest token has 0, a token that is not allowed has -inf.
+        scores_BN: fp32, at most 0; the likeliest token has 0, a token that is not allowed has -inf.
+        ids_BN: int64, whose scores they are; None: all of the vocabulary's, in its order.
         low_B1: fp32.
         high_B1: fp32, the score of the likeliest token that is left.
         held_B1: bool, False where the window was too small for a filter's answer.
         ranked_BW: the largest scores in descending order, once a filter asked for them; None in a search.
         truncation: how `reach` finds its answer.
+        few: how many of the likeliest tokens are looked at once top-k is done; None: all.
     """
 
-    scores_BV: Tensor
+    scores_BN: Tensor
+    ids_BN: Tensor | None
     low_B1: Tensor
     high_B1: Tensor
     held_B1: Tensor
     ranked_BW: Tensor | None
     truncation: Truncation
+    few: int | None
 
     def contains(self, scores_BN: Tensor) -> Tensor:
         """Whether tokens of these scores are left, bool [B, N]."""
@@ -66,17 +71,31 @@ class Candidates(NamedTuple):
         """With `ranked_BW`, for a filter that counts from the likeliest down; the next such filter finds it there."""
         if self.ranked_BW is not None or self.truncation == "search":
             return self
-        return self._replace(ranked_BW=largest(self.scores_BV, _width(self.scores_BV, self.truncation)))
+        return self._replace(ranked_BW=largest(self.scores_BN, _width(self.scores_BN, self.truncation))[0])
+
+    def nearest(self) -> Candidates:
+        """Only the `few` likeliest tokens, if this is not all; where more are kept `cut_off` says so."""
+        if self.few is None or self.truncation != "window" or self.few >= self.scores_BN.shape[-1]:
+            return self
+        scores_BW, ids_BW = largest(self.scores_BN, self.few)
+        return self._replace(scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=scores_BW)
+
+    def cut_off(self) -> Tensor:
+        """Whether a token that `nearest` left out could be among those that are kept, bool [B, 1]."""
+        if self.ids_BN is None:
+            return torch.zeros_like(self.held_B1)
+        least_B1 = self.scores_BN.amin(-1, keepdim=True)
+        return (least_B1 >= self.low_B1) & (least_B1 > -torch.inf)
 
     def masked(self) -> Tensor:
-        """The scores, -inf where a token is dropped; [B, V]."""
-        return torch.where(self.contains(self.scores_BV), self.scores_BV, -torch.inf)
+        """The scores, -inf where a token is dropped; [B, N]."""
+        return torch.where(self.contains(self.scores_BN), self.scores_BN, -torch.inf)
 
 
-def everything(scores_BV: Tensor, truncation: Truncation) -> Candidates:
+def everything(scores_BV: Tensor, truncation: Truncation, few: int | None = None) -> Candidates:
     """All tokens of rows whose largest score is 0."""
     ends_B1 = torch.zeros_like(scores_BV[:, :1])
-    return Candidates(scores_BV, ends_B1 - torch.inf, ends_B1, ends_B1 == 0, None, truncation)
+    return Candidates(scores_BV, None, ends_B1 - torch.inf, ends_B1, ends_B1 == 0, None, truncation, few)
 
 
 def reach(
@@ -99,39 +118,43 @@ def reach(
     Returns:
         radius_B1 fp32, and held_B1 bool: False where the window's weight is less than the target.
     """
-    scores_BV = candidates.scores_BV
+    scores_BN = candidates.scores_BN
     if candidates.truncation == "search":
-        distance_BV = -scores_BV if distance is None else distance(scores_BV)
-        return _search(distance_BV, weigh(scores_BV), target_B1), torch.ones_like(target_B1, dtype=torch.bool)
+        distance_BN = -scores_BN if distance is None else distance(scores_BN)
+        return _search(distance_BN, weigh(scores_BN), target_B1), torch.ones_like(target_B1, dtype=torch.bool)
     if distance is None:
         scores_BW = candidates.ranked_BW
         assert scores_BW is not None, "a filter that counts from the likeliest down calls ranked() first"
         distance_BW = -scores_BW
     else:
-        width = _width(scores_BV, candidates.truncation)
-        distance_BW, ids_BW = distance(scores_BV).topk(width, largest=False)
-        scores_BW = scores_BV.gather(-1, ids_BW)
+        width = _width(scores_BN, candidates.truncation)
+        distance_BW, ids_BW = distance(scores_BN).topk(width, largest=False)
+        scores_BW = scores_BN.gather(-1, ids_BW)
     reached_BW = weigh(scores_BW).cumsum(-1) >= target_B1
     return torch.where(reached_BW, distance_BW, torch.inf).amin(-1, keepdim=True), reached_BW[:, -1:]
 
 
-def largest(scores_BV: Tensor, width: int) -> Tensor:
-    """The largest scores in descending order, [B, width].
+def largest(scores_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The largest scores in descending order and whose they are, [B, width] each.
 
     They all lie in the `width` groups with the largest maxima, so a large vocabulary is searched for groups first.
     """
     rows, vocabulary = scores_BV.shape
     if vocabulary <= _GROUP * width:
-        return scores_BV.topk(width).values
+        values_BW, ids_BW = scores_BV.topk(width)
+        return values_BW, ids_BW
     if spare := -vocabulary % _GROUP:
         scores_BV = torch.nn.functional.pad(scores_BV, (0, spare), value=-torch.inf)
-    members_BGN = scores_BV.view(rows, _GROUP, -1)
-    groups_BW = members_BGN.amax(1).topk(width, sorted=False).indices
-    return members_BGN.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width).values
+    # Member m of group g is the id m * groups + g.
+    members_BMG = scores_BV.view(rows, _GROUP, -1)
+    groups_BW = members_BMG.amax(1).topk(width, sorted=False).indices
+    values_BW, places_BW = members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width)
+    group_BW = groups_BW.gather(-1, places_BW % width)
+    return values_BW, places_BW // width * members_BMG.shape[-1] + group_BW
 
 
-def _width(scores_BV: Tensor, truncation: Truncation) -> int:
-    return scores_BV.shape[-1] if truncation == "sort" else min(WINDOW, scores_BV.shape[-1])
+def _width(scores_BN: Tensor, truncation: Truncation) -> int:
+    return scores_BN.shape[-1] if truncation == "sort" else min(WINDOW, scores_BN.shape[-1])
 
 
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:

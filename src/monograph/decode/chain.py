@@ -3,7 +3,7 @@
 Pure functions of tensors with static shapes, no wait for the device: the same in eager mode, compiled, captured and
 replayed. All arithmetic is fp32, whatever the model's dtype.
 
-Shapes: B rows, V vocabulary, N likeliest tokens.
+Shapes: B rows, V vocabulary, N some tokens of each row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from monograph.decode import penalties
 from monograph.decode.candidates import Candidates, Truncation, everything
 from monograph.decode.filters import FILTERS
 from monograph.decode.knobs import EDITS, Chain
-from monograph.decode.noise import gumbel_noise, row_uniform
+from monograph.decode.noise import gumbel_noise, gumbel_noise_of, row_uniform
 
 # What became of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
@@ -83,20 +83,29 @@ def sample(
     raw_BV = logits_BV.float()
     edited_BV = edited(raw_BV, rows, allowed_BV, chain)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
-    held_B1 = torch.ones_like(greatest_B1, dtype=torch.bool)
-    drawn_from_BV = edited_BV
+    held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
+    token_B = edited_BV.argmax(-1)
     if chain.draws:
+        greedy_B = rows.knobs["temperature"] <= 0
         candidates = narrowed(edited_BV - greatest_B1, rows, chain, truncation)
-        noisy_BV = candidates.masked() + gumbel_noise(rows.seed_B, rows.position_B, edited_BV.shape[-1])
-        greedy_B1 = rows.knobs["temperature"][:, None] <= 0
-        drawn_from_BV = torch.where(greedy_B1, edited_BV, noisy_BV)
-        held_B1 = candidates.held_B1 | greedy_B1
+        token_B = torch.where(greedy_B, token_B, _drawn_from(candidates, rows))
+        held_B = candidates.held_B1[:, 0] | greedy_B
     # A comparison with NaN is false, so each of these is false for a row that has one.
     sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
-    status_B = torch.where(held_B1[:, 0], OK, OVERFLOW)
+    status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
-    return Drawn(torch.where(status_B == OK, drawn_from_BV.argmax(-1), 0), status_B)
+    return Drawn(torch.where(status_B == OK, token_B, 0), status_B)
+
+
+def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
+    """The token of the greatest score with noise, the lowest id among equals; [B]."""
+    scores_BN, ids_BN = candidates.masked(), candidates.ids_BN
+    if ids_BN is None:
+        return (scores_BN + gumbel_noise(rows.seed_B, rows.position_B, scores_BN.shape[-1])).argmax(-1)
+    noisy_BN = scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN)
+    greatest_B1 = noisy_BN.amax(-1, keepdim=True)
+    return torch.where(noisy_BN == greatest_B1, ids_BN, ids_BN.amax(-1, keepdim=True)).amin(-1)
 
 
 def narrowed(scores_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
@@ -104,7 +113,7 @@ def narrowed(scores_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
-    candidates = everything(scores_BV, truncation)
+    candidates = everything(scores_BV, truncation, chain.few)
     for stage in chain.stages:
         if stage not in EDITS:
             candidates = FILTERS[stage](candidates, knobs)

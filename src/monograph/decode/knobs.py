@@ -19,6 +19,8 @@ from torch import Tensor
 from monograph.decode.sampling import Order, Sampling
 from monograph.errors import UsageError
 
+# The largest k of top-k for which the rest of a chain looks at 2 k tokens instead of all, and the fewest it looks at.
+FEW, LEAST_FEW = 128, 64
 # The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens).
 EDITS = ("bias", "min_tokens", "repetition", "counted")
 # transformers: the temperature first; llama.cpp: last. What one of them does not have stands beside what it is near.
@@ -51,12 +53,15 @@ class Chain:
         bias_ids: length of a row's list of biased ids; a power of two, or 0.
         stop_ids: length of a row's list of stop tokens that min_tokens forbids, likewise.
         logprobs: how many of the likeliest tokens are reported beside the drawn one; None: no log-probabilities.
+        few: how many of the likeliest tokens are sure to hold what top-k keeps in every row that draws, but for ties;
+            None where a row may keep more than FEW of them.
     """
 
     stages: tuple[str, ...] = ()
     bias_ids: int = 0
     stop_ids: int = 0
     logprobs: int | None = None
+    few: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -81,7 +86,8 @@ class Chain:
         wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
         in_order = [stage for stage in here if stage in wanted] == wanted
         reported = own.logprobs is None or (self.logprobs is not None and own.logprobs <= self.logprobs)
-        return in_order and reported and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
+        held = self.few is None or not own.draws or (own.few is not None and own.few <= self.few)
+        return in_order and reported and held and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -108,7 +114,16 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         _room(max(len(sampling.logit_bias) for sampling in samplings)),
         _room(stop_ids) if "min_tokens" in edits else 0,
         max((sampling.logprobs for sampling in samplings if sampling.logprobs is not None), default=None),
+        _few(samplings),
     )
+
+
+def _few(samplings: Sequence[Sampling]) -> int | None:
+    """Twice the largest k, as bf16 logits are often level, and a power of two, so that another k is no other graph."""
+    kept = [sampling.top_k for sampling in samplings if sampling.temperature > 0]
+    if not kept or min(kept) == 0 or max(kept) > FEW:
+        return None
+    return max(LEAST_FEW, _room(2 * max(kept)))
 
 
 def _room(entries: int) -> int:

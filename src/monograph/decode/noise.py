@@ -3,7 +3,7 @@
 No generator object, no state, nothing on the host: replaying a graph replays the draws, and a row's numbers do not
 know which slot it has, who is beside it, or which filters are on.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows, V vocabulary, N some ids of each row.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
     return gumbel(words.flatten(1)[:, :vocabulary])
+
+
+def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
+    """`gumbel_noise` of these ids alone, int64 [B, N]: the same bits, [B, N] fp32."""
+    words = _words(seed_B[:, None], position_B[:, None], ids_BN >> 2, _GUMBEL)
+    chosen_BN = words[0]
+    for number, word in enumerate(words[1:], 1):
+        chosen_BN = torch.where((ids_BN & 3) == number, word, chosen_BN)
+    return gumbel(chosen_BN)
 
 
 def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:

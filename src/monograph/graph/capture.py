@@ -2,41 +2,107 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from monograph import compat
 from monograph.errors import UsageError
-from monograph.graph import matmul
+from monograph.graph import matmul, recompute
+from monograph.graph.inspect import blocks
 
 Backend = Literal["inductor", "aot_eager", "eager"]
+Scope = Literal["whole", "blocks"]
 # What an object may have for `capture` to replace: the training step's three functions.
 CAPTURED = ("forward", "apply", "evaluate")
 T = TypeVar("T")
 
 
-def capture(step: T, backend: Backend = "inductor") -> T:
-    """Compile a step's `forward`, `apply` and `evaluate` in place: each one full graph with static shapes.
+class _Replaced(NamedTuple):
+    """An object's attribute, and what it itself held there; `_NOTHING` where its class did."""
+
+    owner: Any
+    name: str
+    before: Any
+
+
+_NOTHING = object()
+
+
+def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
+    """Compile a step in place, in full graphs with static shapes.
 
     The module itself is not wrapped, so its state dict keeps its names. Compilation happens at the first call of each
     function; load weights and run `trial` before.
 
     Args:
-        step: an object with the functions named above (a `monograph.Step`).
+        step: an object with `forward`, `apply` and `evaluate` (a `monograph.Step`); for "blocks" also with `model` and
+            `loss`.
         backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code.
+        scope: "whole": each of the three functions is one graph. "blocks": one graph that all blocks of the model
+            share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
+            what lies between them runs eagerly. It compiles in a time that does not grow with the depth.
 
     Returns:
         The same object.
 
     Raises:
+        UsageError: the model has no blocks.
         CaptureFailed: at the first call of a function that cannot be captured as one graph.
     """
-    for name in CAPTURED:
-        setattr(step, name, compiled(getattr(step, name), backend))
+    names = CAPTURED if scope == "whole" else ("apply",)
+    new: list[tuple[Any, str, Any]] = [(step, name, compiled(getattr(step, name), backend)) for name in names]
+    if scope == "blocks":
+        new += _parts(step, backend)
+    step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]  # type: ignore[attr-defined]
     return step
+
+
+def release(step: Any) -> None:
+    """Take a capture back: the step runs eagerly again."""
+    for owner, name, before in reversed(step.__dict__.pop("replaced", [])):
+        if before is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _parts(step: Any, backend: Backend) -> list[tuple[Any, str, Any]]:
+    """What scope "blocks" replaces beside `apply`: the blocks' forward passes and the loss."""
+    found = blocks(step.model)
+    if not found:
+        raise UsageError(
+            "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
+            "capture it as a whole"
+        )
+    compat.allow_variants()
+    compat.quiet_inputs_of_blocks()
+    shared = compiled(_run, backend)  # one function, so that blocks that are alike share its graph
+    new: list[tuple[Any, str, Any]] = []
+    for block in found.values():
+        owner, name = recompute.innermost(block)
+        forward = getattr(owner, name)
+        of_class = getattr(forward, "__func__", None)
+        captured = functools.partial(shared, of_class, block) if of_class else compiled(forward, backend)
+        new.append((owner, name, captured))
+    if (head := getattr(step.loss, "head", None)) is not None:
+        loss = copy.copy(step.loss)
+        loss.head = compiled(head, backend)
+        new.append((step, "loss", loss))
+    return new
+
+
+def _run(forward: Callable[..., Any], block: Any, *arguments: Any, **keywords: Any) -> Any:
+    return forward(block, *arguments, **keywords)
+
+
+def _replace(owner: Any, name: str, value: Any) -> _Replaced:
+    before = vars(owner).get(name, _NOTHING)
+    setattr(owner, name, value)
+    return _Replaced(owner, name, before)
 
 
 class CaptureFailed(UsageError):
@@ -46,6 +112,8 @@ class CaptureFailed(UsageError):
 def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Callable[..., Any]:
     """`torch.compile` as this project uses it: one full graph, static shapes, and one line where it cannot.
 
+    On tensors without numbers the function itself runs.
+
     Raises:
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
@@ -54,9 +122,11 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     graph = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
-    def captured(*arguments: Any) -> Any:
+    def captured(*arguments: Any, **keywords: Any) -> Any:
+        if compat.without_numbers():
+            return function(*arguments, **keywords)
         try:
-            return graph(*arguments)
+            return graph(*arguments, **keywords)
         except Exception as error:
             if not compat.is_capture_error(error):
                 raise

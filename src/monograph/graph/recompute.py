@@ -24,6 +24,7 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.knapsack import within
+from monograph.graph.offload import offloaded
 from monograph.graph.recording import Recording, record
 from monograph.graph.remat import OfBlock, Policy, Remat
 
@@ -80,13 +81,25 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
     return policy.policies
 
 
+def innermost(block: nn.Module) -> tuple[Any, str]:
+    """Whose attribute is the forward pass to compile for a block: what `Full` and `Offload` repeat, else all of it."""
+    plan = block.__dict__.get("remat")
+    if isinstance(plan, _Plan) and plan.policy in (Remat.Full(), Remat.Offload()):
+        return plan, "inner"
+    return block, "forward"
+
+
 def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     plan: _Plan = block.remat
     if not torch.is_grad_enabled():
         return plan.inner(*args, **kwargs)
     if not torch.compiler.is_compiling():
         contexts = functools.partial(_eager_contexts, block, plan.contexts)
+        if isinstance(plan.policy, Remat.Offload):
+            return offloaded(plan.inner, contexts, *args, **kwargs)
         return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if isinstance(plan.policy, Remat.Offload):
+        raise UsageError("Remat.Offload() moves tensors between graphs: capture the step with scope blocks, or not")
     if plan.contexts is None:
         return checkpoint(plan.inner, *args, use_reentrant=False, **kwargs)
     return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)

@@ -19,6 +19,7 @@ class Remat:
         Remat.Pointwise()          products of matrices and attention are kept, what lies between them is recomputed
         Remat.Budget(0.5)          of the products, those worth it, in half of the bytes that Off keeps
         Remat.Full()               only a block's input is kept, the block is recomputed
+        Remat.Offload()            likewise, and the input waits in the host's memory
         Remat.PerLayer((...,))     one of the above for each block, in the order of the module's blocks
     """
 
@@ -33,6 +34,13 @@ class Remat:
     @dataclass(frozen=True)
     class Full:
         """Keep a block's input alone; its backward pass begins with its forward pass."""
+
+    @dataclass(frozen=True)
+    class Offload:
+        """`Full`, and a block's first input waits in page-locked memory of the host for its backward pass.
+
+        What crosses does so beside computation. Not inside a graph of the whole step: capture with scope "blocks".
+        """
 
     @dataclass(frozen=True)
     class Budget:
@@ -64,18 +72,18 @@ class Remat:
             policies: as many as the module has blocks; none of them a `PerLayer`.
         """
 
-        policies: tuple[Remat.Off | Remat.Pointwise | Remat.Full | Remat.Budget, ...]
+        policies: tuple[Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget, ...]
 
 
-OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Budget
+OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget
 Policy = OfBlock | Remat.PerLayer
 
 
 def named(value: str | float) -> Policy:
-    """The policy that a configuration names: "none", "auto" (which is none for now), "pointwise", "full" or a share."""
+    """The policy that a configuration names: "none", "pointwise", "full", "offload" or a share."""
     if isinstance(value, float):
         return Remat.Budget(value)
-    by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full()}
+    by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full(), "offload": Remat.Offload()}
     return by_name.get(value, Remat.Off())
 
 

@@ -1,8 +1,8 @@
-"""Figures of a run: held-out curve among its yardsticks, loss, learning rate, gradient norm and speed.
+"""Figures of a run: held-out curve among its yardsticks, loss, learning rate, gradient norm, speed and memory.
 
 A metrics row is a dictionary; the figures read `tokens` (seen so far), `train_loss` (nats per token), `lr`,
-`grad_norm`, `tokens_per_s`, `skipped` (true when the update was left out) and `eval_bits_per_byte`. A figure takes the
-rows that have its key with a value.
+`grad_norm`, `tokens_per_s`, `skipped` (true when the update was left out), `eval_bits_per_byte` and `memory`
+(`monograph.measure.memory.ledger`). A figure takes the rows that have its key with a value.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def draw(
         "learning_rate": lambda axes: _learning_rate(axes, metrics),
         "gradient_norm": lambda axes: _gradient_norm(axes, metrics),
         "speed": lambda axes: _speed(axes, metrics),
+        "memory": lambda axes: _memory(axes, metrics),
     }
     needs = {
         "held_out": "eval_bits_per_byte",
@@ -95,7 +96,9 @@ def draw(
         "learning_rate": "lr",
         "gradient_norm": "grad_norm",
     }
-    present = {name: draw for name, draw in panels.items() if len(_series(metrics, needs.get(name, "tokens_per_s"))[0])}
+    there = {name: bool(len(_series(metrics, needs.get(name, "tokens_per_s"))[0])) for name in panels}
+    there["memory"] = _ledger(metrics) is not None
+    present = {name: draw for name, draw in panels.items() if there[name]}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
         matplotlib.rcParams.update(_STYLE)
@@ -119,13 +122,16 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     upper = figure.add_gridspec(
         1, 2, width_ratios=[1.9, 1], left=0.045, right=0.965, top=0.835, bottom=0.455, wspace=0.30
     )
-    lower = figure.add_gridspec(1, 3, left=0.045, right=0.965, top=0.325, bottom=0.065, wspace=0.28)
+    lower = figure.add_gridspec(
+        1, 4 if "memory" in panels else 3, left=0.045, right=0.965, top=0.325, bottom=0.065, wspace=0.28
+    )
     places = {
         "held_out": upper[0],
         "loss": upper[1],
         "learning_rate": lower[0],
         "gradient_norm": lower[1],
         "speed": lower[2],
+        "memory": lower[-1],
     }
     for name, panel in panels.items():
         panel(figure.add_subplot(places[name]))
@@ -188,6 +194,26 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
     # Above the curve, where the limit leaves room, and away from the last value at the right
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
+
+
+def _memory(axes: Axes, metrics: Sequence[Row]) -> None:
+    """What was planned above what was measured, each as a bar of its parts."""
+    ledger = _ledger(metrics)
+    assert ledger is not None
+    axes.set_title("Peak memory, GiB")
+    for place, name in enumerate(("measured", "planned")):
+        left = 0.0
+        for index, size in enumerate(ledger[name].values()):
+            axes.barh(place, size / 2**30, left=left, height=0.5, color=ACCENT, alpha=max(0.2, 1 - 0.17 * index))
+            left += size / 2**30
+        axes.annotate(f"{name}  {left:.2f}", (0, place), (0, 19), textcoords="offset points", fontsize=8.5, color=INK)
+    axes.set_ylim(-0.6, 1.8)
+    axes.set_yticks([])
+    axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
+
+
+def _ledger(metrics: Sequence[Row]) -> Mapping[str, Mapping[str, int]] | None:
+    return next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None)
 
 
 def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:

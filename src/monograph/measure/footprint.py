@@ -26,6 +26,7 @@ from monograph.optim import Optimizer
 from monograph.step import Step, accumulate, update
 
 DEPTHS = 2, 3
+ON_THEIR_WAY = 3  # inputs of blocks that are on the device where all others wait on the host
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Work:
         optim: the optimizer.
         precision: compute dtype.
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
-        remat: which activations the backward pass recomputes: "none", or the "full" blocks.
+        remat: which activations the backward pass recomputes: "none", or the "full" blocks; "offload": full, and the
+            blocks' inputs wait on the host.
         window_rows: rows of an update, whose tokens are on the device at once.
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient, None for no bound.
@@ -87,15 +89,35 @@ class Curves(NamedTuple):
 
 def footprint(work: Work) -> Footprint:
     """The peak of one update, the gradients of earlier micro-batches on the device."""
+    if work.remat == "offload":
+        return footprint_of(_without_inputs(_deep(replace(work, remat="full")), work))
+    return footprint_of(_deep(work))
+
+
+def _deep(work: Work) -> Curves:
+    """The step's samples at its full depth."""
     layers = work.config.num_hidden_layers
     traces = [_curves(_cut(work, depth)) for depth in (DEPTHS if layers > DEPTHS[1] else (layers,))]
     stages = []
     for curves in zip(*traces, strict=True):
         moments = deepened(curves[0], curves[1], layers - DEPTHS[0]) if len(curves) > 1 else curves[0]
         if moments is None:
-            return footprint_of(_curves(work))
+            return _curves(work)
         stages.append(moments)
-    return footprint_of(Curves(*stages))
+    return Curves(*stages)
+
+
+def _without_inputs(curves: Curves, work: Work) -> Curves:
+    """The samples less the blocks' inputs that wait on the host, but for those on their way."""
+    number = 4 if work.precision == "fp32" else 2
+    an_input = work.rows * work.length * work.config.hidden_size * number
+    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * an_input
+    place = ORIGINS.index("activations")
+
+    def less(sample: Sample) -> Sample:
+        return (*sample[:place], max(0, sample[place] - away), *sample[place + 1 :])
+
+    return Curves([*map(less, curves.forward)], [*map(less, curves.backward)], curves.update)
 
 
 def footprint_of(curves: Curves) -> Footprint:

@@ -7,11 +7,14 @@ import re
 import resource
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from monograph.optim import Plane
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -47,6 +50,26 @@ def reset_peak_memory(device: torch.device) -> bool:
     except OSError:
         return False
     return True
+
+
+def ledger(
+    planes: Iterable[Plane], planned: Mapping[str, int] | None, device: torch.device
+) -> dict[str, dict[str, int]]:
+    """Peak memory by origin, as planned and as measured on a GPU; a part that is not known is left out.
+
+    What the planes hold is known to the byte; the rest of the measured peak is activations, the loss head and workspace
+    together.
+    """
+    static = {"weights": 0, "gradients": 0, "moments": 0}
+    for plane in planes:
+        static["weights"] += plane.param.nbytes
+        static["gradients"] += plane.grad.nbytes
+        static["moments"] += sum(buffer.nbytes for buffer in plane.state.values())
+    found = {"planned": dict(planned)} if planned else {"planned": static}
+    if device.type == "cuda":
+        rest = peak_memory_bytes(device) - sum(static.values())
+        found["measured"] = {**static, "activations, loss head, workspace": rest}
+    return found
 
 
 class LiveBytes:

@@ -14,6 +14,8 @@ from monograph.measure.footprint import Work
 UPDATE_BYTES = {True: 36, False: 132}
 # Kernels of one block, forward and backward together, as a profiler counts them.
 KERNELS = {True: 40, False: 160}
+# The host's time for one call of a block's own graph, forward or backward (16 layers, a CPU, torch 2.13).
+CALL_S = 0.13e-3
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896, measure
 # Of a CPU, whose FLOP/s are measured ones and whose bandwidth nobody tells.
 CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
 CPU_BYTES_PER_S = 20e9
+# To and from the host where nobody tells (PCIe 4.0 with 16 lanes), and the share of a link that copies reach.
+LINK_BYTES_PER_S, LINK_SHARE = 32e9, 0.8
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class UpdateTime:
         traffic_s: elementwise code.
         launch_s: starting kernels, where that takes longer than running them.
         update_s: clipping and the optimizer.
+        transfer_s: blocks' inputs to the host and back, which goes on beside all that but the update.
     """
 
     products_s: float
@@ -61,12 +66,13 @@ class UpdateTime:
     traffic_s: float
     launch_s: float
     update_s: float
+    transfer_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        """Their sum; launches hide behind work, whichever is longer."""
+        """Their sum; launches and transfers hide behind work, whichever is longer."""
         work_s = self.products_s + self.attention_s + self.traffic_s
-        return max(work_s, self.launch_s) + self.update_s
+        return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
 
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
@@ -76,7 +82,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     attention = (6 + 2 if recomputed) L d_attn T tokens / (peak e_attn)
     traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read
     """
-    config, captured, recomputed = work.config, work.compile != "none", work.remat == "full"
+    config, captured, recomputed = work.config, work.compile != "none", work.remat != "none"
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
     bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
     tokens, micro = work.window_rows * work.length, work.rows * work.length
@@ -87,11 +93,15 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     attended = (8 if recomputed else 6) * width * work.length
     numbers = stored_numbers(work, "none") * (4 / 3 if recomputed else 1)
     traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * config.num_hidden_layers
-    kernels = KERNELS[captured] * config.num_hidden_layers * -(-work.window_rows // work.rows)
+    passed = config.num_hidden_layers * -(-work.window_rows // work.rows)
+    calls_s = 2 * passed * CALL_S if work.compile == "blocks" else 0.0
+    crossing = 2 * config.num_hidden_layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
+    link = device.link_bytes_per_s or LINK_BYTES_PER_S
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
         attention_s=attended * tokens / (peak_flops * rate.attention),
         traffic_s=traffic * tokens / bandwidth,
-        launch_s=kernels * rate.launch_s * (1 if captured else 2),
+        launch_s=KERNELS[captured] * passed * rate.launch_s * (1 if captured else 2) + calls_s,
         update_s=config.parameter_count() * UPDATE_BYTES[captured] / bandwidth,
+        transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
     )

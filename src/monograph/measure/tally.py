@@ -66,6 +66,7 @@ class Tally:
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
+        compat.allow_variants()  # a search traces one function for many shapes
         graph = torch.compile(
             function,
             fullgraph=True,

@@ -13,6 +13,7 @@ from monograph.planner.defaults import (
     known_learning_rate,
     optimizer,
     precision,
+    scopes,
     updates_for,
     warmup,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "optimizer",
     "plan",
     "precision",
+    "scopes",
     "updates_for",
     "warmup",
 ]

@@ -42,7 +42,7 @@ class Asked:
         micro_batch: rows, None if the plan chooses.
         precisions: what may be chosen, best first; likewise the rest.
         scopes: of "whole", "blocks" and "none".
-        remats: of "none" and "full".
+        remats: of "none", "full" and "offload".
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient.
     """
@@ -150,6 +150,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
         found = [
             each
             for policy in itertools.product(asked.precisions, asked.scopes, asked.remats)
+            if policy[1:] != ("whole", "offload")  # which crosses between graphs
             for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops)
         ]
         fitting = [each for each in found if each.peak_memory_bytes <= limit]
@@ -170,10 +171,17 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
     )
 
 
+_RECOMPUTED = {
+    "none": "nothing recomputed",
+    "full": "blocks recomputed",
+    "offload": "blocks recomputed from inputs on the host",
+}
+
+
 def described(work: Work) -> str:
     """A combination in words."""
     graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[work.compile]
-    recomputed = {"none": "nothing recomputed", "full": "blocks recomputed"}[work.remat]
+    recomputed = _RECOMPUTED[work.remat]
     return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
 
 

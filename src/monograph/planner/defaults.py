@@ -35,6 +35,8 @@ LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4,
 # Muon's where they were measured to be higher (docs/log.md); elsewhere AdamW's, to whose size its updates are scaled.
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 MOST_EPOCHS = 8
+# Layers from which one graph for all of them takes minutes to compile (benchmarks/scopes.py).
+DEEP = 16
 # Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
 UPDATES_SHARE = 0.95
 
@@ -63,6 +65,11 @@ def interval(updates: int, times: int) -> int:
 def optimizer(fresh: bool) -> str:
     """Muon for weights that are drawn here: 0.07 bits per byte better in the default run (docs/log.md); else AdamW."""
     return "muon" if fresh else "adamw"
+
+
+def scopes(layers: int) -> tuple[str, ...]:
+    """What one graph holds, best first: of a deep model a block, which every block shares."""
+    return ("blocks", "whole", "none") if layers >= DEEP else ("whole", "blocks", "none")
 
 
 def precision(device: Device) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
-from monograph.config.keys import NOT_BUILT
 from monograph.device import Device, compiler_obstacle
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
@@ -16,8 +15,8 @@ from monograph.planner import Asked, Candidate
 from monograph.run.models import Recipe, is_weight_file, run_named
 from monograph.session.session import make_optimizer
 
-# What the planner knows, and chooses from where a key is "auto".
-SCOPES, REMATS = ("whole", "blocks", "none"), ("none", "full")
+# What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
+REMATS = ("none", "full", "offload")
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
@@ -44,14 +43,27 @@ def shape_of(settings: Settings) -> LlamaConfig:
     return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
 
 
+def require_together(settings: Settings) -> None:
+    """Refuse choices that exclude one another.
+
+    Raises:
+        UsageError: naming both.
+    """
+    train = settings.train
+    if (train.remat, train.compile) == ("offload", "whole"):
+        raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+
+
 def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
     """What is pinned, and what may be chosen of what is built.
 
     Raises:
-        UsageError: a pinned policy of recomputation whose memory is not predicted yet.
+        UsageError: choices that exclude one another, or a policy of recomputation whose memory is not predicted yet.
     """
     if settings.train.remat not in ("auto", *REMATS):
-        raise UsageError(f"train.remat = {settings.train.remat}: a plan for it is not built yet; use none or full")
+        raise UsageError(
+            f"train.remat = {settings.train.remat}: a plan for it is not built yet; use {', '.join(REMATS)}"
+        )
     train, optim = settings.train, settings.optim
     name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
@@ -63,8 +75,8 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         name,
         None if train.micro_batch == "auto" else train.micro_batch,
         (planner.precision(device) if train.precision == "auto" else train.precision,),
-        _open("train.compile", train.compile, SCOPES),
-        _open("train.remat", str(train.remat), REMATS),
+        planner.scopes(config.num_hidden_layers) if train.compile == "auto" else (train.compile,),
+        _remats(device) if train.remat == "auto" else (str(train.remat),),
         settings.data.packing == "packed",
         None if optim.grad_clip == "none" else optim.grad_clip,
     )
@@ -87,8 +99,5 @@ def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidat
     return found.nearest
 
 
-def _open(key: str, value: str, every: tuple[str, ...]) -> tuple[str, ...]:
-    """The value that is pinned, or those that are built."""
-    if value != "auto":
-        return (value,)
-    return tuple(each for each in every if key not in NOT_BUILT or each in NOT_BUILT[key].works)
+def _remats(device: Device) -> tuple[str, ...]:
+    return REMATS if device.type == "cuda" else REMATS[:2]

@@ -21,9 +21,11 @@ from monograph.device import clock
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.inspect import buffers_kept
 from monograph.loop import EngineState
+from monograph.measure.memory import ledger
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon, Optimizer
+from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, load_weights, require_same_file
@@ -46,6 +48,7 @@ class Session:
         engine: model and optimizer on the device.
         batches: the windows from where the run stands.
         length: updates of the run as it was planned.
+        planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
@@ -66,6 +69,7 @@ class Session:
     elapsed_s: float = 0.0
     budget_s: float | None = None
     cooled: list[int] | None = None
+    planned: Candidate | None = None
     eager_reason: str | None = None
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
@@ -209,6 +213,13 @@ class Session:
         """The learning rate's course, with the cool-down if one was begun."""
         schedule = make_schedule(self.settings, self.length)
         return cool_down(schedule, self.cooled[0], self.cooled[1], FINAL) if self.cooled else schedule
+
+    def account(self, update: int) -> None:
+        """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
+        if update == 2:
+            planned = self.planned.by_origin if self.planned else None
+            found = ledger(self.engine.step.planes, planned, self.engine.step.device)
+            self.run.log({"update": update, "memory": found})
 
     def shorten(self, updates: int) -> None:
         """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""

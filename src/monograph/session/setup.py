@@ -13,28 +13,31 @@ from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.capture import Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.llama import Llama
+from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
-from monograph.session.planning import planned
+from monograph.session.planning import planned, require_together
 from monograph.session.session import Session, make_optimizer
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
 
 
-def require_precision(settings: Settings, machine: Device) -> None:
-    """Refuse a precision that this machine has no arithmetic for, before any text is read.
+def require_possible(settings: Settings, machine: Device) -> None:
+    """Refuse what this machine has no arithmetic for and choices that exclude one another, before any text is read.
 
     Raises:
         UsageError: naming what to use.
     """
+    require_together(settings)
     name = settings.train.precision
     obstacle = None if name == "auto" else Precision(name).obstacle(machine)
     if obstacle:
@@ -79,18 +82,22 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
 
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
     """The session of a run at its beginning."""
-    settings, recipe, engine = make_engine(settings, text, device, machine)
+    settings, recipe, engine, plan = make_engine(settings, text, device, machine)
     train = settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
     randomness.seed(train.seed)
-    return Session(run, settings, recipe, text, engine, batches)
+    return Session(run, settings, recipe, text, engine, batches, planned=plan)
 
 
 def make_engine(
     settings: Settings, text: Corpus, device: torch.device, machine: Device
-) -> tuple[Settings, Recipe, Resident]:
-    """Build model and engine on the device and fix every remaining automatic value but the number of updates."""
+) -> tuple[Settings, Recipe, Resident, Candidate | None]:
+    """Build model and engine on the device and fix every remaining automatic value but the number of updates.
+
+    Returns:
+        The settings, what the model is built from, the engine, and what the planner expects of it if it was asked.
+    """
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
@@ -104,12 +111,13 @@ def make_engine(
     lr = known if optim.lr == "auto" else optim.lr
     tokens = int(train.tokens_per_update)
     rows = tokens // settings.data.sequence_length
+    choices, plan = _fitting(model, rows, settings, machine)
     fixed: dict[str, Any] = {
         "optim.name": name,
         "optim.lr": lr,
         "train.tokens_per_update": tokens,
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
-        **_fitting(model, rows, settings, machine),
+        **choices,
     }
     settings = settings.resolve(fixed, "plan")
     engine = Resident(
@@ -121,7 +129,7 @@ def make_engine(
         remat=named(settings.train.remat),
         micro_batch=int(settings.train.micro_batch),
     )
-    return settings, recipe, engine
+    return settings, recipe, engine, plan
 
 
 def repeatable(device: torch.device) -> None:
@@ -170,9 +178,10 @@ def _prepare(session: Session, progress: Progress) -> None:
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
-        with progress.stage("compile", "whole step") as stage:
+        scope: Scope = "blocks" if train.compile == "blocks" else "whole"
+        with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
             began = clock()
-            session.eager_reason = engine.capture(window)
+            session.eager_reason = engine.capture(window, scope=scope)
             session.compile_s = clock() - began
             stage.result = "not possible" if session.eager_reason else "0 graph breaks"
     if session.eager_reason:
@@ -202,17 +211,26 @@ def calibrate(session: Session) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _fitting(model: nn.Module, rows: int, settings: Settings, machine: Device) -> dict[str, Any]:
-    """Micro-batch and recomputation: as pinned, as the plan chooses for a Llama, or the whole update, kept.
+def _fitting(
+    model: nn.Module, rows: int, settings: Settings, machine: Device
+) -> tuple[dict[str, Any], Candidate | None]:
+    """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
 
     What another module would need nobody knows.
     """
-    train = settings.train
-    remat = "none" if train.remat == "auto" else train.remat
-    if train.micro_batch != "auto" or not isinstance(model, Llama):
-        return {"train.micro_batch": rows if train.micro_batch == "auto" else train.micro_batch, "train.remat": remat}
-    chosen = planned(settings, model.config, machine).work
-    return {"train.micro_batch": chosen.rows, "train.remat": chosen.remat if train.remat == "auto" else remat}
+    train, plan = settings.train, None
+    found: dict[str, Any] = {"train.micro_batch": rows, "train.remat": "none", "train.compile": "whole"}
+    if isinstance(model, Llama):
+        found["train.compile"] = planner.scopes(model.config.num_hidden_layers)[0]
+        if train.micro_batch == "auto":
+            plan = planned(settings, model.config, machine)
+            found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
+            if plan.work.compile != "none":  # where nothing can be compiled this is said when it is tried
+                found["train.compile"] = plan.work.compile
+    if train.remat == "offload":  # what leaves the device crosses between graphs
+        found["train.compile"] = "blocks"
+    pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
+    return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
 def _require_fit(model: nn.Module, corpus: Corpus, settings: Settings) -> None:

@@ -146,8 +146,11 @@ class Story:
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        progress.line("done", f"{trained} of training{self._standing()}")
+        promised = f" ({duration(session.budget_s)} promised)" if session.budget_s else ""
+        progress.line("done", f"{trained} of training{promised}{self._standing()}")
         memory = gibibytes(summary["peak_memory_bytes"])
+        if session.planned and session.engine.step.device.type == "cuda":
+            memory += f" ({gibibytes(session.planned.peak_memory_bytes)} planned)"
         graph = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(self._skipped(rows), "skipped update")
         progress.line("", f"peak memory {memory}{graph}   {skipped}   {session.run.folder}")
@@ -181,6 +184,8 @@ class Story:
             "mfu": use,
             "peak_memory_bytes": peak_memory_bytes(device),
             "wall_s": session.elapsed_s + clock() - session.started_s,
+            "training_s": session.spent_s,
+            "promised_s": session.budget_s,
             "compile_s": session.compile_s,
             "graph_breaks": None if session.eager_reason else compat.graph_breaks(),
             "recompiles": None if session.eager_reason else self.recompiles,

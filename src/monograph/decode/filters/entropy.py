@@ -14,10 +14,10 @@ def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
     w y <= 1/e for w = exp(-y), so the products are summed in the weights' own fixed point.
     """
-    weight_BV = candidates.weigh(candidates.scores_BV)
-    below_BV = torch.where(weight_BV > 0, candidates.high_B1 - candidates.scores_BV, 0.0)
-    moment_B1 = (weight_BV.double() * below_BV.double()).long().sum(-1, keepdim=True)
-    total_B1 = weight_BV.sum(-1, keepdim=True)
+    weight_BN = candidates.weigh(candidates.scores_BN)
+    below_BN = torch.where(weight_BN > 0, candidates.high_B1 - candidates.scores_BN, 0.0)
+    moment_B1 = (weight_BN.double() * below_BN.double()).long().sum(-1, keepdim=True)
+    total_B1 = weight_BN.sum(-1, keepdim=True)
     return (moment_B1.double() / total_B1.double()).float(), total_B1
 
 
@@ -25,5 +25,5 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
     """H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
-    left_B1 = candidates.contains(candidates.scores_BV).sum(-1, keepdim=True)
+    left_B1 = candidates.contains(candidates.scores_BN).sum(-1, keepdim=True)
     return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)

@@ -27,5 +27,6 @@ def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Can
 
 
 def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
-    scores_BV = (candidates.masked() - candidates.high_B1) / temperature_B1.clamp(min=SMALLEST)
-    return everything(scores_BV, candidates.truncation)._replace(held_B1=candidates.held_B1)
+    scores_BN = (candidates.masked() - candidates.high_B1) / temperature_B1.clamp(min=SMALLEST)
+    left = everything(scores_BN, candidates.truncation, candidates.few)
+    return left._replace(ids_BN=candidates.ids_BN, held_B1=candidates.held_B1)

@@ -13,9 +13,9 @@ def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
     The sums are fp64, so s is the same fp32 number but for a rare last bit, whatever the order of summation.
     """
-    n_B1, left_BV = knobs["top_n_sigma"], candidates.contains(candidates.scores_BV)
-    count_B1 = left_BV.sum(-1, keepdim=True)
-    mean_B1 = torch.where(left_BV, candidates.scores_BV.double(), 0.0).sum(-1, keepdim=True) / count_B1
-    squares_BV = torch.where(left_BV, (candidates.scores_BV.double() - mean_B1).square(), 0.0)
-    sigma_B1 = (squares_BV.sum(-1, keepdim=True) / count_B1).sqrt().float()
+    n_B1, left_BN = knobs["top_n_sigma"], candidates.contains(candidates.scores_BN)
+    count_B1 = left_BN.sum(-1, keepdim=True)
+    mean_B1 = torch.where(left_BN, candidates.scores_BN.double(), 0.0).sum(-1, keepdim=True) / count_B1
+    squares_BN = torch.where(left_BN, (candidates.scores_BN.double() - mean_B1).square(), 0.0)
+    sigma_B1 = (squares_BN.sum(-1, keepdim=True) / count_B1).sqrt().float()
     return candidates.raise_low(candidates.high_B1 - n_B1 * sigma_B1, n_B1 > 0)

@@ -12,7 +12,7 @@ def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
     p >= 1 is off; p = 0 keeps the likeliest token and those level with it.
     """
-    p_B1, total_B1 = knobs["top_p"], candidates.weigh(candidates.scores_BV).sum(-1, keepdim=True)
+    p_B1, total_B1 = knobs["top_p"], candidates.weigh(candidates.scores_BN).sum(-1, keepdim=True)
     used_B1 = p_B1 < 1
     target_B1 = (p_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
     candidates = candidates.ranked()

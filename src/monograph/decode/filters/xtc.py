@@ -15,7 +15,7 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     a number of the row's (seed, position) apart from its noise (`noise.row_uniform`).
     """
     used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
-    weight_BV = candidates.weigh(candidates.scores_BV)
-    least_B1 = (knobs["xtc_threshold"].double() * weight_BV.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
-    high_B1 = torch.where(weight_BV >= least_B1, candidates.scores_BV, torch.inf).amin(-1, keepdim=True)
+    weight_BN = candidates.weigh(candidates.scores_BN)
+    least_B1 = (knobs["xtc_threshold"].double() * weight_BN.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
     return candidates._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))

@@ -1,14 +1,10 @@
-# Run: pytest tests/test_benchmarks.py    (with real compilation, about a minute: -m slow)
-"""Every benchmark script runs, and what decides its numbers (rounds, ratios, counted waits, crossings) is right."""
+# Run: pytest tests/benchmarks/test_scripts.py
+"""Every benchmark script runs, eagerly and small, and writes what is read from it."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import io
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,28 +16,8 @@ import torch
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
-from monograph.resident import Resident
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = ("accumulation", "automata", "contestants", "corpus", "families", "first_run", "generate_peers", "generators")
-SCRIPTS += ("harness", "loss", "peer_litgpt", "peer_llama", "peers", "plan", "rounds", "sampler", "start")
-SCRIPTS += ("steps", "systems", "time_to_quality", "train", "train_peers")
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports a script by its name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in SCRIPTS:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """Scripts run whole but eagerly: compiling is what takes their time, and the slow tests below do it."""
-    monkeypatch.setattr(Resident, "capture", lambda self, window: None)
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def smoke(module: ModuleType, monkeypatch, out: Path, *arguments: str) -> dict:
@@ -51,11 +27,10 @@ def smoke(module: ModuleType, monkeypatch, out: Path, *arguments: str) -> dict:
     return json.loads(out.read_text())
 
 
-def test_each_script_is_tested_here():
-    assert sorted(path.stem for path in BENCHMARKS.glob("*.py")) == sorted(SCRIPTS)
-
-
-# ── the scripts, eagerly ──────────────────────────────────────────────────────────────────────────
+def test_each_script_is_tested_here(script):
+    tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for path in BENCHMARKS.glob("*.py"):
+        assert not hasattr(script(path.stem), "main") or f'"{path.stem}"' in tested
 
 
 def test_sampler(script, monkeypatch, tmp_path):
@@ -132,6 +107,20 @@ def test_steps_default_shapes_fit_their_windows(script):
         assert window["segments"].unique().tolist() == [1, 2]
         borders = window["segments"].diff() == 1
         assert bool((window["positions"][:, 1:][borders] == 0).all()) and bool((borders.sum(1) == 1).all())
+
+
+def test_scopes(script, uncompiled, monkeypatch, tmp_path):
+    module = script("scopes")
+    monkeypatch.setattr(module, "compiled_in_a_process", lambda layers, scope: {"wall_s": 2.0, "cpu_s": 2.0})
+    found = smoke(module, monkeypatch, tmp_path / "found.json")
+    assert [case["layers"] for case in found["cases"]] == [1, 2]
+    for case in found["cases"]:
+        assert set(case["step_ms"]) == {"whole", "blocks"} and case["step_blocks_over_whole"]["median"] > 0
+
+
+def test_regret(script, uncompiled, monkeypatch, tmp_path):
+    [case] = smoke(script("regret"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["ways"] == 8 and 0 < case["reached"] <= 1 and case["chosen"] in case["seconds"]
 
 
 def test_start_in_this_process(script, uncompiled):
@@ -279,186 +268,3 @@ def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     assert settings.data.tokenizer == f"bpe:{default.vocabulary}"
     assert settings.train.tokens_per_update == default.tokens_per_update
     assert (settings.train.updates, settings.train.seed) == (3, 7)
-
-
-# ── what decides the numbers ──────────────────────────────────────────────────────────────────────
-
-
-def test_rounds_are_interleaved_and_turn_round(script):
-    harness = script("harness")
-    order = []
-    cases = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = harness.interleaved(cases, 3, torch.device("cpu"))
-    assert "".join(order) == "abccbaabc"
-    assert {name: len(each) for name, each in times.items()} == {"a": 3, "b": 3, "c": 3}
-
-
-def test_a_ratio_is_the_median_of_the_rounds_own_ratios(script):
-    harness = script("harness")
-    above, below = [[harness.Timing(t, 2 * t) for t in times] for times in ([2.0, 8.0, 3.0], [1.0, 2.0, 3.0])]
-    found = harness.ratios(above, below)
-    assert found["wall"] == {"median": 2.0, "low": 1.0, "high": 4.0, "values": [2.0, 4.0, 1.0]} == found["cpu"]
-    assert harness.shown(found["wall"]) == "2.00 (1.00-4.00)"
-
-
-def test_waits_are_counted_inside_the_region_and_copies_everywhere(script):
-    harness = script("harness")
-
-    def event(category, name, ts, **more):
-        return {"cat": category, "name": name, "ts": ts, **more}
-
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("cuda_runtime", "cudaStreamSynchronize", 5),  # before the region
-        event("gpu_user_annotation", harness._MARK, 30, dur=50),
-        event("user_annotation", harness._MARK, 10, dur=10),
-        event("cuda_runtime", "cudaLaunchKernel", 11),
-        event("cuda_runtime", "cudaStreamSynchronize", 12),
-        event("cuda_runtime", "cudaMemcpyAsync", 13),
-        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 14),
-        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 25),
-        event("cuda_runtime", "cudaDeviceSynchronize", 21),  # after it
-    ]
-    assert harness.count_waits(events) == {"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1}
-
-
-@pytest.mark.gpu
-def test_a_read_value_is_a_wait_and_a_kernel_is_none(script):
-    harness, device = script("harness"), torch.device("cuda", 0)
-    vector = torch.ones(1000, device=device)
-    with harness.HostSyncs(device) as quiet:
-        vector * 2
-    with harness.HostSyncs(device) as reading:
-        (vector * 2).sum().item()
-    assert quiet.counts == {} and sum(reading.counts.values()) >= 1
-
-
-def test_pace_times_its_rounds_and_nothing_before_them(script, monkeypatch):
-    systems = script("systems")
-    now = 0.0
-    monkeypatch.setattr(systems, "clock", lambda: now)
-    pace = systems.Pace(torch.device("cpu"), rounds=3, round_s=4.0)
-    pace.begin()
-    seconds = [100.0, 7.0, 7.0, 2.0] + 6 * [1.5] + [9.0]  # compile, two to warm up, one to size rounds of two, a last
-    ended = []
-    for each in seconds:
-        now += each
-        ended.append(pace.updated())
-    assert pace.first_s == 100.0 and pace.seconds == [1.5, 1.5, 1.5]
-    assert ended == [False] * 10 + [True]
-
-
-def test_a_process_answers_after_each_round_and_waits_for_the_next(script, monkeypatch):
-    rounds = script("rounds")
-    now, reply = 0.0, io.StringIO()
-    monkeypatch.setattr(rounds, "clock", lambda: now)
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"updates": 3}\n{"updates": 1}\n'))
-    orders = rounds.Orders(reply, 2, targets=lambda: int(10 * now), ready=lambda: {"parameters": 7})
-    for _ in range(2 + 3):
-        now += 2.0
-        orders.updated()
-    warm, round_ = map(json.loads, reply.getvalue().splitlines())
-    assert (warm["wall_s"], warm["targets"], warm["parameters"]) == (4.0, 40, 7)
-    assert (round_["wall_s"], round_["targets"], "parameters" in round_) == (6.0, 60, False)
-
-
-def test_litgpts_names_there_and_back(script):
-    names = script("peer_litgpt")
-    config = LlamaConfig.preset("nano", tie_word_embeddings=False)
-    weights = Llama(config).state_dict()
-    theirs = names.to_litgpt(weights)
-    assert len(theirs) == len(weights) - 2 * config.num_hidden_layers  # query, key and value are one
-    back = names.from_litgpt(theirs, config)
-    assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
-
-
-def test_a_peers_time_ends_its_schedule(script, monkeypatch):
-    quality = script("time_to_quality")
-    now = 0.0
-    monkeypatch.setattr(quality, "clock", lambda: now)
-    timer = quality.Timer(100.0)
-    for _ in range(quality.WARM_UP):
-        now += 50.0
-        timer.updated()
-    factors = []
-    with pytest.raises(script("peers").Finished):
-        for index in range(200):
-            factors.append(timer.factor(index))
-            now += 1.0
-            timer.updated()
-    assert len(factors) == 100 and factors[0] < factors[5] > factors[50] > factors[99]
-    assert factors[99] == pytest.approx(quality.FINAL, abs=0.01)
-
-
-def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_path):
-    quality = script("time_to_quality")
-    journal, args = quality.Journal(tmp_path / "lines", 5.0), Namespace(seeds=[0, 1], lrs=[1e-3, 2e-3])
-    trainings = list(quality.first_round(args, ["monograph", "trainer"]))
-    assert [each[1:] for each in trainings] == [(None, 0), (1e-3, 0), (None, 1), (2e-3, 0)]
-    for training, bits in zip(trainings, (1.80, 1.95, 1.82, 1.90), strict=True):
-        journal.add(training._asdict() | {"minutes": 5.0, "bits_per_byte": bits, "tokens": 1})
-    [repeated] = quality.second_round(args, ["monograph", "trainer"], journal)
-    assert repeated == quality.Training("trainer", 2e-3, 1) and journal.find(repeated) is None
-    journal.add(repeated._asdict() | {"minutes": 5.0, "bits_per_byte": 1.92, "tokens": 1})
-    again = quality.Journal(tmp_path / "lines", 5.0)
-    assert again.find(repeated) and not quality.Journal(tmp_path / "lines", 3.0).entries
-    cases = [quality.summary(args, name, again) for name in ("monograph", "trainer")]
-    assert quality.verdict(cases).startswith("Monograph is ahead: +0.1000")
-    assert quality.verdict([cases[0], cases[1] | {"mean": 1.83}]).startswith("no difference")
-
-
-def test_a_crossing_is_where_the_curve_stays_below(script):
-    crossing = script("first_run").crossing
-    curve = [{"tokens": t, "bits_per_byte": b} for t, b in ((100, 4.0), (200, 3.0), (300, 3.5), (400, 2.5))]
-    assert crossing(curve, 3.25) == 325
-    assert crossing(curve, 4.5) == 100
-    assert crossing(curve, 2.0) is None
-
-
-# ── as they are called ────────────────────────────────────────────────────────────────────────────
-
-
-def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | environment)
-
-
-def test_gpu_sh_says_what_it_has(tmp_path):
-    gpu = str(BENCHMARKS / "gpu.sh")
-    for part in ("memory", "stream", "ensemble"):
-        assert call(gpu, part, OUT=str(tmp_path)).stdout == f"{part}: not built yet, nothing measured\n"
-    assert call(gpu, "laundry", OUT=str(tmp_path)).returncode == call(gpu, OUT=str(tmp_path)).returncode == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["loss", "steps"])
-def test_compiled(name, tmp_path):
-    out = tmp_path / "found.json"
-    done = call(sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    case = json.loads(out.read_text())["cases"][-1]
-    if name == "steps":
-        eager, captured = case["first_losses"]["eager"], case["first_losses"]["captured"]
-        assert captured == pytest.approx(eager, rel=1e-5) and case["recompiles"] == 0
-
-
-@pytest.mark.slow
-def test_start_as_it_is_called(tmp_path):
-    out = tmp_path / "found.json"
-    done = call(sys.executable, str(BENCHMARKS / "start.py"), "--smoke", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    [case] = json.loads(out.read_text())["cases"]
-    cold, warm = (case["starts"][name][0] for name in ("cold", "warm"))
-    assert cold["caches"]["hit"] == 0 and warm["caches"]["miss"] == 0 and warm["caches"]["hit"] > 0
-    assert warm["compile_s"] < cold["compile_s"]
-
-
-@pytest.mark.slow
-def test_train_as_gpu_sh_calls_it(tmp_path):
-    has_peer = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
-    systems = ["monograph", "trainer"] if has_peer else ["monograph"]
-    command = [str(BENCHMARKS / "gpu.sh"), "train", "--smoke", "--systems", *systems]
-    done = call(*command, OUT=str(tmp_path), PYTHON=sys.executable)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = json.loads((tmp_path / "train.json").read_text())["cases"]
-    assert [case["system"] for case in cases] == systems
-    assert all(case["tokens_per_s"]["median"] > 0 and case["mean_loss"] < 6.3 for case in cases)

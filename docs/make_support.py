@@ -1,0 +1,105 @@
+"""Writes docs/support.md's tables: every combination of choices, and the law that holds it or the refusal a user gets.
+
+Usage: python docs/make_support.py      (rewrites docs/support.md between the markers; tests/test_support.py compares)
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from torch import nn
+
+from monograph.config import load
+from monograph.config.keys import NOT_BUILT
+from monograph.device import Device, named
+from monograph.errors import UsageError
+from monograph.graph.precision import Precision
+from monograph.optim import AdamW
+from monograph.session.setup import require_possible
+from monograph.step import Step
+
+PAGE = Path(__file__).resolve().parent / "support.md"
+BEGIN, END = "<!-- made by docs/make_support.py -->", "<!-- end -->"
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+REMATS, SCOPES = ("none", "pointwise", "0.3", "full", "offload"), ("none", "whole", "blocks")
+STATES = ("fp32", "bf16", "8bit", "all-bf16")
+HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
+NARROW = "[test_narrow](../tests/test_narrow.py)"
+DEVICES = {
+    "a CPU": Device("a CPU", "cpu", 0, 0, 1, has_bf16=True),
+    "an A100": named("A100-80"),
+    "an H100": named("H100"),
+}
+
+
+def refusal(**keys: str) -> str | None:
+    """What a user is told who asks for these keys together; None: nothing, it trains."""
+    try:
+        require_possible(load(None, {f"train.{key}": value for key, value in keys.items()}, {}), named("H100"))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def combinations() -> str:
+    """Recomputation by compile scope; precisions and packings that differ would be rows of their own."""
+    lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
+    for remat in REMATS:
+        cells = []
+        for scope in SCOPES:
+            found = {refusal(precision=p, remat=remat, compile=scope) for p in PRECISIONS}
+            if len(found) > 1:
+                raise SystemExit(f"support.md needs a column more: {remat}, {scope}: {found}")
+            cells.append(found.pop() or HELD)
+        lines.append(f"| `{remat}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def precisions() -> str:
+    """Precision by device."""
+    lines = [f"| `train.precision` | {' | '.join(DEVICES)} |", "|---|" + "---|" * len(DEVICES)]
+    for name in PRECISIONS:
+        cells = [Precision(name).obstacle(device) or "works" for device in DEVICES.values()]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def states() -> str:
+    """Optimizer state by precision, for AdamW and Muon alike."""
+    lines = [
+        f"| `optim.name=adamw:…` | {' | '.join(f'`{p}`' for p in PRECISIONS)} |",
+        "|---|" + "---|" * len(PRECISIONS),
+    ]
+    for state in STATES:
+        cells = []
+        for name in PRECISIONS:
+            try:
+                Step(nn.Linear(16, 16), optim=AdamW(state=state), precision=Precision(name))  # type: ignore[arg-type]
+                cells.append(NARROW)
+            except UsageError as error:
+                cells.append(str(error))
+        lines.append(f"| `{state}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def missing() -> str:
+    """What is refused whatever it stands beside."""
+    lines = ["| key | works | otherwise |", "|---|---|---|"]
+    for key, what in NOT_BUILT.items():
+        works = ", ".join("not set" if value is None else f"`{value}`" for value in what.works)
+        lines.append(f"| `{key}` | {works} | {what.sentence} |")
+    return "\n".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with the tables made anew, in the order of its markers."""
+    head, *rest = text.split(BEGIN)
+    tables = (combinations(), precisions(), states(), missing())
+    return head + "".join(
+        f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,50 @@
+"""Where Monograph keeps what it could make again: tokens of a corpus, and code that torch compiled."""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+
+def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
+    """The cache folder: `given`, $MONOGRAPH_HOME or the system's; and whether a person chose it (then it must work)."""
+    if given is not None:
+        return Path(given).expanduser(), True
+    if home := os.environ.get("MONOGRAPH_HOME"):
+        return Path(home).expanduser(), True
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "monograph", False
+    return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
+
+
+def keep_compiled() -> None:
+    """Let torch keep compiled code there, not in a temporary folder that is gone after a reboot.
+
+    $TORCHINDUCTOR_CACHE_DIR has precedence; where the folder cannot be written torch keeps its own. Libraries that were
+    cut off by a full disk or a power cut are removed: torch takes a processor whose probes it cannot load for a lesser
+    one, and then fails.
+    """
+    folder = cache_root()[0] / "compiled"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            for library in folder.glob("*/*.so"):
+                if _is_cut_off(library):
+                    library.unlink(missing_ok=True)
+
+
+def _is_cut_off(library: Path) -> bool:
+    """Whether a file ends before a part of it that would be loaded, as far as its kind (64-bit ELF) is known."""
+    content = library.read_bytes()
+    if len(content) < 64:
+        return True
+    if not content.startswith(b"\x7fELF\x02"):
+        return False
+    [table], (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
+    if len(content) < table + size * count:
+        return True
+    parts = (struct.unpack_from("<QQQQQ", content, table + index * size + 8) for index in range(count))
+    return any(len(content) < offset + in_file for offset, _, _, in_file, _ in parts)

@@ -1,0 +1,61 @@
+"""Run: pytest tests/data/test_place.py (where the caches are, and that they are a convenience only)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from monograph.data.place import cache_root, keep_compiled
+
+
+@pytest.fixture(autouse=True)
+def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MONOGRAPH_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # Whatever is set below is taken back after the test.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+def test_the_stronger_choice_wins(tmp_path: Path) -> None:
+    assert cache_root() == (tmp_path / ".cache" / "monograph", False)
+    os.environ["XDG_CACHE_HOME"] = "/xdg"
+    assert cache_root() == (Path("/xdg/monograph"), False)
+    os.environ["MONOGRAPH_HOME"] = "~/mine"
+    assert cache_root() == (tmp_path / "mine", True)
+    assert cache_root("/given") == (Path("/given"), True)
+
+
+def test_compiled_code_lies_beside_the_tokens_unless_a_person_says_otherwise(tmp_path: Path) -> None:
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".cache" / "monograph" / "compiled")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/elsewhere"
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+def test_where_nothing_can_be_written_torch_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / ".cache").write_text("a file in the way")
+    keep_compiled()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_libraries_that_were_cut_off_are_removed_and_others_stay(tmp_path: Path) -> None:
+    folder = tmp_path / ".cache" / "monograph" / "compiled" / "ab"
+    folder.mkdir(parents=True)
+    sound = min(Path(torch.__file__).parent.rglob("*.so"), key=lambda path: path.stat().st_size).read_bytes()
+    contents = {
+        "sound": sound,
+        "short": sound[: len(sound) // 2],
+        "head": sound[:100],
+        "piece": sound[:10],
+        "empty": b"",
+    }
+    for name, content in contents.items():
+        (folder / f"{name}.so").write_bytes(content)
+    (folder / "other.cpp").write_bytes(b"")
+    keep_compiled()
+    assert {path.name for path in folder.iterdir()} == {"sound.so", "other.cpp"}
