@@ -42,7 +42,7 @@ def settings_for(overrides: dict[str, str], updates: int, seed: int) -> Settings
 def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
     updates, train_settings = int(settings.train.updates or 0), settings.train
-    _, _, engine = make_engine(settings, text, default_device(), describe())
+    _, _, engine, _ = make_engine(settings, text, default_device(), describe())
     engine.step.schedule = make_schedule(settings, updates)
     tokens = int(train_settings.tokens_per_update)
     batches = text.batches(tokens, seed=train_settings.seed, pin=engine.step.device.type == "cuda")

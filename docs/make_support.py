@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from torch import nn
-
 from monograph.config import load
 from monograph.config.keys import NOT_BUILT
 from monograph.device import Device, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.session.setup import require_possible
 from monograph.step import Step
@@ -67,15 +67,14 @@ def precisions() -> str:
 
 def states() -> str:
     """Optimizer state by precision, for AdamW and Muon alike."""
-    lines = [
-        f"| `optim.name=adamw:…` | {' | '.join(f'`{p}`' for p in PRECISIONS)} |",
-        "|---|" + "---|" * len(PRECISIONS),
-    ]
+    names = " | ".join(f"`{name}`" for name in PRECISIONS)
+    lines = [f"| `optim.name=adamw:...` | {names} |", "|---|" + "---|" * len(PRECISIONS)]
     for state in STATES:
         cells = []
         for name in PRECISIONS:
             try:
-                Step(nn.Linear(16, 16), optim=AdamW(state=state), precision=Precision(name))  # type: ignore[arg-type]
+                model = Llama(LlamaConfig.preset("nano"))
+                Step(model, optim=AdamW(state=state), precision=Precision(name))  # type: ignore[arg-type]
                 cells.append(NARROW)
             except UsageError as error:
                 cells.append(str(error))

@@ -67,6 +67,7 @@ class Tally:
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
         compat.allow_variants()  # a search traces one function for many shapes
+        compat.quiet_inputs_of_blocks()
         graph = torch.compile(
             function,
             fullgraph=True,

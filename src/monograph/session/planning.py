@@ -60,6 +60,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
     Raises:
         UsageError: choices that exclude one another, or a policy of recomputation whose memory is not predicted yet.
     """
+    require_together(settings)
     if settings.train.remat not in ("auto", *REMATS):
         raise UsageError(
             f"train.remat = {settings.train.remat}: a plan for it is not built yet; use {', '.join(REMATS)}"
