@@ -119,6 +119,8 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"vocab_size": None}, r"the key vocab_size is missing"),
         ({"num_key_value_heads": 0}, r"num_key_value_heads = 0"),
         ({"hidden_size": [32]}, r"hidden_size = \[32\]"),
+        ({"max_position_embeddings": 10**13}, r"max_position_embeddings = 10000000000000: expected at most 2147483647"),
+        ({"eos_token_id": 2**31}, r"eos_token_id = 2147483648: expected a token id, at most"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type = 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"rope_type = \['linear'\] is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"the key low_freq_factor .* is missing"),

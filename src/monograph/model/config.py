@@ -11,7 +11,7 @@ from monograph.model import scaling
 from monograph.model.families import COMPUTED, FULL, SLIDING, Family, family, windows_from_hf
 from monograph.model.scaling import LinearScaling as LinearScaling
 from monograph.model.scaling import Llama3Scaling as Llama3Scaling
-from monograph.model.scaling import Scaling, check_number, check_whole
+from monograph.model.scaling import LARGEST_SIZE, Scaling, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -131,6 +131,8 @@ class LlamaConfig:
         for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in eos)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
+            if value is not None and value > LARGEST_SIZE:
+                raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LlamaConfig:

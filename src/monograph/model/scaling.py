@@ -7,6 +7,8 @@ from typing import Any
 
 from monograph.errors import InputRefused
 
+LARGEST_SIZE = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -88,9 +90,11 @@ def to_hf(scaling: Scaling) -> dict[str, Any]:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Raises InputRefused unless the value is a whole number of at least 1."""
+    """Raises InputRefused unless the value is a whole number from 1 to 2^31 - 1, which is as much as GGUF can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputRefused(f"{name} = {value!r}: expected a whole number of at least 1")
+    if value > LARGEST_SIZE:
+        raise InputRefused(f"{name} = {value}: expected at most {LARGEST_SIZE}")
 
 
 def check_number(name: str, value: object) -> None:
