@@ -9,9 +9,9 @@ from typing import Any
 from monograph.errors import InputRefused
 from monograph.model import scaling
 from monograph.model.families import COMPUTED, FULL, SLIDING, Family, family, windows_from_hf
+from monograph.model.scaling import LARGEST_SIZE, Scaling, check_number, check_whole
 from monograph.model.scaling import LinearScaling as LinearScaling
 from monograph.model.scaling import Llama3Scaling as Llama3Scaling
-from monograph.model.scaling import LARGEST_SIZE, Scaling, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
