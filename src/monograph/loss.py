@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from monograph.errors import UsageError
 from monograph.ops.cross_entropy import linear_cross_entropy
 
 Batch = dict[str, Tensor]
@@ -59,3 +60,24 @@ class TokenLoss:
 
 
 token_loss = TokenLoss()
+
+_EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
+
+
+def pair(result: Any) -> tuple[Tensor, Tensor]:
+    """What a loss returned, its count as a tensor.
+
+    Raises:
+        UsageError: it is no pair of a 0-d tensor and a number.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(_EXPECTED)
+    total, count = result
+    if not isinstance(total, Tensor) or total.ndim:
+        found = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise UsageError(f"{_EXPECTED}; its sum is {found}, expected a tensor of one number: .sum()")
+    if isinstance(count, int):
+        count = torch.tensor(count, device=total.device)
+    if not isinstance(count, Tensor) or count.ndim:
+        raise UsageError(f"{_EXPECTED}; its count is {type(count).__name__}, expected a whole number")
+    return total, count

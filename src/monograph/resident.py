@@ -20,7 +20,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, Loss, token_loss
+from monograph.loss import Batch, Loss, pair, token_loss
 from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Step, Update, accumulate, update
@@ -85,7 +85,7 @@ class Resident:
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.precision.context(self.step.device.type):
-                    return self.step.loss(self.model, batch)
+                    return pair(self.step.loss(self.model, batch))
 
             return trial(self.model, loss)
 

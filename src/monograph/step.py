@@ -19,7 +19,7 @@ from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
-from monograph.loss import CountedLoss, Loss, token_loss
+from monograph.loss import CountedLoss, Loss, pair, token_loss
 from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, unlinked, update_
 from monograph.schedule import Schedule, constant
 
@@ -166,12 +166,12 @@ class Step:
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, count = _pair(self.loss(self.model, batch))
+        loss_sum, count = pair(self.loss(self.model, batch))
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
         return wide * seed[0].to(wide.dtype), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return _pair(self.loss(self.model, batch))
+        return pair(self.loss(self.model, batch))
 
     def _apply(self) -> Tensor:
         counted = isinstance(self.loss, CountedLoss)
@@ -192,14 +192,6 @@ class Step:
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
             plane.grad.zero_()
         return grad_norm
-
-
-def _pair(result: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise UsageError(
-            "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
-        )
-    return result
 
 
 def _reciprocal(count: Tensor) -> Tensor:

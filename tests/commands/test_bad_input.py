@@ -63,7 +63,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),
     (["train", *OWN, "model.init=broken.py:build"], 3, "broken.py failed: SyntaxError"),
     (["train", *OWN, "model.init=nothere.py:build"], 3, "nothere.py cannot be read"),
-    (["train", *OWN, "model.init=nohead.py:build"], 3, "the trial step failed in Embedding"),
+    (["train", *OWN, "model.init=nohead.py:build"], 3, "nohead.py has no loss(model, batch) -> (sum, count)"),
     (["train", *OWN, "model.init=full"], 3, "full: 'config.json' is not a file in this folder"),
     (["train", *OWN, "model.init=hungry.py:build"], 6, "one row does not fit"),
     # folders

@@ -95,7 +95,9 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     kinds = []
     for folder, made in (("a", "Linear(1, 1)"), ("b", "Identity()")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "own.py").write_text(f"from torch import nn\ndef build():\n    return nn.{made}\n")
+        (tmp_path / folder / "own.py").write_text(
+            f"from torch import nn\nloss = print\ndef build():\n    return nn.{made}\n"
+        )
         kinds.append(type(build(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__)
     assert kinds == ["Linear", "Identity"]
 
@@ -103,7 +105,7 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
 def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "monograph_test_neighbour.py").write_text("WIDTH = 5\n")
     (tmp_path / "own.py").write_text(
-        "from monograph_test_neighbour import WIDTH\nfrom torch import nn\n\ndef build():\n"
+        "from monograph_test_neighbour import WIDTH\nfrom torch import nn\nloss = print\n\ndef build():\n"
         "    return nn.Linear(WIDTH, 1)\n"
     )
     assert build(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
@@ -180,3 +182,25 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> 
         tensors["model.norm.weight" if change == "reshape" else "model.norm.bias"] = torch.zeros(3)
     with pytest.raises(InputRefused, match=rf"model\.norm\.\w+ {'is ' if change != 'reshape' else ''}{said}"):
         load_weights(model, tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build():\n    raise SystemExit(0)\n", "failed: SystemExit: 0"),
+        ("from torch import nn\ndef build():\n    return nn.Linear(1, 1)\n", "no loss.model, batch."),
+        (
+            "from torch import nn\ndef build():\n    return nn.Linear(1, 1, device='meta')\n",
+            "weight is on the meta device",
+        ),
+    ],
+)
+def test_a_file_that_builds_nothing_to_train_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(InputRefused, match=said):
+        build(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))
+
+
+def test_a_file_without_its_function_is_told_to_name_one() -> None:
+    with pytest.raises(InputRefused, match="name the function .* own.py:NAME"):
+        build(Recipe("own.py", "auto", {}, 0))

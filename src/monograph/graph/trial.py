@@ -60,6 +60,8 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
     mean = float(loss_sum.detach()) / max(1, int(count))
     if not math.isfinite(mean):
         raise InputRefused(f"the trial step's loss is {mean}: {first_non_finite(module, loss)}")
+    if not loss_sum.requires_grad:
+        raise InputRefused("the trial step's loss has no gradient: expected one that depends on trainable parameters")
     (loss_sum / count.clamp_min(1)).backward()
     grads = {name: p.grad for name, p in parameters}
     bad = [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]

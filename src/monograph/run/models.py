@@ -108,6 +108,8 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
     if recipe.file:
         return _from_file(recipe, recipe.file)
+    if recipe.init.endswith(".py"):
+        raise InputRefused(f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME")
     return _load(recipe.init, lambda line: None, torch.float32, recipe.sizes), token_loss
 
 
@@ -273,8 +275,15 @@ def _from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
         built = function(**{key: value for key, value in offered.items() if key in takes})
     except InputRefused:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {error}") from error
     if not isinstance(built, nn.Module):
         raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
+    if empty := [name for name, parameter in built.named_parameters() if parameter.is_meta]:
+        raise InputRefused(f"{where}: {empty[0]} is on the meta device, without numbers: build the module on the CPU")
+    if not hasattr(module, "loss") and not hasattr(built, "lm_head"):
+        raise InputRefused(
+            f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(built).__name__} has no lm_head, "
+            "which the loss of tokens needs: add one of them"
+        )
     return built, getattr(module, "loss", token_loss)

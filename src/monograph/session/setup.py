@@ -230,6 +230,8 @@ def _fitting(
     if train.remat == "offload":  # what leaves the device crosses between graphs
         found["train.compile"] = "blocks"
     pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
+    if pinned["train.micro_batch"] != "auto":  # no more rows than the update has, or the rest would be empty ones
+        pinned["train.micro_batch"] = min(pinned["train.micro_batch"], rows)
     return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
