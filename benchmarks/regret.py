@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
+from systems import sizes
 
 from monograph import planner
 from monograph.device import default_device, describe, measured_matmul_flops
@@ -41,18 +42,6 @@ class Case(NamedTuple):
     rows: int
     share: float
     precision: str = "bf16"
-
-
-def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
-    """A Llama with heads of 32."""
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-8 * width // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        max_position_embeddings=length,
-    )
 
 
 CASES = (

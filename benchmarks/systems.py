@@ -40,6 +40,19 @@ class Shape(NamedTuple):
         return self.length * self.micro_batch * self.micro_batches
 
 
+def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
+    """A Llama with heads of 32 and a tied head."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+    )
+
+
 class Pace:
     """Times updates in rounds, the same way for every system: `updated()` after each update, True when there is enough.
 

@@ -23,12 +23,11 @@ from contestants import HOW_TO_INSTALL, SYSTEMS
 from peer_litgpt import to_litgpt
 from peers import Task, after_each_step
 from rounds import Child, ChildFailed, FirstGradient, Orders, distance, interleaved, large_batch
-from systems import Shape
+from systems import Shape, sizes
 from torch import Tensor
 
 from monograph.data.rows import Rows
 from monograph.data.store import Side
-from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 
 MODES = ("eager", "compiled")
@@ -44,19 +43,6 @@ class Case(NamedTuple):
     ragged: bool = False
     rows: int = 0  # of Monograph's update where it packs; 0: as many as everybody
     goals: dict[str, float] = {}
-
-
-def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
-    """A Llama with heads of 32 and a tied head."""
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-8 * width // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 32,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
 
 
 SMALL, LARGE = sizes(2, 64, 256, 32), sizes(4, 192, 2048, 128)

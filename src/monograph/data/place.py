@@ -38,13 +38,17 @@ def keep_compiled() -> None:
 
 def _is_cut_off(library: Path) -> bool:
     """Whether a file ends before a part of it that would be loaded, as far as its kind (64-bit ELF) is known."""
-    content = library.read_bytes()
-    if len(content) < 64:
+    length = library.stat().st_size
+    with library.open("rb") as file:
+        head = file.read(64)
+        if len(head) < 64:
+            return True
+        if not head.startswith(b"\x7fELF\x02"):
+            return False
+        [begin], (size, count) = struct.unpack_from("<Q", head, 32), struct.unpack_from("<HH", head, 54)
+        file.seek(begin)
+        table = file.read(size * count)
+    if len(table) < size * count:
         return True
-    if not content.startswith(b"\x7fELF\x02"):
-        return False
-    [table], (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
-    if len(content) < table + size * count:
-        return True
-    parts = (struct.unpack_from("<QQQQQ", content, table + index * size + 8) for index in range(count))
-    return any(len(content) < offset + in_file for offset, _, _, in_file, _ in parts)
+    parts = (struct.unpack_from("<QQQQQ", table, index * size + 8) for index in range(count))
+    return any(length < offset + in_file for offset, _, _, in_file, _ in parts)
