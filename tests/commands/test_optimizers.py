@@ -40,6 +40,10 @@ from torch import nn
 
 def build(vocab_size):
     return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))
+
+def loss(model, batch):
+    real = batch["targets"] != -100
+    return (model(batch["tokens"]).logsumexp(-1) * real).sum(), real.sum()
 """
 
 

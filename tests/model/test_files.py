@@ -103,8 +103,12 @@ DAMAGES = {
         r"num_hidden_layers = 100000000 in config.json, the weights have 2 layers",
     ),
     "a huge vocabulary": (
+        lambda f: _config(f, vocab_size=2**31 - 1),
+        r"has shape \[64, 32\], expected \[2147483647",
+    ),
+    "a vocabulary beyond any index": (
         lambda f: _config(f, vocab_size=10**18),
-        r"has shape \[64, 32\], expected \[10",
+        r"config.json: vocab_size = 1000000000000000000: expected at most 2147483647",
     ),
     "untied by mistake": (lambda f: _config(f, tie_word_embeddings=False), r"1 missing .* 'lm_head.weight'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"neither model.safetensors nor"),
