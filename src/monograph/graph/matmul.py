@@ -87,6 +87,14 @@ def rewrite(graph: torch.fx.Graph) -> None:
             node.target = _chosen(rows, depth, product_NM.shape[1])
 
 
+def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
+    """What the product of two matrices on a CPU takes beside its result: oneDNN copies a left that is transposed."""
+    (rows, depth), columns = left_NK.shape, right_KM.shape[1]
+    large = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
+    by_onednn = left_NK.dtype == torch.bfloat16 or (left_NK.dtype == torch.float32 and large)
+    return left_NK.numel() * left_NK.element_size() if by_onednn and left_NK.stride(-1) != 1 else 0
+
+
 def _chosen(rows: int, depth: int, columns: int) -> Any:
     size = rows * depth * columns
     if size >= LARGE:

@@ -7,12 +7,13 @@ graph's caller reads is ever written to memory, and reductions, whose readers ne
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from monograph.graph.matmul import workspace_bytes
+from monograph.measure.lifetimes import Kernel, Name, scheduled
 from monograph.ops.cross_entropy import BLOCK_BYTES
 
 # Elementwise in a compiler's eyes though torch does not tag them so: reads at computed places, casts, constants.
@@ -21,68 +22,88 @@ _ELEMENTWISE = {
     "index", "iota", "lift_fresh_copy", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "_unsafe_index",
     "cat", "repeat",
 }  # fmt: skip
+# Of our operators' results the first argument, changed; a compiler writes over it.
+_WRITES_AT_PLACES = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
 _REDUCTIONS = {"amax", "amin", "any", "argmax", "linalg_vector_norm", "logsumexp", "mean", "prod", "sum", "var_mean"}
-Name = int | str  # of a buffer: an argument's index or a node's name
+# What is not computed twice on a CPU, and from how many buffers nothing is: torch._inductor's
+# `should_realize_on_reuse`, and `config.realize_reads_threshold`.
+_DEAR = {"exp", "sigmoid"}
+MOST_LOADS = 4
 
 
-@dataclass
-class Kernel:
-    """One buffer that a graph writes.
+def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel]:
+    """The buffers of a partitioned graph of aten operators, in the order in which a compiler writes them.
 
-    Attributes:
-        name: the node's.
-        shape: of its first output.
-        size_bytes: of all its outputs.
-        fused: elementwise or a reduction: it may be written over an argument of the same size that dies with it.
-        last_reads: arguments and earlier kernels that nothing reads after it.
+    A backward graph frees its arguments.
     """
-
-    name: str
-    shape: tuple[int, ...]
-    size_bytes: int
-    fused: bool
-    last_reads: list[Name] = field(default_factory=list)
+    given = enumerate(graph.graph.find_nodes(op="placeholder") if backward else [])
+    arguments: dict[Name, int] = {index: sum(each.nbytes for each in _tensors(node)) for index, node in given}
+    return scheduled(*_written(graph, device_type), arguments)
 
 
-def kernels(graph: GraphModule, device_type: str) -> list[Kernel]:
-    """The buffers of a partitioned graph of aten operators, in the order in which it writes them."""
+def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Name]]:
+    """The kernels in the order of the graph's nodes, and what the caller keeps."""
     reads: dict[Node, frozenset[Name]] = {}
+    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # of an elementwise node: buffers, and the views between
     found: list[Kernel] = []
-    last: dict[Name, int] = {}
+    returned: frozenset[Name] = frozenset()
     arguments = 0
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            reads[node] = frozenset([arguments])
+            reads[node], loads[node] = frozenset([arguments]), frozenset([(arguments,)])
             arguments += 1
             continue
         through = frozenset[Name]().union(*(reads[each] for each in node.all_input_nodes))
+        loads[node] = frozenset[tuple[Name, ...]]().union(*(loads[each] for each in node.all_input_nodes))
+        if _is_view(node):
+            loads[node] = frozenset((*load, node.name) for load in loads[node])
         if node.op == "output":
-            last |= dict.fromkeys(through, len(found))  # the caller keeps them
+            returned = through
         elif bases := _changed(node):
-            last |= dict.fromkeys([*through, node.name], len(found))
-            size_bytes = max(inner_bytes(each.meta["val"], device_type) for each in bases)
-            found.append(Kernel(node.name, tuple(bases[0].meta["val"].shape), size_bytes, fused=False))
+            total, left, right = (each.meta["val"] for each in (*bases, node.kwargs["left"], node.kwargs["right"]))
+            size_bytes = inner_bytes(total, left, right, device_type)
+            found.append(Kernel(node.name, total, size_bytes, through, fused=False))
             reads[node] = frozenset[Name]().union(*(reads[each] for each in bases))
-        elif _is_view(node) or not _is_written(node):
+        elif _is_view(node) or not (_is_written(node) or _is_passed_twice(node, len(loads[node]))):
             reads[node] = through
-            if _is_store(node):
-                last |= dict.fromkeys(through, max(len(found) - 1, 0))
+            if _is_store(node) and found:
+                found[-1].reads |= through
         else:
-            last |= dict.fromkeys([*through, node.name], len(found))
+            if copy_bytes := _copied_bytes(node, device_type):
+                copied = f"{node.name}'s copy"
+                found.append(Kernel(copied, _tensors(node)[0], copy_bytes, frozenset(), fused=False))
+                through |= {copied}
             outputs = _tensors(node)
             size_bytes = sum(each.untyped_storage().nbytes() for each in outputs)
-            found.append(Kernel(node.name, tuple(outputs[0].shape), size_bytes, not _is_extern(node)))
-            reads[node] = frozenset([node.name])
-    for name, at in last.items():
-        if at < len(found):
-            found[at].last_reads.append(name)
-    return found
+            fused = not _is_extern(node) or _name(node) in _WRITES_AT_PLACES
+            found.append(Kernel(node.name, outputs[0], size_bytes, through, fused))
+            reads[node], loads[node] = frozenset([node.name]), frozenset([(node.name,)])
+    return found, set(returned)
+
+
+def _copied_bytes(node: Node, device_type: str) -> int:
+    """What a matrix product needs beside its result."""
+    if _name(node) != "mm" or device_type != "cpu":
+        return 0
+    left, right = (each.meta["val"] for each in node.all_input_nodes[:2])
+    return workspace_bytes(left, right)
 
 
 def _is_written(node: Node) -> bool:
     if not _tensors(node):
         return False
     return _is_extern(node) or _name(node) in _REDUCTIONS or any(map(_needs_memory, _readers(node)))
+
+
+def _is_passed_twice(node: Node, loads: int) -> bool:
+    """Whether an elementwise node is written, as a reduction needs all of it before another reader reads it again.
+
+    A CPU does not compute it again where that is dear. On a GPU a kernel holds the row.
+    """
+    if len(node.users) < 2 or not _tensors(node) or node.meta["val"].device.type != "cpu":
+        return False
+    reduced = [_name(each) in _REDUCTIONS for each in _readers(node)]
+    return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
 
 
 def _needs_memory(reader: Node) -> bool:
@@ -105,10 +126,13 @@ def _is_store(node: Node) -> bool:
     return _name(node) == "copy_"  # into an argument, by the kernel that computed it
 
 
-def inner_bytes(total: Tensor, device_type: str) -> int:
+def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
     """What `add_product_` of `monograph.ops.cross_entropy`, the one operator that works in place, needs beside."""
-    rows = max(1, BLOCK_BYTES[device_type] // (4 * total.shape[-1]))
-    return min(rows, total.shape[-2]) * total.shape[-1] * total.element_size()
+    rows = min(total_VD.shape[-2], max(1, BLOCK_BYTES[device_type] // (4 * total_VD.shape[-1])))
+    product = rows * total_VD.shape[-1] * right_CD.element_size()
+    if device_type != "cpu" or left_CV.dtype == torch.float32:  # by MKL, as it is not captured
+        return product
+    return product + workspace_bytes(left_CV[..., :rows].mT, right_CD)
 
 
 def _changed(node: Node) -> list[Node]:

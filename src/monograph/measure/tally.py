@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.measure.kernels import Kernel, Name, inner_bytes, kernels
+from monograph.measure.kernels import inner_bytes, kernels
+from monograph.measure.lifetimes import Kernel, Name
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 PASSING = ORIGINS[3:]  # what a micro-step allocates and frees
@@ -112,7 +113,7 @@ class Tally:
         self.curve.append((*others, workspace + inside_bytes))
 
     def _runner(self, graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
-        plan = kernels(graph, self.device_type)
+        plan = kernels(graph, self.device_type, backward)
 
         def run(arguments: list[Any]) -> Any:
             self._walk(plan, arguments, backward)
@@ -130,21 +131,16 @@ class Tally:
         kept = dict(self._live)
         alive = self._passing(plan, arguments) if backward else {}
         for kernel in plan:
-            dying = [alive.pop(name) for name in kernel.last_reads if name in alive]
-            size_bytes = self._rounded(kernel.size_bytes)
-            in_place = next((each for each in dying if kernel.fused and each[1] == size_bytes), None)
-            if in_place:
-                dying.remove(in_place)
-                self._live[in_place[0]] -= size_bytes
-            origin = self._origin(kernel.shape)
+            origin, size_bytes = self._origin(kernel.output.shape), self._rounded(kernel.size_bytes)
+            alive[kernel.name] = origin, size_bytes
             self._live[origin] += size_bytes
-            if kernel.name in kernel.last_reads:  # nothing reads it later
-                dying.append((origin, size_bytes))
-            else:
-                alive[kernel.name] = origin, size_bytes
+            if kernel.over in alive:
+                self._live[alive.pop(kernel.over)[0]] -= size_bytes
             self._sample()
-            for each, its_bytes in dying:
-                self._live[each] -= its_bytes
+            for name in kernel.last_reads:
+                if name in alive:
+                    its_origin, its_bytes = alive.pop(name)
+                    self._live[its_origin] -= its_bytes
         self._live = kept
 
     def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
@@ -167,5 +163,9 @@ class _Listener(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         self.tally._note(found)
-        self.tally._sample(inner_bytes(args[0], self.tally.device_type) if "add_product_" in str(function) else 0)
+        inside_bytes = 0
+        if "add_product_" in str(function):
+            total, left, right = args
+            inside_bytes = inner_bytes(total, left, right, self.tally.device_type)
+        self.tally._sample(inside_bytes)
         return found
