@@ -57,6 +57,11 @@ class Step:
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
     weights first. A layer that mixes rows, such as BatchNorm, sees one micro-batch at a time: then, and only then, the
     gradient depends on how the window is cut.
+
+    Attributes:
+        recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
+            None: it is called every time.
+        announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
     def __init__(

@@ -90,6 +90,11 @@ def replayed(step: Any) -> StaticInputs:
     )
 
 
+def is_replayed(step: Any) -> bool:
+    """Whether a micro-step of the step is captured."""
+    return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
+
+
 def give_back(step: Any) -> bool:
     """Free what captured micro-steps hold; True if they were, and are launched one by one from now on."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
