@@ -14,7 +14,7 @@ from monograph.errors import UsageError
 from monograph.graph import matmul, recompute
 from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
-from monograph.graph.remat import Remat
+from monograph.graph.remat import Policy, Remat
 from monograph.graph.static_inputs import StaticInputs
 
 Backend = Literal["inductor", "aot_eager", "eager"]
@@ -72,11 +72,18 @@ def _replay(step: Any, scope: Scope) -> None:
     """Let the micro-step be replayed, if it can be."""
     if step.recorder is None:
         return
-    if scope == "blocks" and step.remat != Remat.Off():
-        # torch keeps the random numbers' state on the host, where it also waits for what was sent there.
-        step.announce(f"{ONE_BY_ONE}: blocks are recomputed between graphs")
-        return
-    step.replaced.append(_replace(step, "micro_step", replayed(step)))
+    if obstacle := obstacle_to_replay(step.remat, scope):
+        step.announce(f"{ONE_BY_ONE}: {obstacle}")
+    else:
+        step.replaced.append(_replace(step, "micro_step", replayed(step)))
+
+
+def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
+    """Why no step with these two can be replayed, on any device; None if one can."""
+    if scope == "none":
+        return "nothing is captured"
+    # torch keeps the random numbers' state on the host, where it also waits for what was sent there.
+    return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
 
 
 def replayed(step: Any) -> StaticInputs:
