@@ -206,7 +206,15 @@ def test_segments_or_not_is_another_graph():
     assert len(check(engine, windows).step.recorder.graphs) == 2
 
 
-def test_a_batch_of_something_else_is_called():
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        (object(), "a object"),
+        (torch.ones(1, device="meta"), "a tensor on meta, where the host may read it"),
+        (torch.ones(1, requires_grad=True), "a tensor that wants a gradient"),
+    ],
+)
+def test_a_batch_of_something_else_is_called(beside, why):
     lines: list[str] = []
 
     def loss(model, batch):
@@ -214,9 +222,24 @@ def test_a_batch_of_something_else_is_called():
 
     made = replaying(engine(loss=loss), lines)
     for _ in range(4):
-        made.step([(ragged(2), object())])
+        made.step([(ragged(2), beside)])
     assert made.step.recorder.called == 0
-    assert lines == ["micro-steps are launched one by one: a batch holds a object"]
+    assert lines == [f"micro-steps are launched one by one: a batch holds {why}"]
+
+
+def test_plain_values_beside_the_tensors_are_part_of_the_shape():
+    def loss(model, batch):
+        total, count = TokenLoss()(model, batch[0])
+        return total * batch[1], count
+
+    results = []
+    for make in (engine, lambda loss: replaying(engine(loss=loss))):
+        made = make(loss=loss)
+        for index in range(8):
+            made.step([(ragged(2, seed=index), 0.5 if index % 2 else 1.0)])
+        results.append((made.state(), []))
+    assert len(made.step.recorder.graphs) == 2
+    assert_same_bits(*results)
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────

@@ -69,12 +69,14 @@ class CudaGraphs:
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self.device)
         began = clock()
-        with torch.cuda.stream(self._stream), _host_waits() as waits:
-            work()
+        try:
+            with torch.cuda.stream(self._stream), _host_waits() as waits:
+                work()
+        finally:  # what comes next, if only a retreat, comes after what was launched
+            current.wait_stream(self._stream)
         launched_s = clock() - began
         torch.cuda.synchronize(self.device)
         share = launched_s / (clock() - began)
-        current.wait_stream(self._stream)
         if waits:
             return f"the host waits for the device at {waits[0]}"
         if not torch.equal(drawn, torch.get_rng_state()):

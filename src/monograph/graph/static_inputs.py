@@ -46,7 +46,7 @@ class StaticInputs:
         self._replays = Replays(self._on_buffers, recorder)
         self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._seen: HostState | None = None
-        self._voided = 0
+        self._changed, self._voided = "", 0
         self._stopped = False
         self._said = set[str]()
 
@@ -67,6 +67,7 @@ class StaticInputs:
         if self._stopped or compat.without_numbers():
             self.function(batch)
             return
+        self._void_if_changed()
         leaves, form = tree_flatten(batch)
         variant = (str(form), *(_bound(leaf) for leaf in leaves))
         if obstacle := self._obstacle(variant, leaves):
@@ -89,22 +90,25 @@ class StaticInputs:
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
         """Why this batch is only to be called with."""
+        if self._voided > MOST:
+            self._stopped = True
+            return f"{self._changed} is another from batch to batch: keep it in a tensor"
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 return f"a batch holds a {type(leaf).__name__}"
             if isinstance(leaf, Tensor) and leaf.device != self._device:
                 return f"a batch holds a tensor on {leaf.device}, where the host may read it"
-        if variant not in self._inputs and len(self._inputs) == MOST:
-            return f"batches have more than {MOST} shapes, the others"
-        changed = self._seen.changed() if self._seen else None
-        if changed:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                return "a batch holds a tensor that wants a gradient"
+        full = variant not in self._inputs and len(self._inputs) == MOST
+        return f"batches have more than {MOST} shapes, the others" if full else None
+
+    def _void_if_changed(self) -> None:
+        """Forget what was captured when the host has changed what the function decides by."""
+        if changed := self._seen and self._seen.changed():
             self._forget()
-            self._voided += 1
-        if self._voided > MOST:
-            self._stopped = True
-            return f"{changed} is another from batch to batch: keep it in a tensor"
+            self._changed, self._voided = changed, self._voided + 1
         self._seen = self._seen or self._host()
-        return None
 
     def _stop(self, reason: str) -> None:
         self._stopped = True
