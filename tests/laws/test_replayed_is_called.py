@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from batches import copied, packed, ragged, tiny_llama
+from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
 from monograph.graph.capture import capture, release
 from monograph.graph.capture import replayed as as_replayed
 from monograph.graph.precision import Precision
@@ -24,6 +25,7 @@ from monograph.graph.static_inputs import MOST
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.step import Step
 from tape import Tape
 
 ROWS = 6
@@ -436,3 +438,31 @@ def test_what_is_put_elsewhere_is_not_seen(moved):
 
     with pytest.raises(AssertionError):
         assert_same_bits(trained(made, windows, between), expected)
+
+
+# ── whole runs ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
+    """Law 10 too: a run that is cut and taken up captures anew, and has the bits of one that never captured."""
+    capture_of, init = Resident.capture, Step.__init__
+    tapes: list[Tape] = []
+
+    def with_tape(self, *arguments, **options):
+        init(self, *arguments, **options)
+        tapes.append(Tape())
+        self.recorder = tapes[-1]
+
+    monkeypatch.setattr("monograph.session.setup.compiler_obstacle", lambda: None)
+    monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "aot_eager", scope))
+    settings = SETTINGS | {"train.compile": "whole", "train.updates": 8}
+    start("called", settings)
+    assert "0 graph breaks" in (shown := capfd.readouterr().err) and "replayed" not in shown
+    monkeypatch.setattr(Step, "__init__", with_tape)
+    start("replayed", settings)
+    assert "0 graph breaks, micro-steps replayed" in capfd.readouterr().err
+    cut_back("replayed", "cut", 3)
+    resume("cut")
+    called, replayed, resumed = (fingerprint(here / name) for name in ("called", "replayed", "cut"))
+    assert called == replayed == resumed
+    assert [tape.called for tape in tapes] == [WARM_UP] * 2 and tapes[0].replays > tapes[1].replays > 0
