@@ -2,7 +2,8 @@
 # Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART [ARGUMENTS...]
 #   PART: laws, train, memory, stream, generate or ensemble; each takes at most 9 minutes.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
-#         test tool; beside it, where installed, transformers' Trainer (which needs accelerate).
+#         test tool; beside it, where installed, transformers' Trainer (which needs accelerate); first, on small models,
+#         called against replayed micro-steps in one process (only that: gpu.sh train --systems replay).
 #         memory: benchmarks/plan.py, predicted beside measured peak memory.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64

@@ -2,7 +2,9 @@
 
 124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each system runs in a
 process of its own, one after the other, on the same random tokens. MFU is (6 N_matmul + 6 L d T) x tokens/s, causal,
-of the card's datasheet rate; raw TFLOP/s and the share of a measured matrix product stand beside it.
+of the card's datasheet rate; raw TFLOP/s and the share of a measured matrix product stand beside it. System `replay` is
+this project with and without its micro-steps replayed as CUDA graphs, interleaved in one process, on 2.4M, 43M and 124M
+parameters, a micro-batch of few rows: where launching takes the time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Any
 
 import harness
 import torch
-from systems import SYSTEMS, Shape
+from replays import replay
+from systems import SYSTEMS as SINGLE
+from systems import Shape, sizes
 
 from monograph.device import clock, default_device, describe, measured_matmul_flops
 from monograph.measure.flops import flops_per_token, mfu
@@ -26,6 +30,13 @@ SHAPES = {
     "124m": Shape(LlamaConfig.preset("124m"), length=1024, micro_batch=32, micro_batches=4),
     "1.2b": Shape(LlamaConfig.preset("1b"), length=2048, micro_batch=8, micro_batches=8),
 }
+# For `replay` alone: 8 micro-batches of 4,096 tokens at most.
+LAUNCHED = {
+    "2m": Shape(LlamaConfig.preset("micro"), length=256, micro_batch=8, micro_batches=8),
+    "43m": Shape(sizes(12, 512, 8192, 1024), length=1024, micro_batch=4, micro_batches=8),
+    "124m-small": Shape(LlamaConfig.preset("124m"), length=1024, micro_batch=4, micro_batches=8),
+}
+SYSTEMS = {**SINGLE, "replay": replay}
 SMOKE = {"nano": Shape(LlamaConfig.preset("nano"), length=16, micro_batch=2, micro_batches=2)}
 
 
@@ -66,6 +77,8 @@ def row(case: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
     label = f"{case['model']} {case['system']}"
     if "error" in case:
         return [label, case["error"][:60], *[""] * 7]
+    if "speedup" in case:
+        label += f", {harness.shown(case['speedup'])} x called"
     peer = next((c for c in cases if c["model"] == case["model"] and c["system"] == "trainer"), {})
     syncs = case["host_syncs"]
     return [
@@ -87,7 +100,8 @@ HEADERS = ["", "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "compile s
 def parse() -> Namespace:
     """The arguments, with the shapes they choose as `args.shapes`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    shapes = LAUNCHED | SHAPES
+    parser.add_argument("--models", nargs="+", choices=shapes, default=list(shapes))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--micro-batch", type=int, help="rows of a micro-batch; an update keeps its tokens")
     parser.add_argument("--rounds", type=int, default=5)
@@ -95,7 +109,7 @@ def parse() -> Namespace:
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no case after so long, and stop what runs")
     parser.add_argument("--case", nargs=2, metavar=("MODEL", "SYSTEM"), help="measure one, in this process")
     args = parser.parse_args()
-    args.shapes = {name: SHAPES[name] for name in args.models}
+    args.shapes = {name: shapes[name] for name in args.models}
     if args.smoke:
         args.shapes, args.rounds, args.round_s = SMOKE, 2, 0.0
     if args.micro_batch:
@@ -123,6 +137,8 @@ def main() -> None:
     print(f"bf16: {datasheet}, {matmul / 1e12:.3g} TFLOP/s measured on a large matrix product")
     for name, shape in args.shapes.items():
         for system in args.systems:
+            if (system == "replay") != (name in LAUNCHED):
+                continue
             case = run_case(name, shape, system, args, args.seconds - (clock() - began))
             if "tokens_per_s" in case:
                 case |= rates(case, shape, peak, matmul)

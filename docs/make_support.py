@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Literal
 
 from monograph.config import load
 from monograph.config.keys import NOT_BUILT
 from monograph.device import Device, named
 from monograph.errors import UsageError
+from monograph.graph.capture import obstacle_to_replay
 from monograph.graph.precision import Precision
+from monograph.graph.remat import named as named_policy
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -22,9 +25,11 @@ from monograph.step import Step
 PAGE = Path(__file__).resolve().parent / "support.md"
 BEGIN, END = "<!-- made by docs/make_support.py -->", "<!-- end -->"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-REMATS, SCOPES = ("none", "pointwise", "0.3", "full", "offload"), ("none", "whole", "blocks")
+REMATS = ("none", "pointwise", "0.3", "full", "offload")
+SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "blocks")
 STATES = ("fp32", "bf16", "8bit", "all-bf16")
 HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
+REPLAYED = "[law 1](../tests/laws/test_replayed_is_called.py)"
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {
     "a CPU": Device("a CPU", "cpu", 0, 0, 1, has_bf16=True),
@@ -53,6 +58,16 @@ def combinations() -> str:
                 raise SystemExit(f"support.md needs a column more: {remat}, {scope}: {found}")
             cells.append(found.pop() or HELD)
         lines.append(f"| `{remat}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def replays() -> str:
+    """On a GPU, recomputation by compile scope: whether micro-steps can be replayed as CUDA graphs."""
+    lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
+    for remat in REMATS:
+        policy = named_policy(float(remat) if remat == "0.3" else remat)
+        found = [refusal(remat=remat, compile=scope) or obstacle_to_replay(policy, scope) for scope in SCOPES]
+        lines.append(f"| `{remat}` | {' | '.join(each or REPLAYED for each in found)} |")
     return "\n".join(lines)
 
 
@@ -94,7 +109,7 @@ def missing() -> str:
 def page(text: str) -> str:
     """The page with the tables made anew, in the order of its markers."""
     head, *rest = text.split(BEGIN)
-    tables = (combinations(), precisions(), states(), missing())
+    tables = (combinations(), replays(), precisions(), states(), missing())
     return head + "".join(
         f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
     )

@@ -77,7 +77,7 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
         found = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise UsageError(f"{_EXPECTED}; its sum is {found}, expected a tensor of one number: .sum()")
     if isinstance(count, int):
-        count = torch.tensor(count, device=total.device)
+        count = torch.full((), count, device=total.device)  # which, unlike torch.tensor, waits for no copy
     if not isinstance(count, Tensor) or count.ndim:
         raise UsageError(f"{_EXPECTED}; its count is {type(count).__name__}, expected a whole number")
     return total, count

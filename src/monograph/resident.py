@@ -18,6 +18,7 @@ from monograph.graph import recompute
 from monograph.graph.inspect import buffers_kept, unique_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
+from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, pair, token_loss
@@ -120,7 +121,7 @@ class Resident:
 
     def _warm(self, batch: Batch) -> None:
         step = self.step
-        accumulate(step, [batch])
+        accumulate(step, [batch] * (WARM_UP if step.recorder else 1))  # after so many a micro-step is captured
         step.discard()
         # Without a target an update is skipped on the device, so this compiles it and changes nothing but its counters.
         kept = {name: counter.clone() for name, counter in step.counters.items()}
@@ -150,14 +151,16 @@ class Resident:
             self._step_down(window, message)
 
     def _step_down(self, window: Batch, message: str) -> None:
-        """Take less memory for the same update: half of the rows at once, and at one row recomputed blocks.
+        """Take less memory for the same update: no captured micro-steps, half the rows, at one row recomputed blocks.
 
         Raises:
             OutOfDeviceMemory: there is nothing left to do.
         """
         rows = min(self.micro_batch or _rows(window), _rows(window))
         self.step.discard()
-        if rows > 1:
+        if graph.give_back(self.step):
+            change = f"{graph.ONE_BY_ONE} from now on"
+        elif rows > 1:
             self.micro_batch = (rows + 1) // 2
             change = f"micro_batch is now {self.micro_batch}"
         elif self._recompute():

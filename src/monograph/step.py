@@ -19,9 +19,12 @@ from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
+from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
 from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, unlinked, update_
 from monograph.schedule import Schedule, constant
+
+DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Step:
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
     weights first. A layer that mixes rows, such as BatchNorm, sees one micro-batch at a time: then, and only then, the
     gradient depends on how the window is cut.
+
+    Attributes:
+        recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
+            None: it is called every time.
+        announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
     def __init__(
@@ -108,6 +116,11 @@ class Step:
         self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
         self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope = "none"  # of what is captured
+        # A captured micro-step reads the factor of its loss where it was at the capture.
+        self.seed = zero.to(torch.float64).reshape(1)  # a 0-d float64 argument would be traced twice
+        self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
+        self.announce: Callable[[str], None] = lambda line: None
+        self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
         self.apply: Callable[[], Tensor] = self._apply
@@ -162,6 +175,14 @@ class Step:
                 plane.param.copy_(param)
             self.holds_average = False
 
+    def _micro_step(self, batch: Any) -> None:
+        """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
+        with unlinked(self.planes), self.precision.context(self.device.type):
+            loss, loss_sum, count = self.forward(batch, self.seed)
+        loss.backward()
+        self.loss_sum += loss_sum
+        self.count += count
+
     # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
@@ -215,16 +236,12 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     total = torch.ones((), device=step.device)
     if batches and counts[0] is not None:
         total = step.sum_over_ranks(torch.stack(counts).sum())  # type: ignore[arg-type]
-    seed = (_reciprocal(total) * step.loss_scale).reshape(1)  # a 0-d float64 argument would be traced twice
+    step.seed.copy_(_reciprocal(total) * step.loss_scale)
     for plane in step.planes:
         plane.link()
     for batch in batches:
         step.settle(batch)
-        with unlinked(step.planes), step.precision.context(step.device.type):
-            loss, loss_sum, count = step.forward(batch, seed)
-        loss.backward()
-        step.loss_sum += loss_sum
-        step.count += count
+        step.micro_step(batch)
 
 
 def update(step: Step) -> Update:

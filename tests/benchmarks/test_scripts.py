@@ -16,6 +16,7 @@ import torch
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
+from tape import Tape
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -136,6 +137,31 @@ def test_train_in_this_process(script, uncompiled):
     case = script("systems").monograph(train.SMOKE["nano"], args)
     assert len(case["seconds_per_update"]["values"]) == 2 and case["host_syncs"] is None
     assert case["mean_loss"] < 6.3  # ln 512 = 6.24: it trains
+
+
+class Unwilling(Tape):
+    """Finds the device busy, as the engine's own recorder may."""
+
+    def warm_up(self, work):
+        return super().warm_up(work) or "the device is busy longer than it takes to launch"
+
+
+@pytest.mark.parametrize("own", [Tape, Unwilling])
+def test_train_called_and_replayed(script, uncompiled, monkeypatch, own):
+    replays, shape = script("replays"), script("train").SMOKE["nano"]
+    monkeypatch.setattr(replays, "CudaGraphs", lambda device: Tape())
+    build = replays.Resident
+
+    def built(*arguments, **options):
+        engine = build(*arguments, **options)
+        engine.step.recorder = own()
+        return engine
+
+    monkeypatch.setattr(replays, "Resident", built)
+    case = replays.replay(shape, Namespace(rounds=3, round_s=0.0))
+    assert case["by_itself"] == (own is Tape) and case["mean_loss"] < 6.3
+    for way in ("seconds_per_update", "called_seconds_per_update", "speedup"):
+        assert len(case[way]["values"]) == 3 and min(case[way]["values"]) > 0
 
 
 def test_a_model_drawn_on_the_device_is_the_model(script):

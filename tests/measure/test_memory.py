@@ -114,6 +114,23 @@ def test_peak_of_a_card_is_that_of_its_tensors() -> None:
     assert peak_memory_bytes(card) - before == 64 * 2**20
 
 
+def test_what_captured_graphs_hold_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = list[int]()
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 900, "allocated_size": 100},
+        {"device": 0, "segment_pool_id": (0, 1), "total_size": 70, "allocated_size": 20},
+        {"device": 1, "segment_pool_id": (0, 1), "total_size": 5000, "allocated_size": 0},
+    ]
+    stats = {"segment.all.allocated": 3, "segment.all.freed": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: looked.append(1) or segments)
+    card = torch.device("cuda", 0)
+    assert [peak_memory_bytes(card) for _ in range(3)] == [1050] * 3 and len(looked) == 1
+    stats["segment.all.freed"], segments[1:2] = 1, []
+    assert peak_memory_bytes(card) == 1000
+
+
 def test_the_ledger_knows_what_the_planes_hold_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(tiny_llama())
     held = 4 * sum(plane.param.numel() for plane in step.planes)

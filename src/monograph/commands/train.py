@@ -71,6 +71,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
     if not folder.tokenizer.exists():
         choices.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = lambda line: progress.line("memory", line)
+    session.engine.step.announce = lambda line: progress.line("note", line)
     if resumed := folder.metrics_offset or any(folder.checkpoints.glob("step-*")):
         session.restore(checkpointing.newest(folder.checkpoints, warn), progress)
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")

@@ -22,13 +22,13 @@ from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.outbox import Outbox
 from monograph.decode.penalties import first_counts
 from monograph.decode.prompt import Reader
-from monograph.decode.replay import Replays, cuda_graph
 from monograph.decode.request import Event, Finish, LogProbability, Request
 from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, State, Status, decoded
 from monograph.decode.step import DecodeStep
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
+from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.cached_attention import BLOCK
 
@@ -116,7 +116,8 @@ class Generator:
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
-        self.replays = Replays(wrap(self.step.__call__), cuda_graph if compiled and weight.is_cuda else None)
+        recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
+        self.replays = Replays(wrap(self.step.__call__), recorder)
         self.outbox = Outbox(self.state.rings)
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
         self._waiting: deque[tuple[int, Request]] = deque()

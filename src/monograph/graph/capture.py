@@ -12,13 +12,17 @@ import torch
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import matmul, recompute
+from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
+from monograph.graph.remat import Policy, Remat
+from monograph.graph.static_inputs import StaticInputs
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
 # What an object may have for `capture` to replace: the training step's three functions.
 CAPTURED = ("forward", "apply", "evaluate")
 T = TypeVar("T")
+ONE_BY_ONE = "micro-steps are launched one by one"
 
 
 class _Replaced(NamedTuple):
@@ -35,12 +39,14 @@ _NOTHING = object()
 def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
     """Compile a step in place, in full graphs with static shapes.
 
+    Where the step has a `recorder`, as it has on a GPU, its `micro_step`, backward pass included, is captured when it
+    has run twice, and replayed from then on (`monograph.graph.static_inputs`).
+
     The module itself is not wrapped, so its state dict keeps its names. Compilation happens at the first call of each
     function; load weights and run `trial` before.
 
     Args:
-        step: an object with `forward`, `apply` and `evaluate` (a `monograph.Step`); for "blocks" also with `model` and
-            `loss`.
+        step: a `monograph.Step`, of which `forward`, `apply` and `evaluate` are replaced.
         backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code.
         scope: "whole": each of the three functions is one graph. "blocks": one graph that all blocks of the model
             share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
@@ -58,7 +64,47 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     if scope == "blocks":
         new += _parts(step, backend)
     step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]  # type: ignore[attr-defined]
+    _replay(step, scope)
     return step
+
+
+def _replay(step: Any, scope: Scope) -> None:
+    """Let the micro-step be replayed, if it can be."""
+    if step.recorder is None:
+        return
+    if obstacle := obstacle_to_replay(step.remat, scope):
+        step.announce(f"{ONE_BY_ONE}: {obstacle}")
+    else:
+        step.replaced.append(_replace(step, "micro_step", replayed(step)))
+
+
+def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
+    """Why no step with these two can be replayed, on any device; None if one can."""
+    if scope == "none":
+        return "nothing is captured"
+    # torch keeps the random numbers' state on the host, where it also waits for what was sent there.
+    return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
+
+
+def replayed(step: Any) -> StaticInputs:
+    """The step's micro-step as its `recorder` captures and replays it; what is called instead is announced."""
+    return StaticInputs(
+        step.micro_step,
+        step.recorder,
+        step.device,
+        lambda: HostState(step.model, step.loss, loss=step, forward=step),
+        lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
+    )
+
+
+def is_replayed(step: Any) -> bool:
+    """Whether a micro-step of the step is captured."""
+    return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
+
+
+def give_back(step: Any) -> bool:
+    """Free what captured micro-steps hold; True if they were, and are launched one by one from now on."""
+    return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
 
 
 def release(step: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import resource
@@ -21,11 +22,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used since the start or the last `reset_peak_memory`, in bytes.
 
     CUDA: what tensors occupied (`torch.cuda.max_memory_allocated`; without the caching allocator's slack and without
-    the context, some hundred MB). CPU: the process's peak resident set, tensors, code and libraries together (VmHWM of
-    /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which cannot be reset).
+    the context, some hundred MB), and what captured graphs hold for their replays, which therefore counts twice unless
+    the peak is started again after the captures. CPU: the process's peak resident set, tensors, code and libraries
+    together (VmHWM of /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which cannot be reset).
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        stats = torch.cuda.memory_stats(device)  # empty before the first tensor
+        held = _held_by_graphs(device, stats.get("segment.all.allocated", 0), stats.get("segment.all.freed", 0))
+        return torch.cuda.max_memory_allocated(device) + held
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -35,6 +39,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     if match is None:
         raise RuntimeError("/proc/self/status has no VmHWM line")
     return int(match[1]) * 1024
+
+
+@functools.lru_cache(maxsize=1)  # looking takes milliseconds, and is asked for all the time
+def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
+    """Bytes in the pools of captured graphs that no tensor occupies; another number of segments looks anew."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def reset_peak_memory(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.capture import Scope
+from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.measure.quantities import count, counted, megabytes
@@ -178,12 +178,13 @@ def _prepare(session: Session, progress: Progress) -> None:
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
-        scope: Scope = "blocks" if train.compile == "blocks" else "whole"
+        scope: graph.Scope = "blocks" if train.compile == "blocks" else "whole"
         with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
             began = clock()
             session.eager_reason = engine.capture(window, scope=scope)
             session.compile_s = clock() - began
-            stage.result = "not possible" if session.eager_reason else "0 graph breaks"
+            replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
+            stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
 

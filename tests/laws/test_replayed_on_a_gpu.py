@@ -1,0 +1,175 @@
+# Run: pytest tests/laws/test_replayed_on_a_gpu.py (needs a CUDA device)
+"""Law 1 on a GPU: a micro-step that is captured as a CUDA graph gives the bits of one that is called."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from batches import packed, ragged, tiny_llama
+from laws.test_replayed_is_called import Moving, Reads, assert_same_bits, cross_entropy, trained, windows_of
+from monograph.graph.capture import give_back
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
+from monograph.graph.replay import CudaGraphs, NotReplayable, Replays
+from monograph.loss import TokenLoss
+from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
+from monograph.optim import AdamW
+from monograph.resident import Resident
+
+# The deterministic mode warns of what it cannot order; that shows as other bits, if it matters.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic")]
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _one_order():
+    """Sums in one order, or two calls of the same would differ in bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def engine(recorder, model=None, *, precision="fp32", policy=None, loss=None, micro_batch=2):
+    made = Resident(
+        (model or tiny_llama()).to(CARD), loss=loss or TokenLoss(), optim=AdamW(lr=1e-2), clip=0.5,
+        precision=Precision(precision), remat=policy, micro_batch=micro_batch,
+    )  # fmt: skip
+    made.step.recorder, made.step.announce = recorder, pytest.fail
+    return made
+
+
+def compare(make, batch, backend="inductor", scope="whole"):
+    results = []
+    for recorder in (None, CudaGraphs(CARD)):
+        made = make(recorder)
+        assert made.capture(batch(6), backend, scope) is None
+        results.append(trained(made, windows_of(batch, 4)))
+    assert made.step.micro_step.captured == 1
+    assert_same_bits(*results)
+    return made
+
+
+@pytest.mark.parametrize(("precision", "batch"), [("fp32", packed), ("bf16", ragged)])
+def test_the_whole_step(precision, batch):
+    compare(lambda recorder: engine(recorder, precision=precision), batch)
+
+
+@pytest.mark.parametrize(("micro_batch", "backend"), [(2, "inductor"), (6, "aot_eager")])
+def test_block_by_block(micro_batch, backend):
+    compare(lambda recorder: engine(recorder, precision="bf16", micro_batch=micro_batch), packed, backend, "blocks")
+
+
+@pytest.mark.parametrize(("policy", "backend"), [(Remat.Full(), "inductor"), (Remat.Budget(0.3), "aot_eager")])
+def test_recomputed_inside_the_graph(policy, backend):
+    compare(lambda recorder: engine(recorder, precision="bf16", policy=policy), packed, backend)
+
+
+def test_fp16_and_its_scale():
+    def made(recorder):
+        found = engine(recorder, precision="fp16")
+        found.step.loss_scale.fill_(2.0**24)
+        return found
+
+    compare(made, ragged, "aot_eager")
+
+
+def test_dropout_and_running_means():
+    """Random numbers of a replay are those of a call: torch counts them on, replay by replay."""
+    made = compare(lambda recorder: engine(recorder, Moving(), loss=cross_entropy), ragged, "aot_eager")
+    assert int(made.model.norm.num_batches_tracked) == 12
+
+
+def test_one_launch_a_micro_batch_and_no_wait():
+    made = engine(CudaGraphs(CARD))
+    window = {name: tensor.to(CARD) for name, tensor in packed(6).items()}
+    assert made.capture(window) is None
+    addresses = [plane.grad.data_ptr() for plane in made.step.planes]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            made.accumulate(window)
+        made.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(event.name == "cudaGraphLaunch" for event in profile.events()) == 3
+    assert addresses == [plane.grad.data_ptr() for plane in made.step.planes]
+
+
+def test_another_shape_is_another_graph():
+    results = []
+    windows = [packed(6, seed=seed) if seed % 2 else ragged(6, seed=seed) for seed in range(6)]
+    for recorder in (None, CudaGraphs(CARD)):
+        made = engine(recorder)
+        assert made.capture(packed(6), "aot_eager") is None
+        results.append(trained(made, windows))
+    assert made.step.micro_step.captured == 2
+    assert_same_bits(*results)
+
+
+def test_a_loss_that_reads_is_called_and_its_line_named():
+    lines: list[str] = []
+    made = engine(CudaGraphs(CARD), loss=Reads())
+    made.step.announce = lines.append
+    assert made.capture(ragged(6), "aot_eager", "blocks") is None
+    trained(made, windows_of(ragged))
+    [line] = lines
+    assert "the host waits for the device at" in line and "test_replayed_is_called.py" in line
+
+
+def test_blocks_sent_to_the_host_are_called():
+    lines: list[str] = []
+    made = engine(CudaGraphs(CARD), policy=Remat.Offload())
+    made.step.announce = lines.append
+    assert made.capture(ragged(6), "aot_eager", "blocks") is None
+    trained(made, windows_of(ragged))
+    assert lines == ["micro-steps are launched one by one: blocks are recomputed between graphs"]
+
+
+def test_what_keeps_the_device_busy_is_called():
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(), len(batch["x"])
+
+    lines: list[str] = []
+    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    made = Resident(model.to(CARD), loss=loss, optim=AdamW(lr=1e-5))
+    made.step.announce = lines.append
+    assert made.capture({"x": torch.randn(16384, 4096)}, "aot_eager") is None
+    assert len(lines) == 1 and "the device is busy longer than it takes to launch" in lines[0]
+    small = Resident(tiny_llama().to(CARD))
+    small.step.announce = pytest.fail
+    assert small.capture(packed(6), "aot_eager") is None and small.step.micro_step.captured == 1
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was():
+    ones = torch.ones(4, device=CARD)
+
+    def waits():
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        ones.mul_(2)
+
+    with pytest.raises(NotReplayable, match="the capture failed"):
+        Replays(waits, CudaGraphs(CARD)).run(2)
+    assert ones.tolist() == [4.0] * 4
+    assert torch.nn.functional.dropout(ones, 0.5).isfinite().all()
+    compare(lambda recorder: engine(recorder, Moving(), loss=cross_entropy), ragged, "aot_eager")
+
+
+def test_the_pool_is_part_of_the_peak_and_is_given_back():
+    made = engine(CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32)
+    assert made.capture(packed(32), "aot_eager") is None
+    reset_peak_memory(CARD)
+    made.accumulate(packed(32))
+    held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)
+    assert peak > torch.cuda.max_memory_allocated(CARD)
+    assert give_back(made.step)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(CARD) < held
+    reset_peak_memory(CARD)
+    assert peak_memory_bytes(CARD) == torch.cuda.max_memory_allocated(CARD)
