@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import tiny_llama
-from monograph.measure.footprint import Curves, Work, deepened, footprint, footprint_of
+from monograph.measure.footprint import Curve, Work, deepened, footprint, footprint_of
 from monograph.optim import AdamW
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
@@ -51,7 +51,7 @@ def test_an_update_is_as_long_at_any_depth():
 
 
 def test_the_peak_is_named_by_its_stage():
-    found = footprint_of(Curves([(1, 2, 3, 4, 5, 6)], [(1, 2, 3, 4, 5, 7)], [(0,) * 6]))
+    found = footprint_of([Curve("forward", [(1, 2, 3, 4, 5, 6)]), Curve("backward", [(1, 2, 3, 4, 5, 7)])])
     assert found.stage == "backward" and found.peak_bytes == 22
     assert found.by_origin["workspace"] == pytest.approx(7)
 

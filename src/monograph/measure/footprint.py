@@ -79,12 +79,11 @@ class Footprint:
         return sum(self.by_origin.values())
 
 
-class Curves(NamedTuple):
-    """Samples of a step's three parts."""
+class Curve(NamedTuple):
+    """Samples of a part of a step, and the stage that it belongs to."""
 
-    forward: list[Sample]
-    backward: list[Sample]
-    update: list[Sample]
+    stage: str
+    samples: list[Sample]
 
 
 def footprint(work: Work) -> Footprint:
@@ -94,20 +93,21 @@ def footprint(work: Work) -> Footprint:
     return footprint_of(_deep(work))
 
 
-def _deep(work: Work) -> Curves:
+def _deep(work: Work) -> list[Curve]:
     """The step's samples at its full depth."""
     layers = work.config.num_hidden_layers
-    traces = [_curves(_cut(work, depth)) for depth in (DEPTHS if layers > DEPTHS[1] else (layers,))]
-    stages = []
-    for curves in zip(*traces, strict=True):
-        moments = deepened(curves[0], curves[1], layers - DEPTHS[0]) if len(curves) > 1 else curves[0]
-        if moments is None:
+    if layers <= DEPTHS[1]:
+        return _curves(work)
+    curves = []
+    for low, high in zip(*(_curves(_cut(work, depth)) for depth in DEPTHS), strict=True):
+        samples = deepened(low.samples, high.samples, layers - DEPTHS[0])
+        if samples is None:
             return _curves(work)
-        stages.append(moments)
-    return Curves(*stages)
+        curves.append(Curve(low.stage, samples))
+    return curves
 
 
-def _without_inputs(curves: Curves, work: Work) -> Curves:
+def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
     """The samples less the blocks' inputs that wait on the host, but for those on their way."""
     number = 4 if work.precision == "fp32" else 2
     an_input = work.rows * work.length * work.config.hidden_size * number
@@ -117,14 +117,14 @@ def _without_inputs(curves: Curves, work: Work) -> Curves:
     def less(sample: Sample) -> Sample:
         return (*sample[:place], max(0, sample[place] - away), *sample[place + 1 :])
 
-    return Curves([*map(less, curves.forward)], [*map(less, curves.backward)], curves.update)
+    return [Curve(stage, samples if stage == "update" else [*map(less, samples)]) for stage, samples in curves]
 
 
-def footprint_of(curves: Curves) -> Footprint:
+def footprint_of(curves: list[Curve]) -> Footprint:
     """The largest of a step's samples."""
-    peaks = {stage: max(samples, key=sum) for stage, samples in zip(Curves._fields, curves, strict=True)}
-    stage = max(peaks, key=lambda name: sum(peaks[name]))
-    return Footprint(stage, dict(zip(ORIGINS, peaks[stage], strict=True)))
+    peaks = [(sample, curve.stage) for curve in curves for sample in curve.samples]
+    sample, stage = max(peaks, key=lambda peak: sum(peak[0]))
+    return Footprint(stage, dict(zip(ORIGINS, sample, strict=True)))
 
 
 def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
@@ -159,7 +159,7 @@ def _cut(work: Work, layers: int) -> Work:
     return replace(work, config=replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
 
 
-def _curves(work: Work) -> Curves:
+def _curves(work: Work) -> list[Curve]:
     with Tally(work.config.vocab_size, work.device_type) as tally:
         model, on_cuda = _model(work, tally), work.device_type == "cuda"
         head = tally.captured(linear_cross_entropy) if work.compile == "blocks" else linear_cross_entropy
@@ -176,21 +176,25 @@ def _curves(work: Work) -> Curves:
             step.forward = tally.captured(step._forward)
         if work.compile != "none":
             step.apply = tally.captured(step._apply)
-        ends = [len(tally.curve)]
+        begins = [("forward", len(tally.curve))]
         forward = step.forward
 
         def watched(*arguments: Any) -> Any:
             found = forward(*arguments)
-            ends.append(len(tally.curve))
+            begins.append(("backward", len(tally.curve)))
             tally.origin = "workspace"
             return found
 
         step.forward = watched
         accumulate(step, [batch])
-        ends.append(len(tally.curve))
+        begins.append(("update", len(tally.curve)))
         update(step)
-        parts = zip(ends, [*ends[1:], len(tally.curve)], strict=True)
-        return Curves(*(tally.curve[begin:end] for begin, end in parts))
+        if work.compile == "whole":  # what follows a graph has samples of its own for each block
+            begins = sorted(
+                [*zip(("forward", "backward"), tally.walked, strict=False), *begins], key=lambda begin: begin[1]
+            )
+        pairs = itertools.pairwise([*begins, ("", len(tally.curve))])
+        return [Curve(stage, tally.curve[begin:end]) for (stage, begin), (_, end) in pairs]
 
 
 def _model(work: Work, tally: Tally) -> Llama:

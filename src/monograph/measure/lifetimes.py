@@ -50,7 +50,9 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
     loops = _loops(ordered)
     last = {name: at for at, kernel in enumerate(ordered) for name in (*kernel.reads, kernel.name)}
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
-    for name in last.keys() & sizes.keys() - returned:
+    for name in sizes:  # in this order, so that equal blocks choose alike
+        if name not in last or name in returned:
+            continue
         reader = ordered[last[name]]
         if reader.fused and reader.over is None and name != reader.name and sizes[name] == reader.size_bytes:
             reader.over = name

@@ -36,7 +36,9 @@ class Tally:
 
     Attributes:
         origin: what is made now counts as this, but for what has an axis as long as the vocabulary.
-        curve: a sample after each operation and each kernel of a graph, while everything it read is still alive.
+        curve: a sample after each operation and each kernel of a graph that changed it, while everything it read is
+            still alive.
+        walked: how many samples there were at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu"):
@@ -44,6 +46,7 @@ class Tally:
         self.vocabulary, self.device_type = vocabulary, device_type
         self.origin = "weights"
         self.curve: list[Sample] = []
+        self.walked: list[int] = []
         self._live = dict.fromkeys(ORIGINS, 0)
         self._known: dict[int, tuple[str, int]] = {}
         self._fake = FakeTensorMode()
@@ -110,13 +113,16 @@ class Tally:
 
     def _sample(self, inside_bytes: int = 0) -> None:
         *others, workspace = self._live.values()
-        self.curve.append((*others, workspace + inside_bytes))
+        sample = (*others, workspace + inside_bytes)
+        if self.curve[-1:] != [sample]:
+            self.curve.append(sample)
 
     def _runner(self, graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
         plan = kernels(graph, self.device_type, backward)
 
         def run(arguments: list[Any]) -> Any:
             self._walk(plan, arguments, backward)
+            self.walked.append(len(self.curve))
             with compat.without_modes(), self._fake:  # its nodes are counted already
                 found = graph(*arguments)
             arguments.clear()
