@@ -21,6 +21,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from monograph.measure import figures, quantities
+from monograph.measure.theme import themed
 from monograph.run.curve import SCALE_WIDTH, YARDSTICK_WIDTH, curve_pieces
 from monograph.run.progress import LABEL_WIDTH
 from monograph.run.screen import cut, shown
@@ -283,16 +284,7 @@ def held_out(run: Recorded) -> str:
     """The report's figure of the held-out curve, its colours following the reader's theme."""
     _, drawings = figures.draw(run.rows, run.yardsticks, "", "")
     svg = next(drawing.svg for drawing in drawings if drawing.name == "held_out")
-    colours = {figures.INK: ("ink", "#e9eaee"), figures.MUTED: ("muted", "#9a9da8")}
-    colours |= {figures.GRID: ("rule", "#30333a"), figures.ACCENT: ("accent", "#84a9ff")}
-    light = " ".join(f"--{name}: {colour};" for colour, (name, _) in colours.items())
-    dark = " ".join(f"--{name}: {colour};" for name, colour in colours.values())
-    for colour, (name, _) in colours.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
-    head = svg.index(">") + 1
-    return svg[:head] + style + re.sub(r"<metadata>.*?</metadata>", "", svg[head:], flags=re.DOTALL)
+    return themed(svg)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,20 @@ def sampler(found: Found) -> str:
     return ", ".join(lines).replace("1 rows", "1 row")
 
 
+def remat(found: Found) -> str:
+    """Peak memory of a spread budget over torch's at the same share, one graph each, and both times over none."""
+    lines = []
+    over = found["verdict"]["bytes_over_torch"]["spread, whole"]
+    for share, ratio in sorted(over.items(), key=lambda pair: float(pair[0]), reverse=True):
+        times = {
+            case["name"]: case["time_over_none"]["cpu_s"]["median"]
+            for case in found["cases"]
+            if case["scope"] == "whole" and f"{case['share']:g}" == share
+        }
+        lines.append(f"{share}: {ratio:.2f} × ({times['spread']:.2f} and {times['torch']:.2f})")
+    return ", ".join(lines)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -98,6 +112,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         generate_peers,
     ),
     "sampler": ("a decode step with penalties and all usual filters against a greedy one, vocabulary 32,000", sampler),
+    "remat": (
+        "peak memory of a budget spread over 12 blocks against torch's for the whole graph, by share of the bytes "
+        "(CPU time of both over none, [how](docs/memory.md#what-it-saves-and-what-it-costs))",
+        remat,
+    ),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 

@@ -27,7 +27,7 @@ def test_gpu_sh_says_what_it_has(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loss", "steps"])
+@pytest.mark.parametrize("name", ["loss", "remat", "steps"])
 def test_compiled(name, tmp_path):
     out = tmp_path / "found.json"
     done = call(sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--out", str(out))

@@ -65,6 +65,12 @@ def test_no_other_policies_of_equal_blocks_are_better(limit):
     assert sum(dict(options)[size] for size in sizes) == fewest
 
 
+def test_bytes_that_save_no_flops_are_not_kept():
+    free = tuple(choice._replace(flops=choice.flops - 2) for choice in CURVE)
+    assert spread(free, 11, 4, 43).policies == (Remat.Budget(8 / 11),) * 4
+    assert spread(free, 11, 4, 44).policies == (Remat.Off(),) * 4
+
+
 def test_nothing_fits_below_zero():
     assert spread(CURVE, 11, 4, -1) is None
 
@@ -93,4 +99,6 @@ def test_a_llama_s_products_are_the_closed_form():
     assert sum(p.flops for p in recording.products if ".mm." in p.name[0]) == 2 * tokens * 32 * (3 * 32 + 2 * 48)
     assert recording.stored_bytes > sum(p.stored_bytes for p in recording.products)
     assert unit < recording.input_bytes < 1.1 * unit  # the hidden states; cosine and sine are shared
+    [compiled, _] = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=True).values()
+    assert compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
     assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]

@@ -13,10 +13,11 @@ from batches import flat_gradient, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import recompute
-from monograph.graph.capture import compiled
+from monograph.graph.capture import capture, compiled
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.loss import token_loss
 from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -240,6 +241,18 @@ def test_captured_within_the_bound_of_law_1(policy):
     captured.update()
     captured.accumulate(packed(6, seed=1))
     assert compat.captured_graphs() == graphs and compat.graph_breaks() == 0
+
+
+def test_blocks_share_a_graph_only_if_they_keep_the_same():
+    graphs = []
+    for shares in ((0.2, 0.2), (0.2, 0.6)):
+        torch.compiler.reset()
+        policy = Remat.PerLayer(tuple(Remat.Budget(share) for share in shares))
+        step = capture(Step(tiny_llama(), loss=token_loss, remat=policy), "aot_eager", "blocks")
+        before = compat.captured_graphs()
+        accumulate(step, [ragged(4)])
+        graphs.append(compat.captured_graphs() - before)
+    assert graphs == [2, 3]  # one of them is the loss's
 
 
 def test_captured_buffers_change_once():

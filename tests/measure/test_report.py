@@ -179,7 +179,7 @@ def test_no_label_lies_on_a_line_or_another_label(panel: Any, ends: list[float])
     keys = ("train_loss", "grad_norm", "tokens_per_s")
     rows = [{"tokens": 512 * at} | dict.fromkeys(keys, value) for at, value in enumerate(ends, 1)]
     with matplotlib.rc_context():
-        matplotlib.rcParams.update(figures._STYLE)
+        matplotlib.rcParams.update(figures.STYLE)
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
         panel(axes := figure.add_subplot(), rows)
         figure.draw_without_rendering()

@@ -33,11 +33,16 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @dataclass
 class _Plan:
-    """A block's policy, the forward pass it had before, and what torch needs to keep what the policy keeps."""
+    """A block's policy, the forward pass it had before, and what torch needs to keep what the policy keeps.
+
+    `kept` says in words what `contexts` keep, "" for nothing: blocks share a captured graph unless Dynamo sees them
+    differ, and of a function it compares the code alone, which is the same for all contexts.
+    """
 
     policy: OfBlock
     inner: Callable[..., Any]
     contexts: Contexts | None = None
+    kept: str = ""
 
 
 def follow(module: nn.Module, policy: Policy) -> None:
@@ -100,7 +105,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     if isinstance(plan.policy, Remat.Offload):
         raise UsageError("Remat.Offload() moves tensors between graphs: capture the step with scope blocks, or not")
-    if plan.contexts is None:
+    if plan.contexts is None or not plan.kept:
         return checkpoint(plan.inner, *args, use_reentrant=False, **kwargs)
     return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
 
@@ -197,16 +202,17 @@ def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: b
         compat.quiet_selective_recompute()
     recordings = recorded(module, run, captured=captured)
     for name, plan in choosing.items():
-        plan.contexts = _contexts_of(plan.policy, recordings[name])
+        names = _kept_of(plan.policy, recordings[name])
+        plan.contexts, plan.kept = (_keeping(names), str(sorted(names))) if names else (None, "")
 
 
-def _contexts_of(policy: OfBlock, recording: Recording) -> Contexts | None:
+def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
     curve = recording.curve()
     limit = (
         round(policy.fraction * recording.stored_bytes) if isinstance(policy, Remat.Budget) else curve[-1].stored_bytes
     )
     chosen = within(curve, limit)
-    return _keeping(frozenset(chosen.what)) if chosen and chosen.what else None
+    return frozenset(chosen.what) if chosen else frozenset()
 
 
 def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> dict[str, Recording]:
@@ -252,6 +258,7 @@ def _recording(
     if compiled is not None:
         if recording not in compiled:  # asked once for blocks that are alike
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-        recording = replace(recording, stored_bytes=compiled[recording])
+        # What lies between products is computed again inside the kernels that read it, in no time that was measurable.
+        recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
     found.setdefault(name, recording)
     return output

@@ -38,7 +38,8 @@ class Recording:
     Attributes:
         input_bytes: of the tensors that the block is given, which every policy keeps.
         stored_bytes: what it keeps beside them if nothing is recomputed; its parameters do not count.
-        rest_flops: of everything but its products, one for each number that is written: recomputed by every policy.
+        rest_flops: of everything but its products, one for each number that is written: recomputed by every policy. 0
+            where the block is compiled.
         products: those whose results the backward pass needs, or needs to compute something else again.
     """
 

@@ -90,7 +90,8 @@ def named(value: str | float) -> Policy:
 def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
     """The policies of equal blocks that together keep at most so many bytes and compute the fewest FLOPs twice.
 
-    It is a knapsack over the blocks: each keeps everything, or one of the choices of the one curve they share.
+    It is a knapsack over the blocks: each keeps everything, or one of the choices of the one curve they share. Of those
+    with equally few FLOPs it is the one that keeps the least, except that nothing is recomputed where everything fits.
 
     Args:
         curve: what a block can keep, `monograph.graph.recording.Recording.curve`.
@@ -102,6 +103,8 @@ def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: in
         Blocks that recompute the most come first, as their backward passes are the last; None if even `Remat.Full` is
         too much, which is a limit below 0.
     """
+    if layers * off_bytes <= limit_bytes:
+        return Remat.PerLayer((Remat.Off(),) * layers)
     off = Choice(off_bytes, 0, (Remat.Off(),))
     options = [_as_budget(choice, off_bytes) for choice in curve if choice.stored_bytes < off_bytes] + [off]
     best = within(front([options] * layers), limit_bytes)

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 # Distinct colours, each one role, so that a page can put its own colour in an SVG's place
 INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
@@ -101,7 +101,7 @@ def draw(
     present = {name: draw for name, draw in panels.items() if there[name]}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
-        matplotlib.rcParams.update(_STYLE)
+        matplotlib.rcParams.update(STYLE)
         return _sheet(present, title, subtitle), [_single(name, draw) for name, draw in present.items()]
 
 
