@@ -80,7 +80,7 @@ def drawn(draw: random.Random, index: int, scope: str) -> Work:
         sliding_window=draw.choice([None, 48]) if family in ("mistral", "qwen2") else None,
     )
     rows, optim = draw.choice([1, 3, 8, 16]), AdamW(ema=draw.choice([None, 0.9])) if draw.random() < 0.7 else Muon()
-    remat = "full" if scope != "whole" and draw.random() < 0.3 else "none"
+    remat = draw.choice(["none", "none", "none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
     more = {"precision": draw.choice(["fp32", "bf16"]), "compile": scope, "remat": remat, "packed": draw.random() < 0.7}
     return Work(shape, rows, length, optim, window_rows=rows * draw.choice([1, 2, 4]), **more)
 
@@ -101,7 +101,7 @@ def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
         tie_word_embeddings=draw.random() < 0.5,
     )
     rows, optim = draw.choice([1, 2, 4, 8]), AdamW() if draw.random() < 0.7 else Muon()
-    remat = "full" if scope != "whole" and draw.random() < 0.5 else "none"
+    remat = draw.choice(["none", "pointwise", 0.5, 0.25, "full"]) if scope != "whole" else "none"
     more = {"precision": "bf16", "compile": scope, "remat": remat, "packed": False, "device_type": "cuda"}
     return Work(shape, rows, draw.choice([1024, 2048]), optim, window_rows=2 * rows, **more)
 

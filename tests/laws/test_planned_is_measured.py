@@ -1,7 +1,7 @@
 # Run: pytest tests/laws/test_planned_is_measured.py
 """Law 12: the peak memory that is predicted without running a step is the one that the CPU's allocator then sees.
 
-The instrument is `LiveBytes`; benchmarks/plan.py does the same for random configurations. Eager steps so far.
+The instrument is `LiveBytes`; benchmarks/plan.py does the same for random configurations.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from batches import tiny_llama
 from monograph.measure.footprint import Work, footprint
@@ -42,6 +43,21 @@ EAGER = {
 @pytest.mark.parametrize("name", EAGER)
 def test_an_eager_step(name, measured):
     assert footprint(EAGER[name]).peak_bytes == pytest.approx(measured(EAGER[name]), rel=WORST)
+
+
+CAPTURED = {
+    "one graph": Work(shape(vocab_size=2000, num_hidden_layers=2), 8, 48, AdamW(), packed=False),
+    "a graph per block, recomputed in part": Work(
+        shape(num_hidden_layers=6), 8, 48, AdamW(), compile="blocks", remat=0.5, packed=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_step(name, measured):
+    predicted = footprint(CAPTURED[name]).peak_bytes
+    torch.compiler.reset()
+    assert predicted == pytest.approx(measured(CAPTURED[name]), rel=WORST)
 
 
 def test_the_parts_are_what_they_are_called():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import tiny_llama
+from monograph.measure import footprint as footprint_module
 from monograph.measure.footprint import Curve, Work, deepened, footprint, footprint_of
 from monograph.optim import AdamW
 
@@ -62,3 +63,11 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
     an_input = 32 * 48 * full.config.hidden_size * 4
     assert there.by_origin["activations"] - away.by_origin["activations"] == (9 - 3) * an_input
     assert there.peak_bytes - away.peak_bytes == (9 - 3) * an_input
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("scope", "remat"), [("whole", "none"), ("blocks", 0.5)])
+def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
+    config = tiny_llama(num_hidden_layers=5).config
+    work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
+    assert footprint(work) == footprint_of(footprint_module._curves(work))

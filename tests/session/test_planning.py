@@ -14,7 +14,7 @@ from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Footprint
 from monograph.planner import choose
 from monograph.session.choices import sized
-from monograph.session.planning import asked_of, planned, shape_of
+from monograph.session.planning import REMATS, asked_of, planned, shape_of
 
 CARD = named("4090")
 
@@ -77,7 +77,7 @@ def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_h
     deep, shallow = settings(model__preset="8b"), settings(model__preset="124m")
     assert asked_of(deep, shape_of(deep), CARD).scopes[0] == "blocks"
     assert asked_of(shallow, shape_of(shallow), CARD).scopes[0] == "whole"
-    assert asked_of(deep, shape_of(deep), CARD).remats == ("none", "full", "offload")
+    assert asked_of(deep, shape_of(deep), CARD).remats == REMATS
     assert "offload" not in asked_of(deep, shape_of(deep), replace(CARD, type="cpu")).remats
 
 

@@ -102,7 +102,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     work = candidate.work
     use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
     return (
-        str(work.rows), work.precision, work.compile, work.remat,
+        str(work.rows), work.precision, work.compile, str(work.remat),
         ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
         count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
     )  # fmt: skip

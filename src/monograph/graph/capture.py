@@ -22,6 +22,7 @@ Scope = Literal["whole", "blocks"]
 # What an object may have for `capture` to replace: the training step's three functions.
 CAPTURED = ("forward", "apply", "evaluate")
 T = TypeVar("T")
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
 
 
@@ -59,13 +60,18 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         UsageError: the model has no blocks.
         CaptureFailed: at the first call of a function that cannot be captured as one graph.
     """
-    names = CAPTURED if scope == "whole" else ("apply",)
-    new: list[tuple[Any, str, Any]] = [(step, name, compiled(getattr(step, name), backend)) for name in names]
-    if scope == "blocks":
-        new += _parts(step, backend)
-    step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]  # type: ignore[attr-defined]
+    capture_by(functools.partial(compiled, backend=backend), step, scope)
     _replay(step, scope)
     return step
+
+
+def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
+    """The same with another compiler of functions, and nothing replayed."""
+    names = CAPTURED if scope == "whole" else ("apply",)
+    new: list[tuple[Any, str, Any]] = [(step, name, compiler(getattr(step, name))) for name in names]
+    if scope == "blocks":
+        new += _parts(step, compiler)
+    step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]
 
 
 def _replay(step: Any, scope: Scope) -> None:
@@ -116,7 +122,7 @@ def release(step: Any) -> None:
             setattr(owner, name, before)
 
 
-def _parts(step: Any, backend: Backend) -> list[tuple[Any, str, Any]]:
+def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     """What scope "blocks" replaces beside `apply`: the blocks' forward passes and the loss."""
     found = blocks(step.model)
     if not found:
@@ -126,17 +132,17 @@ def _parts(step: Any, backend: Backend) -> list[tuple[Any, str, Any]]:
         )
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
-    shared = compiled(_run, backend)  # one function, so that blocks that are alike share its graph
+    shared = compiler(_run)  # one function, so that blocks that are alike share its graph
     new: list[tuple[Any, str, Any]] = []
     for block in found.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
         of_class = getattr(forward, "__func__", None)
-        captured = functools.partial(shared, of_class, block) if of_class else compiled(forward, backend)
+        captured = functools.partial(shared, of_class, block) if of_class else compiler(forward)
         new.append((owner, name, captured))
     if (head := getattr(step.loss, "head", None)) is not None:
         loss = copy.copy(step.loss)
-        loss.head = compiled(head, backend)
+        loss.head = compiler(head)
         new.append((step, "loss", loss))
     return new
 

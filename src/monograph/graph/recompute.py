@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from monograph import compat
@@ -224,8 +224,9 @@ def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured:
         UsageError: the pass does not come as far as to every block.
     """
     found, compiled = dict[str, Recording](), dict[Recording, int]() if captured else None
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    empty = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
+    held = (*module.parameters(), *module.buffers())
+    mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
+    empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in held}
     reason = "they did not run"
     with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
         try:

@@ -9,7 +9,12 @@ peak       = static + max(stored + head,  stored + one block's work,  new gradie
 
 from __future__ import annotations
 
+import functools
+
+from monograph.graph.knapsack import Choice, within
+from monograph.graph.recording import Product, Recording
 from monograph.measure.footprint import ON_THEIR_WAY, Work
+from monograph.model.config import LlamaConfig
 from monograph.ops.cross_entropy import chunk_count
 
 # Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
@@ -18,23 +23,67 @@ STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
 EAGER_TEMPORARIES = 7  # copies of the largest plane that an update has alive at once
 
 
-def stored_numbers(work: Work, remat: str) -> float:
+def stored_numbers(work: Work, remat: str | float) -> float:
     """What a block keeps for its backward pass, in numbers of the compute dtype per token, its input included.
 
     With r = key-value width and q = query width over d, phi = d_ff / d: captured d (4 + 2q + 2r + 3 phi), which is the
     closed form of a Llama block with fused elementwise code; eager what each operation keeps, d (7 + 2q + 2r + 4 phi),
-    and in bf16 the norms' fp32 copies, d more each three times. Recomputed: the input, d; 0 if that is on the host.
+    and in bf16 the norms' fp32 copies, d more each three times. Recomputed pointwise: the products alone,
+    d (2 + 2q + 2r + 2 phi); a share: so much of it; in full the input, d; 0 if that is on the host.
     """
     config = work.config
-    width = config.hidden_size
-    if remat != "none":
+    width, query, key_value = _widths(config)
+    if remat in ("full", "offload"):
         return width if remat == "full" else 0
-    query = config.num_attention_heads * config.head_dim
-    key_value = config.num_key_value_heads * config.head_dim
+    if remat != "none":
+        return width + _kept(work, remat).stored_bytes
     if work.compile != "none":
         return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size
     wide = 4 * width if work.precision != "fp32" else 0
     return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + wide
+
+
+def recomputed_flops(work: Work) -> tuple[int, int]:
+    """FLOPs per token and layer that the backward pass computes again: in matrix products, and in attention."""
+    products = _products(work)
+    if work.remat in ("none", "pointwise"):
+        return 0, 0
+    kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
+    again = [each for each in products if each.name not in kept]
+    # Whatever is recomputed as a whole computes its last product too, though nobody reads it.
+    last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
+    attention = sum(each.flops for each in again if each.name == _ATTENTION)
+    return sum(each.flops for each in again) - attention + last, attention
+
+
+_ATTENTION = ("attention", 0)
+
+
+def _widths(config: LlamaConfig) -> tuple[int, int, int]:
+    head = config.head_dim
+    return config.hidden_size, config.num_attention_heads * head, config.num_key_value_heads * head
+
+
+def _products(work: Work) -> tuple[Product, ...]:
+    """Of a token in a block: how many numbers each product gives, and of how many FLOPs."""
+    (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
+    products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
+    linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
+    return (
+        *linear,
+        Product(_ATTENTION, query, 2 * query * work.length),  # causal: half of the pairs
+        Product(("output", 0), width, 2 * query * width),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(work: Work, remat: str | float) -> Choice:
+    """What a policy between `none` and `full` keeps of a token in a block: `stored_bytes` are numbers here."""
+    curve = Recording(0, 0, 0, _products(work)).curve()
+    if remat == "pointwise":
+        return curve[-1]
+    beyond_input = stored_numbers(work, "none") - work.config.hidden_size
+    return within(curve, int(float(remat) * beyond_input)) or curve[0]
 
 
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:

@@ -6,25 +6,27 @@ of any depth costs the same few seconds to predict. Nothing is computed and no d
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from monograph import compat
+from monograph.graph.capture import Scope, capture_by
 from monograph.graph.precision import Precision
+from monograph.graph.remat import named
 from monograph.loss import Batch, TokenLoss
 from monograph.measure.tally import ORIGINS, Sample, Tally
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Block, Llama
+from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.optim import Optimizer
 from monograph.step import Step, accumulate, update
 
+Compile = Scope | Literal["none"]
 DEPTHS = 2, 3
 ON_THEIR_WAY = 3  # inputs of blocks that are on the device where all others wait on the host
 
@@ -40,8 +42,8 @@ class Work:
         optim: the optimizer.
         precision: compute dtype.
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
-        remat: which activations the backward pass recomputes: "none", or the "full" blocks; "offload": full, and the
-            blocks' inputs wait on the host.
+        remat: which activations the backward pass recomputes, as in the settings: "none", "pointwise", a share, "full",
+            "offload".
         window_rows: rows of an update, whose tokens are on the device at once.
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient, None for no bound.
@@ -53,8 +55,8 @@ class Work:
     length: int
     optim: Optimizer
     precision: str = "fp32"
-    compile: str = "whole"
-    remat: str = "none"
+    compile: Compile = "whole"
+    remat: str | float = "none"
     window_rows: int = 0
     packed: bool = True
     clip: float | None = 1.0
@@ -161,10 +163,13 @@ def _cut(work: Work, layers: int) -> Work:
 
 def _curves(work: Work) -> list[Curve]:
     with Tally(work.config.vocab_size, work.device_type) as tally:
-        model, on_cuda = _model(work, tally), work.device_type == "cuda"
-        head = tally.captured(linear_cross_entropy) if work.compile == "blocks" else linear_cross_entropy
-        loss = _Loss(head, work.device_type)
-        step = Step(model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), loss=loss)
+        # On CUDA the fused attention stands for flex.
+        on_cuda = work.device_type == "cuda"
+        model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
+        step = Step(
+            model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
+            loss=_Loss(linear_cross_entropy, work.device_type),
+        )  # fmt: skip
         for plane in step.planes:
             tally.assign("gradients", [plane.grad])
             tally.assign("moments", plane.state.values())
@@ -172,10 +177,10 @@ def _curves(work: Work) -> list[Curve]:
         names = ("tokens", "targets", *(("segments", "positions") if work.packed and not on_cuda else ()))
         window = {name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64) for name in names}
         batch = {name: rows[: work.rows] for name, rows in window.items()}
-        if work.compile == "whole":
-            step.forward = tally.captured(step._forward)
         if work.compile != "none":
-            step.apply = tally.captured(step._apply)
+            capture_by(tally.captured, step, work.compile)
+        with compat.without_modes():
+            step.settle(batch)
         begins = [("forward", len(tally.curve))]
         forward = step.forward
 
@@ -195,19 +200,6 @@ def _curves(work: Work) -> list[Curve]:
             )
         pairs = itertools.pairwise([*begins, ("", len(tally.curve))])
         return [Curve(stage, tally.curve[begin:end]) for (stage, begin), (_, end) in pairs]
-
-
-def _model(work: Work, tally: Tally) -> Llama:
-    """The model, its blocks recomputed and captured as the work says; on CUDA the fused attention stands for flex."""
-    model = Llama(work.config, attention="sdpa" if work.device_type == "cuda" else "auto")
-    captured = tally.captured(Block.forward)
-    for block in model.model.layers:
-        if work.compile == "blocks":
-            block.forward = functools.partial(captured, block)  # type: ignore[method-assign]
-        if work.remat == "full":
-            again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-            block.forward = again  # type: ignore[method-assign]
-    return model
 
 
 class _Loss(TokenLoss):

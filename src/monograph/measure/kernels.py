@@ -155,5 +155,7 @@ def _name(node: Node) -> str:
 
 
 def _tensors(node: Node) -> list[Tensor]:
+    """What a node gives, but for random numbers' states, whose size is not known before the graph runs: some kB."""
     value = node.meta.get("val")
-    return [each for each in (value if isinstance(value, tuple | list) else [value]) if isinstance(each, Tensor)]
+    found = [each for each in (value if isinstance(value, tuple | list) else [value]) if isinstance(each, Tensor)]
+    return [each for each in found if all(isinstance(size, int) for size in each.shape)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
-from monograph.measure.estimate import stored_numbers
+from monograph.measure.estimate import recomputed_flops, stored_numbers
 from monograph.measure.flops import matmul_parameters
 from monograph.measure.footprint import Work
 
@@ -78,24 +78,24 @@ class UpdateTime:
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """Seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
 
-    products = (6 N_matmul + 2 N_blocks if recomputed) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch
-    attention = (6 + 2 if recomputed) L d_attn T tokens / (peak e_attn)
-    traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read
+    products = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch
+    attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
+    traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read; a third more of
+              recomputed blocks, eagerly of any that recompute something
     """
-    config, captured, recomputed = work.config, work.compile != "none", work.remat != "none"
+    config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
+    again, attended_again = recomputed_flops(work)
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
     bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
     tokens, micro = work.window_rows * work.length, work.rows * work.length
-    head = config.vocab_size * config.hidden_size
-    every = matmul_parameters(config)
-    flops = 6 * every + (2 * (every - head) if recomputed else 0)
-    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    attended = (8 if recomputed else 6) * width * work.length
-    numbers = stored_numbers(work, "none") * (4 / 3 if recomputed else 1)
-    traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * config.num_hidden_layers
-    passed = config.num_hidden_layers * -(-work.window_rows // work.rows)
+    flops = 6 * matmul_parameters(config) + layers * again
+    width = config.num_attention_heads * config.head_dim
+    attended = layers * (6 * width * work.length + attended_again)
+    numbers = stored_numbers(work, "none") * (4 / 3 if (again if captured else work.remat != "none") else 1)
+    traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * layers
+    passed = layers * -(-work.window_rows // work.rows)
     calls_s = 2 * passed * CALL_S if work.compile == "blocks" else 0.0
-    crossing = 2 * config.num_hidden_layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
+    crossing = 2 * layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),

@@ -49,7 +49,7 @@ class Tally:
         self.walked: list[int] = []
         self._live = dict.fromkeys(ORIGINS, 0)
         self._known: dict[int, tuple[str, int]] = {}
-        self._fake = FakeTensorMode()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # random numbers have a state
         self._modes = ExitStack()
 
     def __enter__(self) -> Tally:

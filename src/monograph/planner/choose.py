@@ -14,7 +14,7 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.measure.estimate import estimate_bytes
 from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.footprint import Footprint, Work, footprint
+from monograph.measure.footprint import Compile, Footprint, Work, footprint
 from monograph.measure.quantities import gibibytes
 from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
@@ -27,6 +27,7 @@ FILLED_HOST = 0.5
 # The closed form has been seen to be wrong by so much: nearer to the limit than this a candidate is traced.
 DOUBT = 2.0
 MOST_TRACES = 4
+Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Asked:
         micro_batch: rows, None if the plan chooses.
         precisions: what may be chosen, best first; likewise the rest.
         scopes: of "whole", "blocks" and "none".
-        remats: of "none", "full" and "offload".
+        remats: of "none", "pointwise", shares, "full" and "offload".
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient.
     """
@@ -54,8 +55,8 @@ class Asked:
     optimizer: str = "adamw"
     micro_batch: int | None = None
     precisions: tuple[str, ...] = ("fp32",)
-    scopes: tuple[str, ...] = ("whole", "blocks", "none")
-    remats: tuple[str, ...] = ("none", "full")
+    scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
+    remats: tuple[str | float, ...] = ("none", "pointwise", "full")
     packed: bool = True
     clip: float | None = 1.0
 
@@ -145,12 +146,11 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
         UsageError: the device has no memory to give.
     """
     limit = budget(device)
-    corrections: dict[tuple[str, str, str], float] = {}
+    corrections: dict[Ways, float] = {}
     for _ in range(MOST_TRACES):
         found = [
             each
-            for policy in itertools.product(asked.precisions, asked.scopes, asked.remats)
-            if policy[1:] != ("whole", "offload")  # which crosses between graphs
+            for policy in _ways(asked)
             for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops)
         ]
         fitting = [each for each in found if each.peak_memory_bytes <= limit]
@@ -171,8 +171,18 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
     )
 
 
+def _ways(asked: Asked) -> list[Ways]:
+    """All combinations; of the step in one graph something is recomputed only if nothing else is asked for.
+
+    In what order a compiler then computes is not predicted well, and offloading crosses between graphs.
+    """
+    every = list(itertools.product(asked.precisions, asked.scopes, asked.remats))
+    return [way for way in every if way[1] != "whole" or way[2] == "none"] or every
+
+
 _RECOMPUTED = {
     "none": "nothing recomputed",
+    "pointwise": "all but products recomputed",
     "full": "blocks recomputed",
     "offload": "blocks recomputed from inputs on the host",
 }
@@ -181,13 +191,13 @@ _RECOMPUTED = {
 def described(work: Work) -> str:
     """A combination in words."""
     graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[work.compile]
-    recomputed = _RECOMPUTED[work.remat]
+    recomputed = _RECOMPUTED.get(str(work.remat)) or f"recomputed but for {work.remat:.0%} of the activations"
     return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
 
 
 def _of_policy(
     asked: Asked,
-    policy: tuple[str, str, str],
+    policy: Ways,
     device: Device,
     limit: int,
     correction: float,
@@ -204,7 +214,7 @@ def _of_policy(
     return [_timed(works[index], needed[index], device, peaks) for index in shown]
 
 
-def _work(asked: Asked, policy: tuple[str, str, str], rows: int, device: Device) -> Work:
+def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
     precision, scope, remat = policy
     return Work(
         asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
+from monograph.measure.footprint import Compile
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def optimizer(fresh: bool) -> str:
     return "muon" if fresh else "adamw"
 
 
-def scopes(layers: int) -> tuple[str, ...]:
+def scopes(layers: int) -> tuple[Compile, ...]:
     """What one graph holds, best first: of a deep model a block, which every block shares."""
     return ("blocks", "whole", "none") if layers >= DEEP else ("whole", "blocks", "none")
 

@@ -9,6 +9,7 @@ from monograph import planner
 from monograph.config import Settings
 from monograph.device import Device, compiler_obstacle
 from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.measure.footprint import Compile
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Candidate
@@ -16,7 +17,7 @@ from monograph.run.models import Recipe, is_weight_file, run_named
 from monograph.session.session import make_optimizer
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
-REMATS = ("none", "full", "offload")
+REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
@@ -58,13 +59,9 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
     """What is pinned, and what may be chosen of what is built.
 
     Raises:
-        UsageError: choices that exclude one another, or a policy of recomputation whose memory is not predicted yet.
+        UsageError: choices that exclude one another.
     """
     require_together(settings)
-    if settings.train.remat not in ("auto", *REMATS):
-        raise UsageError(
-            f"train.remat = {settings.train.remat}: a plan for it is not built yet; use {', '.join(REMATS)}"
-        )
     train, optim = settings.train, settings.optim
     name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
@@ -77,28 +74,26 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         None if train.micro_batch == "auto" else train.micro_batch,
         (planner.precision(device) if train.precision == "auto" else train.precision,),
         planner.scopes(config.num_hidden_layers) if train.compile == "auto" else (train.compile,),
-        _remats(device) if train.remat == "auto" else (str(train.remat),),
+        _remats(device) if train.remat == "auto" else (train.remat,),
         settings.data.packing == "packed",
         None if optim.grad_clip == "none" else optim.grad_clip,
     )
 
 
 def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidate:
-    """What a run on this device does with its "auto" keys; a policy of which no more is known needs as much as none.
+    """What a run on this device does with its "auto" keys.
 
     Raises:
         OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
     """
-    if settings.train.remat not in ("auto", *REMATS):
-        settings = settings.resolve({"train.remat": "none"}, "plan")
     asked = asked_of(settings, config, device)
     eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
-    scope = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
-    found = planner.plan(replace(asked, scopes=scope), device, dict.fromkeys(asked.precisions, RANKING_FLOPS))
+    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
+    found = planner.plan(replace(asked, scopes=scopes), device, dict.fromkeys(asked.precisions, RANKING_FLOPS))
     if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
         raise OutOfDeviceMemory(found.refusal)
     return found.nearest
 
 
-def _remats(device: Device) -> tuple[str, ...]:
-    return REMATS if device.type == "cuda" else REMATS[:2]
+def _remats(device: Device) -> tuple[str | float, ...]:
+    return REMATS if device.type == "cuda" else REMATS[:-1]
