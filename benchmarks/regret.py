@@ -22,6 +22,7 @@ from monograph.graph.remat import named
 from monograph.loss import Batch
 from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Work
+from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -99,7 +100,8 @@ def measure(args: Namespace, case: Case) -> dict[str, Any]:
     chosen = plan.chosen.work
     window = {"tokens": torch.randint(case.config.vocab_size, (case.rows, case.length))}
     window["targets"] = window["tokens"].roll(-1, 1)
-    engines = {way(work): engine(work, window) for work in works(plan, chosen)}
+    ways = works(plan, chosen)
+    engines = {way(work): engine(work, window) for work in ways}
 
     def update(each: Resident) -> None:
         each.accumulate(window)
@@ -117,7 +119,7 @@ def measure(args: Namespace, case: Case) -> dict[str, Any]:
         "chosen": way(chosen),
         "fastest": fastest,
         "reached": seconds[fastest]["median"] / seconds[way(chosen)]["median"],
-        "predicted_s": plan.chosen.update_s,
+        "predicted_s": {way(work): update_time(work, machine, rate).total_s for work in ways},
         "seconds": seconds,
     }
 

@@ -290,9 +290,8 @@ def main() -> None:
     none[0].end()
     harness.print_table(HEADERS, map(row, found["cases"]))
     for label, over in found["verdict"]["bytes_over_torch"].items():
-        print(f"{label}: bytes over torch's " + ", ".join(f"{share} {ratio:.3f}" for share, ratio in over.items()))
-    worst = max(max(over.values()) for over in found["verdict"]["bytes_over_torch"].values())
-    print(f"worst {worst:.3f}, goal 1 {'met' if worst <= 1 else 'missed'}")
+        ratios, worst = ", ".join(f"{share} {ratio:.3f}" for share, ratio in over.items()), max(over.values())
+        print(f"{label}: bytes over torch's {ratios}; goal 1 {'met' if worst <= 1 else 'missed'}")
     print(f"torch's points that none of ours dominates: {found['verdict']['undominated'] or 'none'}")
 
 
