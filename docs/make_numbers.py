@@ -98,6 +98,31 @@ def remat(found: Found) -> str:
     return ", ".join(lines)
 
 
+def plan(found: Found) -> str:
+    """How far the predicted peak memory is from the allocator's, at worst and at the median, by what a graph holds."""
+    lines = []
+    for name, entry in found["summary"].items():
+        if isinstance(entry, dict):
+            worst, median = (f"{100 * entry[of]:.2g} %" for of in ("worst", "median"))
+            lines.append(f"{name} ({entry['cases']} models) {worst} at worst, {median} at the median")
+    return "; ".join(lines)
+
+
+def regret(found: Found) -> str:
+    """The speed of the planned way over that of the fastest measured one."""
+    return ", ".join(f"{case['case']} {case['reached']:.0%}" for case in found["cases"]).replace("%", " %")
+
+
+def scopes(found: Found) -> str:
+    """CPU time of compiling, and time of an update, of a graph per block over one graph of the step."""
+    lines = []
+    for case in found["cases"]:
+        compiling = case["compile"]["blocks"]["cpu_s"] / case["compile"]["whole"]["cpu_s"]
+        step = case["step_blocks_over_whole"]["median"]
+        lines.append(f"{case['layers']} layers: compiling {compiling:.2f} ×, an update {step:.2f} ×")
+    return "; ".join(lines)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -117,6 +142,9 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "(CPU time of both over none, [how](docs/memory.md#what-it-saves-and-what-it-costs))",
         remat,
     ),
+    "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
+    "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
+    "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 

@@ -49,6 +49,7 @@ def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
         (("--device-memory", "9e9GiB"), "such as 24GiB"),
         (("--device-memory", "-1GiB"), "such as 24GiB"),
         (("--device", "4090", "--device-memory", "300MiB"), "leaves nothing for tensors"),
+        (("--device", "4090", "--device-memory", "25GiB"), "GeForce RTX 4090 has 24.0 GiB in all"),
         (("--device", "T4", "train.precision=bf16"), "no such arithmetic"),
         (("model.init=a.py:build",), "a preset, sizes or a Hugging Face folder"),
     ],

@@ -122,6 +122,12 @@ def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, li
     assert note.startswith("skipped of 4 records: 1 ") and f"the first: {path}:3: " in note
 
 
+def test_skipping_every_record_is_refused_with_the_first_reason(sources):
+    (sources / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b"}\n')
+    with pytest.raises(InputRefused, match=r"no text in it: skipped of 2 records: 2 no text; .*a.jsonl:1: has no"):
+        corpus(sources / "a.jsonl", tokenizer="bytes", sequence_length=32, bad_records="skip")
+
+
 def test_a_line_may_end_anywhere_in_a_block(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)

@@ -33,6 +33,10 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
     memory_bytes = None if device_memory is None else memory_size(device_memory)
     target = describe() if device is None else named(device)
     if memory_bytes is not None:
+        if memory_bytes > target.memory_bytes:
+            raise UsageError(
+                f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
+            )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
     settings = sized(settings)
     config = shape_of(settings)

@@ -131,6 +131,8 @@ def corpus(
         stored = open_or_build(request, cache, progress)
     weights = [file.weight for file in found.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
+    if stored.notes and not train.tokens + held.tokens:
+        raise InputRefused(f"{found.name}: no text in it: {stored.notes[0]}")
     _check_size(found.name, held, held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
