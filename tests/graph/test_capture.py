@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.capture import CaptureFailed, capture, compiled
 from monograph.step import Step
@@ -85,3 +88,12 @@ def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another
         gradients.append(x.grad.tolist())
     assert gradients == [[2.0] * 3, [3.0] * 3, [2.0] * 3]
     assert hits == [0, 0, 1]
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_process_may_capture_more_steps_than_dynamo_keeps_variants_of_one_function(monkeypatch):
+    monkeypatch.setattr(compat, "allow_variants", lambda: None)
+    for width in range(2, 6):
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, width), nn.Tanh()), nn.Linear(width, 1))
+        step, plain = (Step(each, loss=lambda m, batch: (m(batch).sum(), 2)) for each in (model, copy.deepcopy(model)))
+        assert capture(step, "eager", "blocks")([ROWS]).loss == plain([ROWS]).loss

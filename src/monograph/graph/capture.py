@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -171,7 +172,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     """
     compat.cache_custom_functions()
     options = matmul.passes() if backend == "inductor" else None
-    graph = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
     def captured(*arguments: Any, **keywords: Any) -> Any:
@@ -187,6 +188,23 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         raise failure
 
     return captured
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a copy of its code, to which Dynamo ties what it compiles.
+
+    Or all captures of a process would share one list, search it at each call, and fail where it is full.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_with_own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    code, scope = function.__code__.replace(), function.__globals__
+    copied = types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
+    copied.__dict__ |= function.__dict__
+    return copied
 
 
 def reason(error: BaseException) -> str:
