@@ -15,11 +15,13 @@ from monograph.graph.knapsack import Choice, within
 from monograph.graph.recording import Product, Recording
 from monograph.measure.footprint import ON_THEIR_WAY, Work
 from monograph.model.config import LlamaConfig
+from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 
 # Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
 MOMENTS = {"adamw": 2, "muon": 1.125}
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
+SCORE_NUMBERS = 3  # of bf16, for a score: its probability in fp32 and rounded
 EAGER_TEMPORARIES = 7  # copies of the largest plane that an update has alive at once
 
 
@@ -29,7 +31,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     With r = key-value width and q = query width over d, phi = d_ff / d: captured d (4 + 2q + 2r + 3 phi), which is the
     closed form of a Llama block with fused elementwise code; eager what each operation keeps, d (7 + 2q + 2r + 4 phi),
     and in bf16 the norms' fp32 copies, d more each three times. Recomputed pointwise: the products alone,
-    d (2 + 2q + 2r + 2 phi); a share: so much of it; in full the input, d; 0 if that is on the host.
+    d (2 + 2q + 2r + 2 phi); a share: so much of it; in full the input, d; 0 if that is on the host. Where attention is
+    made of matrix products (`monograph.ops.attention`) there are its probabilities, in fp32 and in bf16.
     """
     config = work.config
     width, query, key_value = _widths(config)
@@ -38,9 +41,20 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     if remat != "none":
         return width + _kept(work, remat).stored_bytes
     if work.compile != "none":
-        return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size
+        scores = SCORE_NUMBERS * score_numbers(work)
+        return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size + scores
     wide = 4 * width if work.precision != "fp32" else 0
     return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + wide
+
+
+def score_numbers(work: Work) -> int:
+    """Scores of a token in a block that are in memory: none where a fused kernel computes attention."""
+    in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
+    if not in_products or work.length > MOST_KEYS:
+        return 0
+    blocks = -(-work.length // QUERIES)
+    seen = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
+    return int(work.config.num_attention_heads * seen)
 
 
 def recomputed_flops(work: Work) -> tuple[int, int]:
@@ -52,11 +66,11 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     again = [each for each in products if each.name not in kept]
     # Whatever is recomputed as a whole computes its last product too, though nobody reads it.
     last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
-    attention = sum(each.flops for each in again if each.name == _ATTENTION)
+    attention = sum(each.flops for each in again if each.name in (_SCORES, _ATTENTION))
     return sum(each.flops for each in again) - attention + last, attention
 
 
-_ATTENTION = ("attention", 0)
+_SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
 
 
 def _widths(config: LlamaConfig) -> tuple[int, int, int]:
@@ -69,11 +83,12 @@ def _products(work: Work) -> tuple[Product, ...]:
     (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
     linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
-    return (
-        *linear,
-        Product(_ATTENTION, query, 2 * query * work.length),  # causal: half of the pairs
-        Product(("output", 0), width, 2 * query * width),
-    )
+    attending = query * work.length  # FLOPs of the scores, and again of mixing; causal: half of the pairs
+    if scores := score_numbers(work):
+        attention = [Product(_SCORES, scores, attending), Product(_ATTENTION, query, attending)]
+    else:
+        attention = [Product(_ATTENTION, query, 2 * attending)]
+    return (*linear, *attention, Product(("output", 0), width, 2 * query * width))
 
 
 @functools.lru_cache(maxsize=64)

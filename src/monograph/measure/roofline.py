@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
-from monograph.measure.estimate import recomputed_flops, stored_numbers
+from monograph.measure.estimate import SCORE_NUMBERS, recomputed_flops, score_numbers, stored_numbers
 from monograph.measure.flops import matmul_parameters
 from monograph.measure.footprint import Work
 
@@ -16,6 +16,8 @@ UPDATE_BYTES = {True: 36, False: 132}
 KERNELS = {True: 40, False: 160}
 # The host's time for one call of a block's own graph, forward or backward (16 layers, a CPU, torch 2.13).
 CALL_S = 0.13e-3
+# And for a micro-step: guards, the window's rows, autograd, Inductor's wrappers (docs/log.md).
+MICRO_STEP_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class UpdateTime:
         launch_s: starting kernels, where that takes longer than running them.
         update_s: clipping and the optimizer.
         transfer_s: blocks' inputs to the host and back, which goes on beside all that but the update.
+        beside: whether the host launches beside the device's work; a CPU does both.
     """
 
     products_s: float
@@ -67,11 +70,14 @@ class UpdateTime:
     launch_s: float
     update_s: float
     transfer_s: float = 0.0
+    beside: bool = True
 
     @property
     def total_s(self) -> float:
         """Their sum; launches and transfers hide behind work, whichever is longer."""
         work_s = self.products_s + self.attention_s + self.traffic_s
+        if not self.beside:
+            work_s += self.launch_s
         return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
 
@@ -91,17 +97,26 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     flops = 6 * matmul_parameters(config) + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
-    numbers = stored_numbers(work, "none") * (4 / 3 if (again if captured else work.remat != "none") else 1)
+    numbers = stored_numbers(work, "none")
+    if work.remat not in (
+        "none",
+        "full",
+        "offload",
+    ):  # probabilities are made again from the scores where they are read
+        numbers -= (SCORE_NUMBERS - 1) * score_numbers(work)
+    if again if captured else work.remat != "none":
+        numbers *= 4 / 3
     traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * layers
-    passed = layers * -(-work.window_rows // work.rows)
-    calls_s = 2 * passed * CALL_S if work.compile == "blocks" else 0.0
+    steps = -(-work.window_rows // work.rows)
+    calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
     crossing = 2 * layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
         attention_s=attended * tokens / (peak_flops * rate.attention),
         traffic_s=traffic * tokens / bandwidth,
-        launch_s=KERNELS[captured] * passed * rate.launch_s * (1 if captured else 2) + calls_s,
+        launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
         update_s=config.parameter_count() * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
+        beside=device.type != "cpu",
     )
