@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ class Step:
         self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
         self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
         self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
-        self.scope = "none"  # of what is captured
+        self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
         self.seed = zero.to(torch.float64).reshape(1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from monograph.config import Settings
-from monograph.device import Device, default_device, describe, measured_matmul_flops, named
+from monograph.data.place import calibration_file
+from monograph.device import Device, describe, named
 from monograph.errors import UsageError
-from monograph.graph.precision import DTYPES
+from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
@@ -41,7 +42,9 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
     settings = sized(settings)
     config = shape_of(settings)
     asked = asked_of(settings, config, target)
-    found = plan(asked, target, _peak_flops(target, asked.precisions, here=device is None))
+    if device is not None:
+        _require_arithmetic(target, asked.precisions)
+    found = plan(asked, target, peak_flops(target, asked.precisions), Calibration(calibration_file()))
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
     _show(found, config, asked.tokens_per_update, updates)
     if json:
@@ -64,20 +67,20 @@ def memory_size(text: str) -> int:
     return int(size_bytes)
 
 
-def _peak_flops(device: Device, precisions: tuple[str, ...], *, here: bool) -> Mapping[str, float]:
-    known = dict(device.peak_flops)
-    if "bf16" in known:
-        known.setdefault("fp16", known["bf16"])
-    missing = [name for name in precisions if name not in known]
-    if missing and not here:
+def _require_arithmetic(device: Device, precisions: tuple[str, ...]) -> None:
+    known = {"fp16", *device.peak_flops} if "bf16" in device.peak_flops else set(device.peak_flops)
+    if missing := [name for name in precisions if name not in known]:
         raise UsageError(f"train.precision = {missing[0]}: {device.name} has no such arithmetic; use fp32")
-    return known | {name: measured_matmul_flops(default_device(), DTYPES[name], seconds=0.1) for name in missing}
 
 
 def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
     device, best = found.device, found.nearest
     known = (
-        "" if device.name in EFFICIENCIES or device.type == "cpu" else "; speed unverified: measured on no such card"
+        "; time as earlier runs took it"
+        if found.calibrated
+        else ""
+        if device.name in EFFICIENCIES or device.type == "cpu"
+        else "; speed unverified: measured on no such card"
     )
     print(
         f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable{known}"
@@ -130,6 +133,7 @@ def _object(found: Plan, updates: int | None) -> dict[str, Any]:
         "schema": "monograph.plan/1",
         "device": found.device.name,
         "device_verified": found.device.name in EFFICIENCIES,
+        "calibrated": found.calibrated,
         "budget_bytes": found.budget_bytes,
         "chosen": None if found.chosen is None else _entry(found.chosen, updates),
         "refusal": None if found.chosen else found.refusal,

@@ -19,6 +19,11 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
 
 
+def calibration_file() -> Path:
+    """Where it is kept how long updates took on this machine."""
+    return cache_root()[0] / "calibration.json"
+
+
 def keep_compiled() -> None:
     """Let torch keep compiled code there, not in a temporary folder that is gone after a reboot.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from monograph.device import Device
 from monograph.errors import UsageError
+from monograph.measure.calibration import Calibration
 from monograph.measure.estimate import estimate_bytes
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Footprint, Work, footprint
@@ -98,12 +99,14 @@ class Plan:
         budget_bytes: what tensors may take there.
         chosen: None if nothing fits.
         candidates: all, the chosen one or else the nearest first.
+        calibrated: whether their times are as earlier runs on the device took them.
     """
 
     device: Device
     budget_bytes: int
     chosen: Candidate | None
     candidates: list[Candidate]
+    calibrated: bool = False
 
     @property
     def nearest(self) -> Candidate:
@@ -134,24 +137,27 @@ def budget(device: Device) -> int:
     return found
 
 
-def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
+def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None) -> Plan:
     """The fastest combination that fits, numerics as asked.
 
     Args:
         asked: what is to be trained.
         device: where.
         peak_flops: FLOP/s by precision: the datasheet's, or of a CPU measured ones.
+        calibration: what earlier runs on the device took.
 
     Raises:
         UsageError: the device has no memory to give.
     """
     limit = budget(device)
+    known = {each: calibration.slowness(device, each) for each in asked.precisions} if calibration else {}
+    slowness = {precision: ratio for precision, ratio in known.items() if ratio}
     corrections: dict[Ways, float] = {}
     for _ in range(MOST_TRACES):
         found = [
             each
             for policy in _ways(asked)
-            for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops)
+            for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops, slowness)
         ]
         fitting = [each for each in found if each.peak_memory_bytes <= limit]
         best = min(fitting, key=lambda each: each.update_s) if fitting else min(found, key=_memory)
@@ -166,9 +172,8 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float]) -> Plan:
     chosen = best if best.peak_memory_bytes <= limit else None
     rest = sorted((each for each in found if each is not best), key=lambda each: each.update_s)
     first = replace(best, why="" if chosen else _too_large(best, limit))
-    return Plan(
-        device, limit, chosen and first, [first, *(replace(each, why=_why(each, best, limit)) for each in rest)]
-    )
+    others = [replace(each, why=_why(each, best, limit)) for each in rest]
+    return Plan(device, limit, chosen and first, [first, *others], best.work.precision in slowness)
 
 
 def _ways(asked: Asked) -> list[Ways]:
@@ -202,6 +207,7 @@ def _of_policy(
     limit: int,
     correction: float,
     peaks: Mapping[str, float],
+    slowness: Mapping[str, float],
 ) -> list[Candidate]:
     """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
     sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
@@ -211,7 +217,8 @@ def _of_policy(
     needed = [int(correction * _closed_form(asked, work)) for work in works]
     fits = sum(each <= limit for each in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
-    return [_timed(works[index], needed[index], device, peaks) for index in shown]
+    times = slowness.get(policy[0], 1.0)
+    return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
 
 
 def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
@@ -226,8 +233,8 @@ def _closed_form(asked: Asked, work: Work) -> int:
     return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
 
 
-def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float]) -> Candidate:
-    seconds = update_time(work, device, peaks[work.precision]).total_s
+def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
+    seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
     rate = work.window_rows * work.length / seconds
     datasheet = device.peak_flops.get(work.precision)
     share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None

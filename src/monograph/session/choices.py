@@ -20,7 +20,7 @@ from monograph.run.folder import Run
 from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
 from monograph.session.session import Session
-from monograph.session.setup import calibrate
+from monograph.session.setup import calibrate, remember
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 # A branched run has its parent's settings but for these: how long, and what follows from that.
@@ -74,6 +74,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         with progress.stage("calibrate", "a few updates, thrown away") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
+        remember(session, seconds)
         minutes = train.minutes or DEFAULT_MINUTES
         asked = "train.minutes" in session.settings.origins
         session.budget_s = 60 * minutes if asked else planner.default_seconds(minutes, seconds)

@@ -11,11 +11,14 @@ from torch import nn
 from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
-from monograph.device import Device, clock, compiler_obstacle, synchronize
+from monograph.data.place import calibration_file
+from monograph.device import Device, clock, compiler_obstacle, describe, synchronize
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
+from monograph.measure.calibration import Calibration, peak_flops
+from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.llama import Llama
 from monograph.planner import Candidate
@@ -24,7 +27,7 @@ from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
-from monograph.session.planning import planned, require_together
+from monograph.session.planning import asked_of, planned, require_together
 from monograph.session.session import Session, make_optimizer
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -210,6 +213,21 @@ def calibrate(session: Session) -> float:
             times.append(clock() - began)
     engine.step.skipped.copy_(skipped)
     return sorted(times)[len(times) // 4]
+
+
+def remember(session: Session, seconds: float) -> None:
+    """Keep what an update takes on this machine, so that the next plan knows it."""
+    engine, settings = session.engine, session.settings
+    if not isinstance(engine.model, Llama):
+        return
+    machine, rows = describe(), session.batches.rows_per_window
+    asked = asked_of(settings, engine.model.config, machine)
+    work = Work(
+        asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
+        asked.remats[0], rows, asked.packed, asked.clip, machine.type,
+    )  # fmt: skip
+    rate = peak_flops(machine, asked.precisions)[work.precision]
+    Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
 def _fitting(
