@@ -14,6 +14,7 @@ from monograph.measure.quantities import count, gibibytes
 from monograph.measure.tally import ORIGINS
 from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Plan, plan
+from monograph.session.planning import REMATS
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "plan.md", DOCS / "figures" / "plan-8b.svg"
@@ -27,7 +28,7 @@ def plans() -> list[Plan]:
     shape = LlamaConfig.preset("8b")
     asked = Asked(
         shape, 4096, 2**19, precisions=("bf16",), scopes=planner.scopes(shape.num_hidden_layers),
-        remats=("none", "full", "offload"),
+        remats=REMATS,
     )  # fmt: skip
     return [plan(asked, card, card.peak_flops) for card in map(named, CARDS)]
 
