@@ -6,6 +6,7 @@ Usage: python docs/make_numbers.py         (rewrites them between the markers; t
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,17 @@ def plan(found: Found) -> str:
 
 
 def regret(found: Found) -> str:
-    """The speed of the planned way over that of the fastest measured one."""
-    return ", ".join(f"{case['case']} {case['reached']:.0%}" for case in found["cases"]).replace("%", " %")
+    """The speed of the planned way over that of the fastest, and how far predicted times are off once one is known."""
+    errors = []
+    for case in found["cases"]:
+        times = {way: entry["median"] / case["predicted_s"][way] for way, entry in case["seconds"].items()}
+        errors += [abs(times[case["chosen"]] / ratio - 1) for way, ratio in times.items() if way != case["chosen"]]
+    reached = ", ".join(f"{case['case']} {100 * case['reached']:.0f} %" for case in found["cases"])
+    near = sum(error <= 0.15 for error in errors)
+    return (
+        f"{reached}; predicted times of the other {len(errors)} ways, once one was measured: median "
+        f"{100 * statistics.median(errors):.0f} % off, {near} within 15 %, worst {100 * max(errors):.0f} %"
+    )
 
 
 def scopes(found: Found) -> str:
