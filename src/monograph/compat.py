@@ -206,6 +206,16 @@ def without_numbers() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
+def sums_gradients() -> bool:
+    """Whether a sum that is taken now is autograd's own, of a tensor's gradients: it writes it over one of them.
+
+    It does not where tensors have no numbers, as it does not know their class.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+
+
 def without_modes() -> Any:
     """A context in which no dispatch mode of the caller is active; `torch.compile` refuses to trace inside of one."""
     from torch.utils._python_dispatch import _disable_current_modes

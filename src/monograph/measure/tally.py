@@ -173,5 +173,7 @@ class _Listener(TorchDispatchMode):
         if "add_product_" in str(function):
             total, left, right = args
             inside_bytes = inner_bytes(total, left, right, self.tally.device_type)
+        elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
+            inside_bytes = -self.tally._rounded(found.untyped_storage().nbytes())
         self.tally._sample(inside_bytes)
         return found
