@@ -62,17 +62,28 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
 
 
 def _early(written: list[Kernel]) -> list[Kernel]:
-    """What frees no less memory than it takes is computed at once: after the last kernel that it reads."""
+    """The kernels in the order in which a compiler runs them.
+
+    What frees no less memory than it takes is computed at once, after the last kernel that it reads; and what reads the
+    same as an earlier loop of its size in that loop, if all that it reads is there by then.
+    """
     last = {name: at for at, kernel in enumerate(written) for name in kernel.reads}
     sizes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
     ordered: list[Kernel] = []
     for number, kernel in enumerate(written):
         frees = sum(sizes.get(name, 0) for name in kernel.reads if last[name] == number)
         at = len(ordered)
-        if kernel.fused and frees >= kernel.size_bytes:
-            at = next((at for at in range(at, 0, -1) if ordered[at - 1].name in kernel.reads), at)
+        if kernel.fused:
+            ready = next((place for place in range(at, 0, -1) if ordered[place - 1].name in kernel.reads), 0)
+            beside = (place + 1 for place in range(ready, at) if _beside(ordered[place], kernel))
+            at = next(beside, ready if ready and frees >= kernel.size_bytes else at)
         ordered.insert(at, kernel)
     return ordered
+
+
+def _beside(loop: Kernel, kernel: Kernel) -> bool:
+    """Whether one loop computes both, as they are as long and read the same."""
+    return loop.fused and loop.output.shape.numel() == kernel.output.shape.numel() and bool(loop.reads & kernel.reads)
 
 
 def _loops(ordered: list[Kernel]) -> list[int]:
@@ -80,6 +91,6 @@ def _loops(ordered: list[Kernel]) -> list[int]:
     ends = list(range(len(ordered)))
     for at in range(len(ordered) - 2, -1, -1):
         this, following = ordered[at], ordered[at + 1]
-        if this.fused and following.fused and this.name in following.reads:
+        if this.fused and following.fused and (this.name in following.reads or _beside(this, following)):
             ends[at] = ends[at + 1]
     return ends
