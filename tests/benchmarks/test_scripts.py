@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
@@ -90,6 +91,7 @@ def test_loss(script, monkeypatch, tmp_path):
         assert len(case["time_ratio"]["wall"]["values"]) == 2
 
 
+@torch._functorch.config.patch(activation_memory_budget=1.0)  # which monkeypatch would take away in the end
 def test_remat(script, monkeypatch, tmp_path):
     """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they should."""
     remat = script("remat")
@@ -109,7 +111,6 @@ def test_remat(script, monkeypatch, tmp_path):
             pass
 
     monkeypatch.setattr(remat, "Child", Here)
-    monkeypatch.setattr(remat.functorch, "activation_memory_budget", 1.0)
     names = ("none", "torch", "even", "spread", "full")
     monkeypatch.setattr(remat, "ways", lambda shares: [[remat.Way(name, "whole", *shares) for name in names]])
     found = smoke(remat, monkeypatch, tmp_path / "found.json")
