@@ -7,15 +7,13 @@ from typing import Any
 
 import harness
 import torch
-from systems import BETAS, CLIP, DECAY, LR, Shape, drawn_on, random_rows
+from systems import Shape, engine_of, random_rows
 
 from monograph.device import clock, default_device, synchronize
 from monograph.graph.capture import is_replayed, replayed
-from monograph.graph.precision import Precision
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import Batch
 from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
-from monograph.optim import AdamW
 from monograph.resident import Resident
 
 
@@ -25,13 +23,7 @@ def replay(shape: Shape, args: Namespace) -> dict[str, Any]:
     rows = random_rows(shape).to(device)
     window = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
     began = clock()
-    engine = Resident(
-        drawn_on(device, shape.config),
-        optim=AdamW(lr=LR, betas=BETAS, weight_decay=DECAY),
-        clip=CLIP,
-        precision=Precision("bf16"),
-        micro_batch=shape.micro_batch,
-    )
+    engine = engine_of(shape)
     build_s, began = clock() - began, clock()
     by_itself, engine.step.recorder = engine.step.recorder, None
     if obstacle := engine.capture(window):

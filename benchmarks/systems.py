@@ -115,13 +115,7 @@ def monograph(shape: Shape, args: Namespace) -> dict[str, Any]:
     window = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
     if device.type == "cuda":  # as the data room hands windows out
         window = {name: tensor.pin_memory() for name, tensor in window.items()}
-    engine = Resident(
-        drawn_on(device, shape.config),
-        optim=AdamW(lr=LR, betas=BETAS, weight_decay=DECAY),
-        clip=CLIP,
-        precision=Precision("bf16"),
-        micro_batch=shape.micro_batch,
-    )
+    engine = engine_of(shape)
     build_s = clock() - began
     began = clock()
     if obstacle := engine.capture(window):
@@ -137,6 +131,17 @@ def monograph(shape: Shape, args: Namespace) -> dict[str, Any]:
             break
     mean_loss = float(torch.stack(losses).mean())
     return measured(pace, compile_s=compile_s, build_s=build_s, mean_loss=mean_loss)
+
+
+def engine_of(shape: Shape) -> Resident:
+    """This project's resident engine, not captured yet."""
+    return Resident(
+        drawn_on(default_device(), shape.config),
+        optim=AdamW(lr=LR, betas=BETAS, weight_decay=DECAY),
+        clip=CLIP,
+        precision=Precision("bf16"),
+        micro_batch=shape.micro_batch,
+    )
 
 
 def drawn_on(device: torch.device, config: LlamaConfig) -> Llama:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -22,22 +21,12 @@ from monograph import cli
 from monograph.config.keys import DEFAULT_MINUTES, KEYS, NOT_BUILT
 from monograph.measure.report import write_report
 from monograph.model.families import FAMILIES
+from scripts import ROOT, script
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # The log holds findings, not instructions, and says its machine and date itself.
 TAUGHT = [page for page in PAGES if page.name != "log.md"]
-
-
-def script(path: str) -> Any:
-    """A script of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def texts(directory: Path) -> None:

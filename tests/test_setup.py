@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from scripts import script
+
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, its .venv in a folder of its own."""
-    spec = importlib.util.spec_from_file_location("setup_venv", Path(__file__).parents[1] / "setup_venv.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module: ModuleType = script("setup_venv.py")
     venv = tmp_path / ".venv"
     for name, value in {"VENV": venv, "PYTHON": venv / "bin/python", "LOG": venv / module.LOG.name}.items():
         monkeypatch.setattr(module, name, value)

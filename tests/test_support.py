@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from monograph.graph.remat import named
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from scripts import script
 
 
 @pytest.fixture(scope="module")
 def made():
-    spec = importlib.util.spec_from_file_location("make_support", DOCS / "make_support.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/make_support.py")
 
 
 def test_the_page_is_what_the_script_makes(made):

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,16 +15,10 @@ import torch._functorch.config
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
+from scripts import smoke
 from tape import Tape
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def smoke(module: ModuleType, monkeypatch, out: Path, *arguments: str) -> dict:
-    """What the script's main() writes."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", "--smoke", "--out", str(out), *arguments])
-    module.main()
-    return json.loads(out.read_text())
 
 
 def test_each_script_is_tested_here(script):
@@ -47,11 +39,6 @@ def test_sampler(script, monkeypatch, tmp_path):
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
-
-
-def test_plan(script, monkeypatch, tmp_path):
-    found = smoke(script("plan"), monkeypatch, tmp_path / "found.json")
-    assert found["summary"]["eager"]["worst"] < 0.05 and found["cases"][0]["measured_bytes"] > 0
 
 
 def test_automata(script, monkeypatch, tmp_path):
@@ -91,50 +78,6 @@ def test_loss(script, monkeypatch, tmp_path):
         assert len(case["time_ratio"]["wall"]["values"]) == 2
 
 
-@torch._functorch.config.patch(activation_memory_budget=1.0)  # which monkeypatch would take away in the end
-def test_remat(script, monkeypatch, tmp_path):
-    """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they should."""
-    remat = script("remat")
-    monkeypatch.setattr(remat, "capture", lambda step, scope: step)
-
-    class Here:
-        def __init__(self, command, threads, environment):
-            self.trained = remat.Trained(remat.Way(*json.loads(command[2])), json.loads(command[3]))
-
-        def answer(self):
-            return self.trained.measured()
-
-        def ask(self, updates):
-            return self.trained.timed(updates)
-
-        def end(self):
-            pass
-
-    monkeypatch.setattr(remat, "Child", Here)
-    names = ("none", "torch", "even", "spread", "full")
-    monkeypatch.setattr(remat, "ways", lambda shares: [[remat.Way(name, "whole", *shares) for name in names]])
-    found = smoke(remat, monkeypatch, tmp_path / "found.json")
-    cases = {case["name"]: case for case in found["cases"]}
-    assert [*cases] == [*names] and all(case["grad_norm_difference"] < 1e-12 for case in found["cases"])
-    assert cases["none"]["peak_bytes"] == cases["torch"]["peak_bytes"] > cases["even"]["peak_bytes"]
-    assert cases["none"]["recomputed_flops"] == cases["torch"]["recomputed_flops"] == 0
-    assert 0 < cases["even"]["recomputed_flops"] < cases["full"]["recomputed_flops"]
-    assert found["verdict"]["bytes_over_torch"].keys() == {f"{name}, whole" for name in names} - {"torch, whole"}
-    again = smoke(remat, monkeypatch, tmp_path / "found.json")
-    assert again == found  # nothing is measured twice
-
-
-def test_remat_counts_the_products_that_run(script):
-    remat = script("remat")
-    rows, columns, bias = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
-    assert remat.product_flops(lambda: rows @ columns) == 2 * 2 * 3 * 4 * 5
-    assert remat.product_flops(lambda: torch.addmm(bias, rows[0], columns)) == 2 * 3 * 4 * 5
-    assert remat.product_flops(lambda: torch.bmm(rows, columns.expand(2, 4, 5))) == 2 * 2 * 3 * 4 * 5
-    heads = torch.randn(2, 3, 8, 16)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    assert remat.product_flops(lambda: attention(heads, heads, heads)) == 4 * 2 * 3 * 8 * 8 * 16
-
-
 def test_steps(script, uncompiled, monkeypatch, tmp_path):
     found = smoke(script("steps"), monkeypatch, tmp_path / "steps.json")
     assert found["schema"] == "monograph-benchmark-steps-1"
@@ -153,20 +96,6 @@ def test_steps_default_shapes_fit_their_windows(script):
         assert window["segments"].unique().tolist() == [1, 2]
         borders = window["segments"].diff() == 1
         assert bool((window["positions"][:, 1:][borders] == 0).all()) and bool((borders.sum(1) == 1).all())
-
-
-def test_scopes(script, uncompiled, monkeypatch, tmp_path):
-    module = script("scopes")
-    monkeypatch.setattr(module, "compiled_in_a_process", lambda layers, scope: {"wall_s": 2.0, "cpu_s": 2.0})
-    found = smoke(module, monkeypatch, tmp_path / "found.json")
-    assert [case["layers"] for case in found["cases"]] == [1, 2]
-    for case in found["cases"]:
-        assert set(case["step_ms"]) == {"whole", "blocks"} and case["step_blocks_over_whole"]["median"] > 0
-
-
-def test_regret(script, uncompiled, monkeypatch, tmp_path):
-    [case] = smoke(script("regret"), monkeypatch, tmp_path / "found.json")["cases"]
-    assert case["ways"] == 7 and 0 < case["reached"] <= 1 and case["chosen"] in case["seconds"]
 
 
 def test_start_in_this_process(script, uncompiled):
@@ -195,14 +124,14 @@ class Unwilling(Tape):
 def test_train_called_and_replayed(script, uncompiled, monkeypatch, own):
     replays, shape = script("replays"), script("train").SMOKE["nano"]
     monkeypatch.setattr(replays, "CudaGraphs", lambda device: Tape())
-    build = replays.Resident
+    build = replays.engine_of
 
-    def built(*arguments, **options):
-        engine = build(*arguments, **options)
+    def built(shape):
+        engine = build(shape)
         engine.step.recorder = own()
         return engine
 
-    monkeypatch.setattr(replays, "Resident", built)
+    monkeypatch.setattr(replays, "engine_of", built)
     case = replays.replay(shape, Namespace(rounds=3, round_s=0.0))
     assert case["by_itself"] == (own is Tape) and case["mean_loss"] < 6.3
     for way in ("seconds_per_update", "called_seconds_per_update", "speedup"):

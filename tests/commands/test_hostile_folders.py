@@ -130,7 +130,7 @@ def test_each_is_used_or_refused_in_a_line(sound: Path, tmp_path: Path, seed: in
             done = used(folder, out, sound / "text.txt", turn)
         except Exception as error:
             raise AssertionError(f"turn {turn}: {what}") from error
-        assert time.process_time() - began < 10, what
+        assert time.process_time() - began < 60, what
         assert not out.exists() or not [path for path in out.iterdir() if path.name.startswith(".")], what
         worked, refused = worked + (done > 0), refused + (done == 0)
         shutil.rmtree(folder)

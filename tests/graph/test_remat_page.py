@@ -3,33 +3,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import xml.etree.ElementTree as xml
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+from scripts import script
 
 
 @pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("make_remat", DOCS / "make_remat.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def made():
+    return script("docs/make_remat.py")
 
 
-def test_the_tables_of_the_page_are_the_result_s(script):
-    found = script.result()
-    shown = [part.split(script.END)[0].strip() for part in script.PAGE.read_text().split(script.BEGIN)[1:]]
-    assert shown == [script.budgets(found), script.policies(found)], "run: python docs/make_remat.py"
+def test_the_tables_of_the_page_are_the_result_s(made):
+    found = made.result()
+    shown = [part.split(made.END)[0].strip() for part in made.PAGE.read_text().split(made.BEGIN)[1:]]
+    assert shown == [made.budgets(found), made.policies(found)], "run: python docs/make_remat.py"
 
 
-def test_the_picture_has_every_line_and_follows_the_reader_s_theme(script):
-    picture = script.drawn(script.result())
+def test_the_picture_has_every_line_and_follows_the_reader_s_theme(made):
+    picture = made.drawn(made.result())
     words = {element.text for element in xml.fromstring(picture).iter() if element.tag.endswith("}text")}
-    assert {name for _, name, _, _ in script.LINES} <= words
+    assert {name for _, name, _, _ in made.LINES} <= words
     assert "prefers-color-scheme: dark" in picture and not any(colour in picture.split("</style>", 1)[1] for colour in (
-        script.figures.INK, script.figures.ACCENT, script.figures.WARN,
+        made.figures.INK, made.figures.ACCENT, made.figures.WARN,
     ))  # fmt: skip

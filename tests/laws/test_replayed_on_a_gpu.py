@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batches import packed, ragged, tiny_llama
-from laws.test_replayed_is_called import Moving, Reads, assert_same_bits, cross_entropy, trained, windows_of
+from laws.replaying import Moving, Reads, assert_same_bits, cross_entropy, trained, windows_of
 from monograph.graph.capture import give_back
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -118,7 +118,7 @@ def test_a_loss_that_reads_is_called_and_its_line_named():
     assert made.capture(ragged(6), "aot_eager", "blocks") is None
     trained(made, windows_of(ragged))
     [line] = lines
-    assert "the host waits for the device at" in line and "test_replayed_is_called.py" in line
+    assert "the host waits for the device at" in line and "replaying.py" in line
 
 
 def test_blocks_sent_to_the_host_are_called():

@@ -10,7 +10,7 @@ import pytest
 
 from batches import tiny_llama
 from monograph.device import named
-from monograph.measure.calibration import MOST, Calibration
+from monograph.measure.calibration import MOST, Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
 from monograph.optim import AdamW
@@ -56,3 +56,8 @@ def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):
     for before, after in zip(plain.candidates, slow.candidates, strict=True):
         assert after.update_s == pytest.approx(2 * before.update_s)
         assert after.tokens_per_s == pytest.approx(before.tokens_per_s / 2)
+
+
+def test_what_no_datasheet_says_is_measured_in_the_dtype_that_it_is_computed_in():
+    found = peak_flops(replace(CARD, peak_flops={"bf16": 1e12}), ("bf16", "fp16", "fp8"))
+    assert found["fp16"] == found["bf16"] == 1e12 and found["fp8"] > 0

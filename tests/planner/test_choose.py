@@ -17,6 +17,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, budget, choose, plan
 
 H200 = named("H200")
+BOTH = ("whole", "blocks")
 LLAMA_3_8B = Asked(LlamaConfig.preset("8b"), 4096, 2**19, precisions=("bf16",))
 
 
@@ -120,3 +121,10 @@ def test_what_crosses_between_graphs_is_no_candidate_inside_one(traced):
     found = plan(replace(LLAMA_3_8B, remats=("none", "full", "offload")), H200, H200.peak_flops)
     ways = {(each.work.compile, each.work.remat) for each in found.candidates}
     assert ("blocks", "offload") in ways and ("whole", "offload") not in ways
+
+
+def test_the_whole_step_recomputes_only_where_a_graph_per_block_is_no_choice():
+    every = ("none", "pointwise", 0.5, "full", "offload")
+    free, pinned = (plan(tiny(scopes=scopes, remats=every), H200, H200.peak_flops) for scopes in (BOTH, ("whole",)))
+    assert {each.work.remat for each in free.candidates if each.work.compile == "whole"} == {"none"}
+    assert {each.work.remat for each in pinned.candidates} == {"none", "pointwise", 0.5, "full"}

@@ -73,17 +73,18 @@ def _require_arithmetic(device: Device, precisions: tuple[str, ...]) -> None:
         raise UsageError(f"train.precision = {missing[0]}: {device.name} has no such arithmetic; use fp32")
 
 
+def _source_of_times(found: Plan) -> str:
+    if found.calibrated:
+        return "; time as earlier runs took it"
+    known = found.device.name in EFFICIENCIES or found.device.type == "cpu"
+    return "" if known else "; speed unverified: measured on no such card"
+
+
 def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
     device, best = found.device, found.nearest
-    known = (
-        "; time as earlier runs took it"
-        if found.calibrated
-        else ""
-        if device.name in EFFICIENCIES or device.type == "cpu"
-        else "; speed unverified: measured on no such card"
-    )
     print(
-        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable{known}"
+        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable"
+        f"{_source_of_times(found)}"
     )
     print(f"model    {count(config.parameter_count())} parameters, updates of {tokens_per_update:,} tokens")
     if found.chosen is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from monograph.device import Device, default_device, measured_matmul_flops
-from monograph.graph.precision import DTYPES
+from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
 
@@ -63,5 +63,5 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
     known = dict(device.peak_flops)
     if "bf16" in known:
         known.setdefault("fp16", known["bf16"])
-    missing = [name for name in precisions if name not in known]
-    return known | {name: measured_matmul_flops(default_device(), DTYPES[name], seconds=0.1) for name in missing}
+    dtypes = {name: Precision(name).dtype for name in precisions if name not in known}
+    return known | {name: measured_matmul_flops(default_device(), dtype, 0.1) for name, dtype in dtypes.items()}

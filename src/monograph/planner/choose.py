@@ -177,12 +177,13 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
 
 
 def _ways(asked: Asked) -> list[Ways]:
-    """All combinations; of the step in one graph something is recomputed only if nothing else is asked for.
+    """All combinations, but with something recomputed only in smaller graphs if there is a choice.
 
-    In what order a compiler then computes is not predicted well, and offloading crosses between graphs.
+    In what order one graph of the whole step then computes is not predicted well; offloading crosses between graphs.
     """
-    every = list(itertools.product(asked.precisions, asked.scopes, asked.remats))
-    return [way for way in every if way[1] != "whole" or way[2] == "none"] or every
+    every = itertools.product(asked.precisions, asked.scopes, asked.remats)
+    in_whole = {"none"} if len(asked.scopes) > 1 else {*asked.remats} - {"offload"}
+    return [way for way in every if way[1] != "whole" or way[2] in in_whole]
 
 
 _RECOMPUTED = {
