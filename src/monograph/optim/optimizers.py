@@ -19,17 +19,19 @@ from monograph.optim.updates import adamw_, ema_, muon_
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by the pattern of their names, that have a learning rate or a weight decay of their own.
+    """Parameters, by the pattern of their names, that have a learning rate, weight decay or eps of their own.
 
     Attributes:
         pattern: as of a shell: "lm_head.*", "*.bias"; a star crosses dots. The first group that matches counts.
         lr: factor of the optimizer's learning rate.
         weight_decay: instead of the optimizer's; None leaves it: the optimizer's for matrices, none for the rest.
+        eps: factor of the optimizer's eps; what Muon updates has none.
     """
 
     pattern: str
     lr: float = 1.0
     weight_decay: float | None = None
+    eps: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ class Muon:
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
         shapes = {name: (parameters[name].shape[0], parameters[name].shape[1]) for name in names}
-        return kinds | {n: kinds[n]._replace(matrix=shape, momentum=self.momentum) for n, shape in shapes.items()}
+        return kinds | {
+            name: kinds[name]._replace(matrix=shape, momentum=self.momentum, eps=1.0) for name, shape in shapes.items()
+        }
 
 
 Optimizer = AdamW | Muon
@@ -147,7 +151,7 @@ def update_(
     moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
     param = plane.param.to(grad.dtype)
     if kind.matrix is None:
-        adamw_(param, grad, *moments.values(), applied=applied, betas=optim.betas, eps=optim.eps, **shared)
+        adamw_(param, grad, *moments.values(), applied=applied, betas=optim.betas, eps=optim.eps * kind.eps, **shared)
     else:
         stacks = (_stacked(flat, plane) for flat in (param, grad, *moments.values()))
         muon_(*stacks, momentum=kind.momentum, compute=compute, **shared)
@@ -195,7 +199,7 @@ def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: 
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
         usual = weight_decay if parameter.ndim >= 2 else 0.0
-        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay)
+        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay, eps=group.eps)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds

@@ -27,12 +27,14 @@ class Kind(NamedTuple):
         weight_decay: decoupled decay.
         matrix: (rows, cols) of a matrix that Muon updates; None: AdamW.
         momentum: Muon's.
+        eps: factor of the optimizer's eps.
     """
 
     lr: float
     weight_decay: float
     matrix: tuple[int, int] | None = None
     momentum: float = 0.0
+    eps: float = 1.0
 
 
 class Slot(NamedTuple):
