@@ -53,7 +53,7 @@ def main() -> None:
         "transfer", {"widths": widths, "rates": rates, "seeds": seeds, "updates": updates, "tokens": ROWS * LENGTH}
     )
     harness.print_machine(found)
-    text = mono.corpus(str(Path(asyncio.__file__).parent), tokenizer="bytes", sequence_length=LENGTH, held_out=0.1)
+    text = mono.corpus(source(), tokenizer="bytes", sequence_length=LENGTH, held_out=0.1)
     began = time.process_time()
     for rule, tied in KINDS[: 1 if given.smoke else None]:
         for width in widths:
@@ -67,6 +67,11 @@ def main() -> None:
     found["cpu_s"] = time.process_time() - began
     harness.print_table(["way", "vertices, log2", "steps apart", "losses at the vertices"], map(row, found["drifts"]))
     harness.write(given.out, found)
+
+
+def source() -> str:
+    """The folder of the text: half a megabyte that every Python brings."""
+    return str(Path(asyncio.__file__).parent)
 
 
 def shape(width: int, tied: bool, vocabulary: int) -> mono.LlamaConfig:

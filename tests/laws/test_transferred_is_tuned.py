@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import monograph as mono
 from batches import copied, ragged
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -28,6 +29,7 @@ from monograph.step import Step
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
 from reference import multipliers as reference
+from scripts import ROOT, script
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "untied": {},
@@ -313,3 +315,21 @@ def test_it_sees_a_wrong_rate(rule: str, pattern: str, power: float) -> None:
         return replace(right, groups=groups)
 
     assert outside(slopes(rule, False, mutated), rule, False)
+
+
+# ---- (d) the best rate stays where it is ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_best_rate_stays_within_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At four times the width, judged by the vertex; without transfer it moves by one step for each doubling."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sweep = script("benchmarks/transfer.py")
+    text = mono.corpus(sweep.source(), tokenizer="bytes", sequence_length=sweep.LENGTH, held_out=0.1)
+    grid = (tuple(2.0**k for k in range(-9, -3)), sweep.SEEDS, sweep.UPDATES)
+    way = sweep.Way("adamw", tied=False, transfer=True)
+    narrow, carried = (sweep.measured(way, width, 32, text, grid) for width in (32, 128))
+    plain = sweep.measured(replace(way, transfer=False), 128, 32, text, grid)
+    assert narrow["bracketed"] and carried["bracketed"]
+    assert abs(carried["vertex_log2"] - narrow["vertex_log2"]) <= 1 < narrow["vertex_log2"] - plain["vertex_log2"]
