@@ -8,3 +8,5 @@ from monograph.evaluation.continuations import Continuation as Continuation
 from monograph.evaluation.continuations import score as score
 from monograph.evaluation.text import Evaluation as Evaluation
 from monograph.evaluation.text import evaluate as evaluate
+from monograph.evaluation.vertex import Vertex as Vertex
+from monograph.evaluation.vertex import vertex as vertex

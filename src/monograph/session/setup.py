@@ -29,6 +29,7 @@ from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.planning import asked_of, planned, require_together
 from monograph.session.session import Session, make_optimizer
+from monograph.session.width import transfer_of
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
@@ -123,10 +124,13 @@ def make_engine(
         **choices,
     }
     settings = settings.resolve(fixed, "plan")
+    shape = model.config if isinstance(model, Llama) else None
+    if transfer := transfer_of(settings, shape):
+        transfer.initialise_(model)
     engine = Resident(
         model.to(device),
         loss=loss,
-        optim=make_optimizer(settings),
+        optim=make_optimizer(settings, shape),
         clip=None if optim.grad_clip == "none" else optim.grad_clip,
         precision=Precision(settings.train.precision),
         remat=named(settings.train.remat),
