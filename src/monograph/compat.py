@@ -105,6 +105,17 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
         return choice.bind((left, right), layout).output_node()
 
 
+@functools.cache
+def lower_to_memory(operator: Any) -> None:
+    """Let Inductor read the result of `operator(value)`, which is the value, from memory; once."""
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def _(value: Any) -> Any:
+        value.realize()
+        return value
+
+
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
     import torch

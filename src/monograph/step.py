@@ -7,6 +7,7 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
+from monograph.ops.once import once
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -125,14 +127,15 @@ class Step:
         self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
-        zero = torch.zeros(self.planes[0].param.shape[:-1], device=self.device)
+        of_members = self.planes[0].param.shape[:-1]
+        zeros = functools.partial(torch.zeros, of_members, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
-        self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
-        self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
-        self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
+        self.lr, self.loss_sum = (zeros(dtype=torch.float64) for _ in range(2))
+        self.count, self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(5))
+        self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.seed = zero.to(torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
+        self.seed = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
@@ -266,7 +269,7 @@ class Step:
         if self.precision.scaled:
             self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
         for plane, total in zip(self.planes, grads, strict=True):
-            grad = total * scale.to(total.dtype).unsqueeze(-1)
+            grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
         return grad_norm

@@ -17,6 +17,7 @@ from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.static_inputs import StaticInputs
+from monograph.ops import once  # noqa: F401 - its operator
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
@@ -169,7 +170,10 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
     compat.cache_custom_functions()
-    options = matmul.passes() if backend == "inductor" else None
+    options = None
+    if backend == "inductor":
+        compat.lower_to_memory(torch.ops.monograph.once.default)
+        options = matmul.passes()
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
