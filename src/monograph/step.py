@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph import fp8, recompute
+from monograph.graph import fp8, recompute, siblings
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -100,11 +100,15 @@ class Step:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
         self.sum_over_ranks = sum_over_ranks
+        if self.precision.name == "fp8" and siblings.families(model):
+            raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
         self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
-        self.planes = planes(trainable(model), self.optim.kinds(model), self.optim.state)
+        parameters = siblings.side_by_side(model, trainable(model))
+        self.planes = planes(parameters, self.optim.kinds(model), self.optim.state)
+        siblings.settle(model)
         for plane in self.planes:
             initialise(plane, self.optim)
         self.holds_average = False
