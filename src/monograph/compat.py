@@ -198,11 +198,6 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     return sum(stored.values())
 
 
-def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors, with numbers or without, are views of one piece of memory."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
 def in_transform() -> bool:
     """Whether a transform of `torch.func` (vmap, grad) is being applied."""
     import torch

@@ -21,7 +21,18 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
-from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, unlinked, update_
+from monograph.optim import (
+    AdamW,
+    Optimizer,
+    Plane,
+    checked,
+    hidden_matrices,
+    initialise,
+    planes,
+    trainable,
+    unlinked,
+    update_,
+)
 from monograph.schedule import Schedule, constant
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
@@ -100,17 +111,11 @@ class Step:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
         self.sum_over_ranks = sum_over_ranks
-        if self.precision.name == "fp8" and siblings.families(model):
-            raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
-        self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
+        self.left_in_bf16 = _in_fp8(model) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
-        parameters = siblings.side_by_side(model, trainable(model))
-        self.planes = planes(parameters, self.optim.kinds(model), self.optim.state)
-        siblings.settle(model)
-        for plane in self.planes:
-            initialise(plane, self.optim)
+        self.planes = _planes(model, self.optim)
         self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
@@ -217,6 +222,20 @@ class Step:
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
             plane.grad.zero_()
         return grad_norm
+
+
+def _in_fp8(model: nn.Module) -> list[str]:
+    if siblings.families(model):
+        raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
+    return fp8.use(model, hidden_matrices(model))
+
+
+def _planes(model: nn.Module, optim: Optimizer) -> list[Plane]:
+    made = planes(siblings.side_by_side(model, trainable(model)), optim.kinds(model), optim.state)
+    siblings.settle(model)
+    for plane in made:
+        initialise(plane, optim)
+    return made
 
 
 def _reciprocal(count: Tensor) -> Tensor:

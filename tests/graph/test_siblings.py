@@ -244,23 +244,34 @@ def test_a_layer_called_without_the_first_or_after_a_part_was_repeated():
     assert relative_error(mine, twin.a.weight.grad) < 1e-6
 
 
-def test_other_parameters_than_the_fused_ones():
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_other_parameters_than_the_fused_ones(kind):
     """`torch.func` puts others in their place; inference mode does not say what was changed."""
     model = Pair()
     fuse_siblings(model, X)
-    other = {name: p.detach() + 1 for name, p in model.named_parameters()}
-    truth = torch.func.functional_call(copy.deepcopy(model), other, (X,))
+    own = {name: p.detach() for name, p in model.named_parameters() if name.endswith(kind)}
+    other = {name: p + 1 for name, p in own.items()}
     plain = Pair()
-    plain.load_state_dict(other)
-    assert relative_error(truth, plain(X)) < 1e-6
+    plain.load_state_dict(model.state_dict() | other)
     calling = lambda parameters, x: torch.func.functional_call(model, parameters, (x,))  # noqa: E731
-    assert relative_error(compiled(calling, "aot_eager")(other, X), plain(X)) < 1e-6
-    stacked = {name: torch.stack([p.detach(), other[name]]) for name, p in model.named_parameters()}
+    for call in (calling, compiled(calling, "aot_eager")):
+        assert relative_error(call(other, X), plain(X)) < 1e-6
+    stacked = {name: torch.stack([p, other[name]]) for name, p in own.items()}
     both = torch.func.vmap(calling, (0, None))(stacked, X)
     assert relative_error(both[1], plain(X)) < 1e-6 and relative_error(both[0], alone(model, X)) < 1e-6
     assert relative_error(torch.func.vmap(model)(X[:, None])[:, 0], alone(model, X)) < 1e-6
     with torch.inference_mode():
         assert relative_error(model(X + 0), alone(model, X + 0)) < 1e-6
+
+
+def test_weights_that_are_changed_before_the_backward_pass():
+    model = Pair(after=torch.sin)
+    fuse_siblings(model, X)
+    loss = model(X.clone().requires_grad_()).sum()
+    with torch.no_grad():
+        model.a.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        loss.backward()
 
 
 def test_memory_that_somebody_moves():

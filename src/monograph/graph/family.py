@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph import compat
+from monograph.graph.recording import storage_of
 
 
 class Sibling(nn.Linear):
@@ -128,7 +129,8 @@ class Family:
                     return False
         if torch.compiler.is_compiling():  # which may not look where memory is
             return True
-        return beside(self.weights) and compat.same_memory(self.weight, self.weights[0]) and not compat.in_transform()
+        here = storage_of(self.weight) == storage_of(self.weights[0]) and beside(self.weights)
+        return here and not compat.in_transform()
 
     @property
     def waits(self) -> bool:
@@ -194,16 +196,15 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
         joined = torch.cat([part.detach() for part in parts])
         for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = piece
+    # A view of the first part's data: autograd notices when that is changed between forward and backward pass.
     first, rows = parts[0].detach(), sum(len(part) for part in parts)
-    # Not a view in autograd's eyes: Dynamo would take it for one of the first part, which is smaller.
-    whole = first.new_empty(0)
-    return whole.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]), first.stride())
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def beside(parts: list[Any]) -> bool:
     """Whether tensors lie one after the other in one piece of memory."""
     return all(
-        compat.same_memory(one, other)
+        storage_of(one) == storage_of(other)
         and one.is_contiguous()
         and other.is_contiguous()
         and one.storage_offset() + one.numel() == other.storage_offset()
