@@ -209,6 +209,24 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     return sum(stored.values())
 
 
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad) is being applied."""
+    import torch
+
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def allow_stashes_in_recomputed() -> None:
+    """Let a captured block that is recomputed hand a tensor from one module to another through an attribute.
+
+    Dynamo refuses all writes to attributes there, since it does not repeat them in the backward pass; such a one is
+    taken back before the block ends.
+    """
+    import torch._dynamo.config as config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
 def without_numbers() -> bool:
     """Whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensorMode

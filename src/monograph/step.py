@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph import fp8, recompute
+from monograph.graph import fp8, recompute, siblings
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -117,7 +117,7 @@ class Step:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
         self.sum_over_ranks = sum_over_ranks
-        self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
+        self.left_in_bf16 = _in_fp8(model) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
@@ -152,7 +152,10 @@ class Step:
 
     def laid_out(self) -> list[Plane]:
         """The trainable parameters in planes."""
-        return planes(trainable(self.model), self.optim.kinds(self.model), self.optim.state)
+        in_order = siblings.side_by_side(self.model, trainable(self.model))
+        made = planes(in_order, self.optim.kinds(self.model), self.optim.state)
+        siblings.settle(self.model)
+        return made
 
     def context(self) -> AbstractContextManager[None]:
         """The context in which the loss is called."""
@@ -273,6 +276,12 @@ class Step:
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
         return grad_norm
+
+
+def _in_fp8(model: nn.Module) -> list[str]:
+    if siblings.families(model):
+        raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
+    return fp8.use(model, hidden_matrices(model))
 
 
 def _reciprocal(count: Tensor) -> Tensor:

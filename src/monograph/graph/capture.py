@@ -16,6 +16,7 @@ from monograph.graph import matmul, recompute
 from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
+from monograph.graph.siblings import within_blocks
 from monograph.graph.static_inputs import StaticInputs
 from monograph.ops import once  # noqa: F401 - its operator
 
@@ -130,6 +131,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
+    within_blocks(step.model)
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
