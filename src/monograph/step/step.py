@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,34 +35,9 @@ from monograph.optim import (
     update_,
 )
 from monograph.schedule import Schedule, constant
+from monograph.step.result import Update
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
-
-    Of an ensemble the tensors are [N], one number for each member, and so many are the learning rates.
-
-    Attributes:
-        index: 0, 1, ...: how many updates came before.
-        loss: mean loss per target over the whole window, fp64.
-        count: targets in the window, int64.
-        lr: learning rate of this update.
-        grad_norm: Euclidean norm of the gradient before clipping, fp64.
-        tokens: targets trained on since the start, this window included, int64.
-        skipped: updates skipped since the start because loss or gradient was not finite or the window had no target,
-            int64.
-    """
-
-    index: int
-    loss: Tensor
-    count: Tensor
-    lr: float | tuple[float, ...]
-    grad_norm: Tensor
-    tokens: Tensor
-    skipped: Tensor
 
 
 class Step:
@@ -109,15 +83,14 @@ class Step:
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
-        self.model, self.loss, self.clip = model, loss, clip
+        self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, clip, sum_over_ranks
         self.optim = checked(optim or AdamW())
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
-        self.sum_over_ranks = sum_over_ranks
-        self.left_in_bf16 = _in_fp8(model) if self.precision.name == "fp8" else []
+        self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
@@ -276,12 +249,6 @@ class Step:
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
         return grad_norm
-
-
-def _in_fp8(model: nn.Module) -> list[str]:
-    if siblings.families(model):
-        raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
-    return fp8.use(model, hidden_matrices(model))
 
 
 def _reciprocal(count: Tensor) -> Tensor:
