@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from monograph import planner
@@ -42,6 +43,19 @@ def shape_of(settings: Settings) -> LlamaConfig:
     elif not model.vocab_size and model.preset == "auto":
         raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")
     return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
+
+
+def shape_before(recipe: Recipe) -> LlamaConfig | None:
+    """The shape that a recipe's model has, with nothing of it built; None where only building it tells.
+
+    Raises:
+        InputRefused: a folder whose config.json cannot be used.
+    """
+    if recipe.init is None:
+        return recipe.shape()
+    if recipe.file or is_weight_file(recipe.init) or run_named(recipe.init) or not Path(recipe.init).is_dir():
+        return None
+    return hub.read_config(recipe.init)
 
 
 def require_together(settings: Settings) -> None:
