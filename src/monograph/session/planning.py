@@ -67,6 +67,12 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+    name, precision = settings.optim.name, train.precision
+    if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
+        raise UsageError(
+            f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
+            "take bf16 or fp8"
+        )
 
 
 def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
