@@ -46,6 +46,9 @@ def test_a_damaged_file_is_none_and_is_replaced(tmp_path, text):
 def test_what_cannot_be_written_is_forgotten(tmp_path):
     (tmp_path / "file").write_text("")
     assert noted(tmp_path / "file" / "calibration.json", 2.0).slowness(CARD, "bf16") is None
+    (taken := tmp_path / "calibration.json").mkdir()
+    assert noted(taken, 2.0).slowness(CARD, "bf16") is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json", "file"], "nothing half-written"
 
 
 def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):

@@ -71,6 +71,17 @@ def test_the_trace_has_the_last_word(traced):
     assert second.nearest.work != first.work and calls[-1] == second.nearest.work
 
 
+@pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.5])
+def test_what_a_trace_found_too_large_is_never_chosen(traced, factor):
+    """However often the closed form was wrong: what is chosen beside a full card has been traced, and fits."""
+    asked = replace(LLAMA_3_8B, scopes=("whole", "blocks", "none"), remats=("none", "pointwise", 0.5, 0.25, "full"))
+    for gib in (150, 180, 220):
+        calls = traced(factor)
+        found = plan(asked, with_memory(H200, gib * 2**30), H200.peak_flops)
+        assert found.nearest.by_origin and found.nearest.work == calls[-1]
+        assert found.chosen is None or found.chosen.peak_memory_bytes <= found.budget_bytes
+
+
 def test_what_does_not_fit_says_what_is_nearest_and_by_how_much(traced):
     traced(1.0)
     card = named("4090")

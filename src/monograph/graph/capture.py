@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -121,6 +122,21 @@ def release(step: Any) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def set_aside(step: Any) -> Iterator[None]:
+    """In the block the step is as it was before its capture, and afterwards captured again, its graphs the same.
+
+    For who samples from the step's module: a graph of a block is of training and evaluation, and would be made anew
+    for each layer's cache.
+    """
+    captured = [(each.owner, each.name, vars(each.owner)[each.name]) for each in step.__dict__.get("replaced", [])]
+    release(step)
+    try:
+        yield
+    finally:
+        step.replaced = [_replace(*each) for each in captured]
 
 
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:

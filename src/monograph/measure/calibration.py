@@ -50,6 +50,8 @@ class Calibration:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({"schema": SCHEMA, "seen": self._seen}))
             temporary.replace(self._file)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _kind(device: Device, precision: str) -> str:

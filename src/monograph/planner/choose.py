@@ -153,20 +153,21 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
     known = {each: calibration.slowness(device, each) for each in asked.precisions} if calibration else {}
     slowness = {precision: ratio for precision, ratio in known.items() if ratio}
     corrections: dict[Ways, float] = {}
-    for _ in range(MOST_TRACES):
+    for attempt in range(MOST_TRACES):
         found = [
             each
             for policy in _ways(asked)
             for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops, slowness)
         ]
         fitting = [each for each in found if each.peak_memory_bytes <= limit]
-        best = min(fitting, key=lambda each: each.update_s) if fitting else min(found, key=_memory)
+        last = attempt == MOST_TRACES - 1  # if what seemed to fit did not, so often, then what needs the least
+        best = min(fitting, key=lambda each: each.update_s) if fitting and not last else min(found, key=_memory)
         if fitting and best.peak_memory_bytes * DOUBT <= limit:
             break
         truth = footprint(best.work)
         key = best.work.precision, best.work.compile, best.work.remat
         corrections[key] = truth.peak_bytes / _closed_form(asked, best.work)
-        if (truth.peak_bytes <= limit) == bool(fitting):
+        if last or (truth.peak_bytes <= limit) == bool(fitting):
             best = _traced(found, best, truth)
             break
     chosen = best if best.peak_memory_bytes <= limit else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from monograph import planner
@@ -44,6 +45,19 @@ def shape_of(settings: Settings) -> LlamaConfig:
     return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
 
 
+def shape_before(recipe: Recipe) -> LlamaConfig | None:
+    """The shape that a recipe's model has, with nothing of it built; None where only building it tells.
+
+    Raises:
+        InputRefused: a folder whose config.json cannot be used.
+    """
+    if recipe.init is None:
+        return recipe.shape()
+    if recipe.file or is_weight_file(recipe.init) or run_named(recipe.init) or not Path(recipe.init).is_dir():
+        return None
+    return hub.read_config(recipe.init)
+
+
 def require_together(settings: Settings) -> None:
     """Refuse choices that exclude one another.
 
@@ -53,6 +67,12 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+    name, precision = settings.optim.name, train.precision
+    if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
+        raise UsageError(
+            f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
+            "take bf16 or fp8"
+        )
 
 
 def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
