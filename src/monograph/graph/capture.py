@@ -171,6 +171,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
     compat.cache_custom_functions()
+    compat.cache_attention_kernels()
     options = matmul.passes() if backend == "inductor" else None
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 

@@ -24,6 +24,7 @@ from monograph.loop import EngineState
 from monograph.measure.memory import ledger
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.attention import Kernel
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
@@ -50,6 +51,7 @@ class Session:
         length: updates of the run as it was planned.
         planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
+        kernel: what computes attention, where it was measured; None before that, and where it was not.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
         elapsed_s: seconds spent in earlier processes of the same run.
@@ -71,6 +73,7 @@ class Session:
     cooled: list[int] | None = None
     planned: Candidate | None = None
     eager_reason: str | None = None
+    kernel: Kernel | None = None
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
 
@@ -112,6 +115,7 @@ class Session:
             "data": self.batches.state(),
             "random": randomness.state(self.engine.step.device),
             "micro_batch": self.engine.micro_batch,
+            "attention": self.kernel,
             "length": self.length,
             "cooled": self.cooled,
             "budget_s": self.budget_s,
@@ -161,6 +165,7 @@ class Session:
         self.batches = self.open_batches(state["data"]["rows"], state["data"]["seed"])
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
+        self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
         then, now = state["versions"], _versions()
         changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
