@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from monograph.device import Device
 from monograph.measure.estimate import estimate_bytes
@@ -64,6 +64,7 @@ class Candidate:
         tokens_per_s: likewise.
         mfu: of the datasheet's rate, None on a device without one.
         by_origin: the peak in parts, where it was traced.
+        residual_bytes: of the workspace, what earlier runs on the device took beyond their traces.
         why: it was not chosen; empty for the one that was.
     """
 
@@ -73,7 +74,22 @@ class Candidate:
     tokens_per_s: float
     mfu: float | None
     by_origin: Mapping[str, int] | None = None
+    residual_bytes: int = 0
     why: str = ""
+
+    @property
+    def traced(self) -> Mapping[str, int] | None:
+        """`by_origin` as it was traced."""
+        if not (self.by_origin and self.residual_bytes):
+            return self.by_origin
+        return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
+
+    def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> Candidate:
+        """The same with its memory traced, and as many bytes more of workspace."""
+        if residual_bytes:
+            by_origin = {**by_origin, "workspace": by_origin["workspace"] + residual_bytes}
+        needed = sum(by_origin.values())
+        return replace(self, peak_memory_bytes=needed, by_origin=by_origin, residual_bytes=residual_bytes)
 
 
 def ways(asked: Asked) -> list[Ways]:

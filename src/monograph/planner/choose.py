@@ -81,7 +81,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         asked: what is to be trained.
         device: where.
         peak_flops: FLOP/s by precision: the datasheet's, or of a CPU measured ones.
-        calibration: what earlier runs on the device took.
+        calibration: what earlier runs on the device took, time and memory.
 
     Raises:
         UsageError: the device has no memory to give.
@@ -109,9 +109,10 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         if len(traced) == MOST_TRACES - 1:  # the last hope: of the smallest micro-batches what needs least
             smallest = sorted(candidates(0), key=lambda each: closed_form(asked, each.work))
             best = next((each for each in smallest if each.work not in traced), best)
-        truth = footprint(best.work)
-        corrections[way_of(best.work)] = truth.peak_bytes / closed_form(asked, best.work)
-        traced[best.work] = replace(best, peak_memory_bytes=truth.peak_bytes, by_origin=truth.by_origin)
+        found_in = footprint(best.work).by_origin
+        residual = calibration.residual(device, best.work, found_in) if calibration else 0
+        truth = traced[best.work] = best.of_trace(found_in, residual)
+        corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
     fits = best.peak_memory_bytes <= limit
     rest = sorted((each for each in found if each.work != best.work), key=lambda each: each.update_s)
     first = replace(best, why="" if fits else _too_large(best, limit))

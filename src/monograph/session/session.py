@@ -16,12 +16,16 @@ from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
+from monograph.data.place import calibration_file
 from monograph.data.tokenizer import Tokenizer
-from monograph.device import clock
+from monograph.device import clock, describe
 from monograph.errors import Diverged, InputRefused
+from monograph.graph.capture import is_replayed
 from monograph.graph.inspect import buffers_kept
+from monograph.graph.remat import named
 from monograph.loop import EngineState
-from monograph.measure.memory import ledger
+from monograph.measure.calibration import Calibration
+from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
@@ -221,10 +225,25 @@ class Session:
 
     def account(self, update: int) -> None:
         """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
+        if update == 1:  # nothing but the update has run yet
+            self._remember_memory()
         if update == 2:
             planned = self.planned.by_origin if self.planned else None
             found = ledger(self.engine.step.planes, planned, self.engine.step.device)
             self.run.log({"update": update, "memory": found})
+
+    def _remember_memory(self) -> None:
+        """Keep how far a GPU's peak is from its trace for later plans, if what was traced is what ran.
+
+        A captured micro-step holds a pool that no plan knows. On a CPU the peak is all of the process.
+        """
+        step, planned = self.engine.step, self.planned
+        if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
+            return
+        work = planned.work
+        if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
+            measured = peak_memory_bytes(step.device)
+            Calibration(calibration_file()).note_memory(describe(step.device), work, planned.traced, measured)
 
     def shorten(self, updates: int) -> None:
         """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""
