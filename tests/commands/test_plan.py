@@ -11,6 +11,7 @@ from monograph.cli import main
 from monograph.commands.plan import memory_size
 from monograph.device import describe
 from monograph.errors import UsageError
+from monograph.measure.calibration import Calibration
 
 
 def run(capsys, *arguments):
@@ -38,6 +39,18 @@ def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
+
+
+def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(capsys, monkeypatch):
+    arguments = ("model.preset=1b", "data.sequence_length=512", "--device=4090", "train.compile=none", "--json")
+    needed = []
+    for more in (0, 2**28):
+        monkeypatch.setattr(Calibration, "residual", lambda *_, more=more: more)
+        _, out, _ = run(capsys, *arguments)
+        best = json.loads(out.splitlines()[-1])["candidates"][0]
+        assert best["calibrated_bytes"] == more and ("(0.25 GiB calibrated by earlier runs)" in out) == bool(more)
+        needed.append((best["micro_batch"], best["peak_memory_bytes"], best["memory_by_origin"]["workspace_bytes"]))
+    assert needed[1] == (needed[0][0], needed[0][1] + 2**28, needed[0][2] + 2**28)
 
 
 @pytest.mark.parametrize(

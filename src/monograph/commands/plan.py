@@ -100,7 +100,8 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
     if best.by_origin:
         print(f"memory   {_bar(best.by_origin, found.budget_bytes)}")
         parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
-        print(f"         {', '.join(parts)}")
+        more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
+        print(f"         {', '.join(parts)}{more}")
     print()
     lines: list[tuple[str, ...]] = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
     lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
@@ -163,6 +164,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "memory_by_origin": None
         if origins is None
         else {f"{k.replace(' ', '_')}_bytes": v for k, v in origins.items()},
+        "calibrated_bytes": candidate.residual_bytes,
         "update_s": candidate.update_s,
         "wall_s": candidate.update_s * updates if updates else None,
         "tokens_per_s": candidate.tokens_per_s,

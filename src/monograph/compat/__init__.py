@@ -3,6 +3,7 @@
 from monograph.compat.dynamo import (
     allow_variants,
     as_if_compiling,
+    cache_attention_kernels,
     cache_custom_functions,
     captured_graphs,
     graph_breaks,
@@ -29,6 +30,7 @@ __all__ = [
     "allow_stashes_in_recomputed",
     "allow_variants",
     "as_if_compiling",
+    "cache_attention_kernels",
     "cache_custom_functions",
     "captured_graphs",
     "flops_of",

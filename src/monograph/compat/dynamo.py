@@ -42,6 +42,18 @@ def cache_custom_functions() -> None:
     config.autograd_cache_allow_custom_autograd_functions = True
 
 
+def cache_attention_kernels() -> None:
+    """Let compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) be cached between runs.
+
+    torch leaves them out, as it does not know the two functions that Dynamo writes into the graph. Their arguments, and
+    so the kernel's name, are part of the graph that the key is made of: another kernel is another entry.
+    """
+    import torch._inductor.config as config
+
+    names = ("torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string")
+    config.unsafe_marked_cacheable_functions |= dict.fromkeys(names, "1")
+
+
 def allow_variants(most: int = 64) -> None:
     """Let one function be captured for so many different arguments; torch gives up after eight."""
     import torch._dynamo.config as config

@@ -188,6 +188,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
     compat.cache_custom_functions()
+    compat.cache_attention_kernels()
     options = None
     if backend == "inductor":
         compat.lower_to_memory(torch.ops.monograph.once.default)

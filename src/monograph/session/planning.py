@@ -8,8 +8,10 @@ from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
+from monograph.data.place import calibration_file
 from monograph.device import Device, compiler_obstacle
 from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
@@ -109,7 +111,8 @@ def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidat
     asked = asked_of(settings, config, device)
     eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
-    found = planner.plan(replace(asked, scopes=scopes), device, dict.fromkeys(asked.precisions, RANKING_FLOPS))
+    rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
+    found = planner.plan(replace(asked, scopes=scopes), device, rates, known)
     if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
         raise OutOfDeviceMemory(found.refusal)
     return found.nearest

@@ -28,6 +28,7 @@ from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
+from monograph.session.attention import choose_kernel
 from monograph.session.planning import asked_of, planned, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
 from monograph.session.width import transfer_of
@@ -184,6 +185,7 @@ def _prepare(session: Session, progress: Progress) -> None:
             f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
+    choose_kernel(session, window, progress)
     if train.compile == "none":
         session.eager_reason = "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
