@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-<<<<<<< HEAD
 README = ROOT / "README.md"
 PEERS, GENERATE, SIBLINGS = (ROOT / "docs" / f"{name}.md" for name in ("peers", "generate", "siblings"))
-=======
-README, PEERS, GENERATE = ROOT / "README.md", ROOT / "docs" / "peers.md", ROOT / "docs" / "generate.md"
 TRANSFER = ROOT / "docs" / "transfer.md"
->>>>>>> hD
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
@@ -140,7 +136,6 @@ def scopes(found: Found) -> str:
     return "; ".join(lines)
 
 
-<<<<<<< HEAD
 def siblings(found: Found) -> str:
     """Time of a captured update with fused siblings over one with separate ones, by width."""
     lines = []
@@ -149,13 +144,13 @@ def siblings(found: Found) -> str:
         ratios = (f"{c['width']} {c['update']['fused_over_separate']['cpu']['median']:.2f} ×" for c in those)
         lines.append(f"{precision}: {', '.join(ratios)}")
     return "; ".join(lines)
-=======
+
+
 def transfer(found: Found) -> str:
     """How far the best learning rate moves between the narrowest and the widest model, in factor-2 steps."""
     widths = found["settings"]["widths"]
     steps = "; ".join(f"{drift['way']} {drift['steps']:+.1f}" for drift in found["drifts"])
     return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
->>>>>>> hD
 
 
 RIVALS = ("trainer", "lightning", "litgpt")
@@ -180,16 +175,14 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
     "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
     "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
-<<<<<<< HEAD
     "siblings": (
         "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
         "([how](docs/siblings.md))",
         siblings,
-=======
+    ),
     "transfer": (
         "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
         transfer,
->>>>>>> hD
     ),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
@@ -285,7 +278,6 @@ def generating() -> str:
     return "\n".join(lines)
 
 
-<<<<<<< HEAD
 def fusing() -> str:
     """One line for each case of benchmarks/siblings.py."""
     result = RESULTS / "siblings.json"
@@ -305,27 +297,33 @@ def fusing() -> str:
         peak = case["update_peak_bytes"]
         cells += [f"{peak['fused'] / peak['separate']:.2f} ×", "yes" if case["update"]["kept"] else "no"]
         lines.append(f"| {' | '.join(cells)} |")
-=======
+    return "\n".join(lines)
+
+
 def carrying() -> str:
     """The losses of every rate at every width, of benchmarks/transfer.py, and where their vertices are."""
-    found = json.loads((RESULTS / "transfer.json").read_text())
+    result = RESULTS / "transfer.json"
+    if not result.exists():
+        return "Not measured yet."
+    found = json.loads(result.read_text())
     rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
     lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
     for case in found["cases"]:
         means = [statistics.mean(losses) for losses in case["losses"]]
         shown = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
         lines.append(f"| {case['way']} | {case['width']} | {' | '.join(shown)} | 2^{case['vertex_log2']:.1f} |")
->>>>>>> hD
     return "\n".join(lines)
 
 
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
-<<<<<<< HEAD
-    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()], SIBLINGS: [fusing()]}
-=======
-    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()], TRANSFER: [carrying()]}
->>>>>>> hD
+    return {
+        README: [table()],
+        PEERS: [peers(), quality()],
+        GENERATE: [generating()],
+        SIBLINGS: [fusing()],
+        TRANSFER: [carrying()],
+    }
 
 
 def main() -> None:
