@@ -291,3 +291,10 @@ def test_ensemble_peers(script, monkeypatch, tmp_path):
     for case in found["cases"]:
         assert set(case["faster_than"]) == {"loop", "compiled loop", "torch.func"}
         assert all(ratios["cpu"]["median"] > 0 for ratios in case["faster_than"].values())
+
+
+def test_crossover(script, uncompiled, monkeypatch, tmp_path):
+    crossover = script("crossover")
+    monkeypatch.setattr(crossover.Ensemble, "capture", lambda self, window: None)
+    [case] = smoke(crossover, monkeypatch, tmp_path / "found.json")["cases"]
+    assert set(case["gain"]) == {"1", "16"} and case["gain"]["1"] == 1 and case["chosen"] in (1, 16)
