@@ -84,14 +84,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         updates = planner.updates_for(
             planner.UPDATES_SHARE * session.budget_s, seconds, planner.MOST_EPOCHS * per_epoch
         )
-    warmup = session.settings.optim.warmup_updates
-    fixed: dict[str, object] = {
-        "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
-        "train.eval_every": planner.interval(updates, EVALUATIONS) if train.eval_every == "auto" else None,
-        "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
-        "train.updates": None if train.epochs else updates,
-    }
-    session.settings = session.settings.resolve({k: v for k, v in fixed.items() if v is not None}, "plan")
+    session.settings = of_length(session.settings, updates)
     session.length = updates
     session.engine.step.schedule = session.schedule()
     per_update = int(session.settings.train.tokens_per_update)
@@ -101,6 +94,18 @@ def fix_length(session: Session, progress: Progress) -> None:
         f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
+
+
+def of_length(settings: Settings, updates: int) -> Settings:
+    """The settings of a run of so many updates: with warm-up, evaluations and checkpoints to match."""
+    train, warmup = settings.train, settings.optim.warmup_updates
+    fixed: dict[str, object] = {
+        "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
+        "train.eval_every": planner.interval(updates, EVALUATIONS) if train.eval_every == "auto" else None,
+        "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
+        "train.updates": None if train.epochs else updates,
+    }
+    return settings.resolve({key: value for key, value in fixed.items() if value is not None}, "plan")
 
 
 def settings_of(run: Run, given: Settings) -> Settings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
+from monograph.loss import Loss
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
@@ -83,24 +84,37 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
     return found
 
 
+class Made(NamedTuple):
+    """A model that was built from settings, before any engine has it.
+
+    Attributes:
+        settings: every value fixed but the number of updates and what follows from it.
+        recipe: what the model is built from.
+        model: on the host.
+        loss: of it.
+        planned: what the planner expects of it, None where it was not asked.
+    """
+
+    settings: Settings
+    recipe: Recipe
+    model: nn.Module
+    loss: Loss
+    planned: Candidate | None
+
+
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
     """The session of a run at its beginning."""
-    settings, recipe, engine, plan = make_engine(settings, text, device, machine)
-    train = settings.train
+    made = make_model(settings, text, machine)
+    settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
+    engine = make_engine(made, device)
     randomness.seed(train.seed)
-    return Session(run, settings, recipe, text, engine, batches, planned=plan)
+    return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned)
 
 
-def make_engine(
-    settings: Settings, text: Corpus, device: torch.device, machine: Device
-) -> tuple[Settings, Recipe, Resident, Candidate | None]:
-    """Build model and engine on the device and fix every remaining automatic value but the number of updates.
-
-    Returns:
-        The settings, what the model is built from, the engine, and what the planner expects of it if it was asked.
-    """
+def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
+    """Build the model and fix every remaining automatic value but the number of updates."""
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
@@ -122,17 +136,21 @@ def make_engine(
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
         **choices,
     }
-    settings = settings.resolve(fixed, "plan")
-    engine = Resident(
-        model.to(device),
-        loss=loss,
-        optim=make_optimizer(settings),
-        clip=None if optim.grad_clip == "none" else optim.grad_clip,
-        precision=Precision(settings.train.precision),
-        remat=named(settings.train.remat),
-        micro_batch=int(settings.train.micro_batch),
+    return Made(settings.resolve(fixed, "plan"), recipe, model, loss, plan)
+
+
+def make_engine(made: Made, device: torch.device) -> Resident:
+    """The engine of one model on the device."""
+    train, clip = made.settings.train, made.settings.optim.grad_clip
+    return Resident(
+        made.model.to(device),
+        loss=made.loss,
+        optim=make_optimizer(made.settings),
+        clip=None if clip == "none" else clip,
+        precision=Precision(train.precision),
+        remat=named(train.remat),
+        micro_batch=int(train.micro_batch),
     )
-    return settings, recipe, engine, plan
 
 
 def repeatable(device: torch.device) -> None:
