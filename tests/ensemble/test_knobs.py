@@ -17,6 +17,7 @@ from monograph.errors import UsageError
 def test_knobs_are_read_by_name_and_never_change() -> None:
     knobs = Knobs(lr=1e-3, seed=2)
     assert (knobs.lr, knobs.seed) == (1e-3, 2) and list(knobs.items()) == [("lr", 1e-3), ("seed", 2)]
+    assert dict(knobs) == {"lr": 1e-3, "seed": 2}
     with pytest.raises(AttributeError, match="never change"):
         knobs.lr = 2
     with pytest.raises(AttributeError, match="no knob 'rate'; there are lr, seed"):

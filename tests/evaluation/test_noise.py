@@ -49,7 +49,7 @@ def test_settings_are_compared_with_the_best() -> None:
     # The better half is the best and its neighbour: one paired difference, two seeds.
     assert table.degrees == 1 and table.noise == pytest.approx(statistics.stdev([0.01, 0.0]))
     assert (first.tied, close.tied, far.tied) == (False, True, False), "12.7 · .0071 / √2 = .064"
-    assert "tied (+0.005)" in str(table) and "1 degrees of freedom" in table.how
+    assert "tied (+0.005)" in str(table) and "1 degree of freedom" in table.how
     assert table.line(table.settings[1]) == "lr=0.1: 2.450 ± 0.050 bits/byte   best"
 
 

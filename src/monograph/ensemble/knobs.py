@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import ItemsView, Iterable, Mapping
+from collections.abc import ItemsView, Iterable, KeysView, Mapping
 from typing import Any
 
 from monograph.errors import UsageError
@@ -35,6 +35,13 @@ class Knobs:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         object.__setattr__(self, "_values", state)
+
+    def keys(self) -> KeysView[str]:
+        """The names; with it `dict(knobs)` works."""
+        return self._values.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
 
     def items(self) -> ItemsView[str, Any]:
         """(name, value) pairs, in the order in which they were given."""

@@ -115,11 +115,12 @@ class Table:
         """One sentence: what "tied" means here."""
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
+        over = self.over.rpartition(".")[2]
         if self.noise is None:
-            return f"one {self.over}: no error bar, and no difference can be told from chance; give more of them"
+            return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         return (
-            f"tied: the difference to the best, paired over {self.over}s, is within {self.confidence_factor:.1f} "
-            f"standard errors (95 %, {self.degrees} degrees of freedom, pooled over the better half)"
+            f"tied: the difference to the best, paired over {over}s, is within {self.confidence_factor:.1f} standard "
+            f"errors (95 %, {self.degrees} degree{'s' * (self.degrees > 1)} of freedom, pooled over the better half)"
         )
 
     @property

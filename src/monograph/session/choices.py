@@ -163,19 +163,19 @@ def branched(parent: Run, given: Settings) -> Settings:
 
 def write_config(run: Run, settings: Settings) -> None:
     """Write config.toml so that it is the former one or this one, whole, whatever happens."""
-    _write_whole(run.config, settings.to_toml())
+    write_whole(run.config, settings.to_toml())
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
     for name, text in tokenizer.companions.files().items():
-        _write_whole(run.folder / name, text)
-    _write_whole(run.tokenizer, tokenizer.to_json() + "\n")
+        write_whole(run.folder / name, text)
+    write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Write down where a run branches from, for a process that goes on before its first checkpoint."""
-    _write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+    write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
@@ -199,7 +199,8 @@ def discard(run: Run) -> None:
         run.folder.rmdir()
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is the former one or this one, whole, whatever happens; raises DiskFull."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -1,0 +1,88 @@
+"""What a sweep is asked to do: its settings and points from the command line, or the default for a first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from monograph import planner
+from monograph.config import Settings, classify, load
+from monograph.config.axes import SEED, Axis, Point, axes_of, points
+from monograph.config.settings import EXCLUSIVE
+from monograph.errors import UsageError
+from monograph.run.folder import DEFAULT_ROOT, Run
+from monograph.run.models import Recipe
+from monograph.run.register import SWEEP, runs_in
+from monograph.session import choices
+
+DEFAULT_MINUTES = 1.5  # of the whole sweep, where nothing at all is given
+SEEDS = (0, 1)
+# Factor-2 steps about the rate that is known: finer ones two seeds cannot tell apart (docs/sweep.md).
+STEPS = range(-4, 4)
+# What a sweep does not take over from a run: what it varies, how long the run was, and what followed from that.
+_NOT_TAKEN = {
+    *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
+    "train.micro_batch", "train.compile", "train.remat",
+}  # fmt: skip
+
+
+def asked(arguments: Sequence[str], samples: int | None) -> tuple[Settings, list[Point]]:
+    """Settings that all members share, and what each of them varies.
+
+    Without arguments: eight learning rates and two seeds of the newest run's model at half its width, or else of the
+    default model's. With some, but no axis: the same rates and seeds of what they say.
+
+    Raises:
+        UsageError: a key, a value or an axis that is none; no held-out text to compare on.
+    """
+    toml, overrides = classify(arguments)
+    fixed, axes = axes_of(overrides)
+    settings = load(toml, fixed) if arguments else narrow(of_newest_run())
+    if settings.data.held_out == 0:
+        raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
+    if not axes:
+        axes = usual_axes(settings)
+    return settings, points(axes, samples)
+
+
+def usual_axes(settings: Settings) -> list[Axis]:
+    """Learning rates about the one that is known for the model, and two seeds."""
+    model, name = choices.sized(settings).model, settings.optim.name
+    rule = planner.optimizer(fresh=model.init is None) if name == "auto" else name.partition(":")[0]
+    known = planner.known_learning_rate(model.preset, rule) if model.preset != "auto" else 1e-3
+    middle = known if settings.optim.lr == "auto" else settings.optim.lr
+    return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
+
+
+def of_newest_run() -> Settings:
+    """The newest run's model, text and optimizer, or the defaults where there is no run; short."""
+    runs = [folder for folder in runs_in(DEFAULT_ROOT) if not (folder / SWEEP).is_file()]
+    short = {"train.minutes": DEFAULT_MINUTES}
+    if not runs:
+        return load(None, {}).resolve(short, "sweep")
+    run = Run(runs[-1])
+    own = load(run.config, {}, {})
+    kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
+    if run.tokenizer.is_file():
+        kept["data.tokenizer"] = str(run.tokenizer)
+    return load(None, {}).resolve(kept, str(run.config)).resolve(short, "sweep")
+
+
+def narrow(settings: Settings) -> Settings:
+    """The same at half the width: as many layers, heads of the same size, the same ratios; itself if that cannot be."""
+    settings = choices.sized(settings)
+    if settings.model.init is not None:
+        return settings
+    shape = Recipe(None, settings.model.preset, settings.model.sizes(), 0).shape(vocab_size=1)
+    halved = {
+        f"model.{name}": getattr(shape, name)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    if any(size % 2 for size in halved.values()):
+        return settings
+    return settings.resolve({key: size // 2 for key, size in halved.items()}, "sweep")
+
+
+def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
+    """Whether the command line names a sweep that is there and nothing else."""
+    return not arguments and samples is None and out is not None and (out / SWEEP).is_file()
