@@ -33,6 +33,7 @@ _HOME = {
     "Remat": "graph.remat",
     "train": "loop",
     "Resident": "resident",
+    "Ensemble": "ensemble",
     "evaluate": "evaluation",
     "generate": "decode",
     "Sampling": "decode",

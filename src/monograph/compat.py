@@ -240,3 +240,42 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         keep_inference_input_mutations=True,
     )
+
+
+@contextmanager
+def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """In the block functions of `torch.nn.functional` are others, for whoever looks them up there.
+
+    A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
+    """
+    import torch.nn.functional as functional
+
+    before = {name: getattr(functional, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(functional, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(functional, name, function)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """In the block `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run as written, also where they need not.
+
+    Their fused path in evaluation mode has no batched form.
+    """
+    import torch
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def quiet_layout_of_stacked_gradients() -> None:
+    """Drop torch's warning that a parameter which is a view of a wider stack has gaps between its members."""
+    warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")

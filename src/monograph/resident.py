@@ -21,7 +21,7 @@ from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, Loss, pair, token_loss
+from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Step, Update, accumulate, update
@@ -63,8 +63,12 @@ class Resident:
             remat: which activations are computed a second time.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
-        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
-        self.micro_batch = micro_batch
+        step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
+        self.step = step
+        self._hold(micro_batch)
+
+    def _hold(self, micro_batch: int | None, row_dim: int = 0) -> None:
+        self.micro_batch, self._row_dim = micro_batch, row_dim
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self.announce: Callable[[str], None] = lambda line: None
 
@@ -85,8 +89,9 @@ class Resident:
             batch = next(self._micro_batches(window))
 
             def loss() -> tuple[Tensor, Tensor]:
-                with self.step.precision.context(self.step.device.type):
-                    return pair(self.step.loss(self.model, batch))
+                with self.step.context():
+                    loss_sum, count = self.step.summed(batch)
+                    return loss_sum.sum(), count.sum()
 
             return trial(self.model, loss)
 
@@ -104,7 +109,7 @@ class Resident:
             None, or the reason in one line why it cannot be compiled; the step then stays eager.
         """
         step = self.step
-        self.micro_batch = self.micro_batch or _rows(window)
+        self.micro_batch = self.micro_batch or self._rows(window)
         self._captured = backend, scope
         try:
             graph.capture(step, backend, scope)
@@ -121,14 +126,14 @@ class Resident:
 
     def _warm(self, batch: Batch) -> None:
         step = self.step
+        kept = {name: counter.clone() for name, counter in step.counters.items()}
         accumulate(step, [batch] * (WARM_UP if step.recorder else 1))  # after so many a micro-step is captured
         step.discard()
         # Without a target an update is skipped on the device, so this compiles it and changes nothing but its counters.
-        kept = {name: counter.clone() for name, counter in step.counters.items()}
         step.apply()
         for name, counter in step.counters.items():
             counter.copy_(kept[name])
-        self.evaluate(batch)
+        self._scored(batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.
@@ -156,7 +161,7 @@ class Resident:
         Raises:
             OutOfDeviceMemory: there is nothing left to do.
         """
-        rows = min(self.micro_batch or _rows(window), _rows(window))
+        rows = min(self.micro_batch or self._rows(window), self._rows(window))
         self.step.discard()
         if graph.give_back(self.step):
             change = f"{graph.ONE_BY_ONE} from now on"
@@ -198,6 +203,9 @@ class Resident:
 
         Where the optimizer keeps an average of the weights it is the average that is scored.
         """
+        return self._scored(batch)
+
+    def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         training = self.model.training
         self.model.eval()
         try:
@@ -205,10 +213,10 @@ class Resident:
                 parts = self._fitting(batch, lambda: self._evaluated(batch))
         finally:
             self.model.train(training)
-        return torch.stack([p[0].double() for p in parts]).sum(), torch.stack([p[1] for p in parts]).sum()
+        return torch.stack([p[0].double() for p in parts]).sum(0), torch.stack([p[1] for p in parts]).sum(0)
 
     def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        with unlinked(self.step.planes), self.step.precision.context(self.step.device.type):
+        with unlinked(self.step.planes), self.step.context():
             return [self.step.evaluate(part) for part in self._micro_batches(batch)]
 
     def state(self) -> EngineState:
@@ -220,7 +228,7 @@ class Resident:
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
-        counters = {name: counter.item() for name, counter in step.counters.items()}
+        counters = {name: counter.tolist() for name, counter in step.counters.items()}
         return EngineState(unique_state(self.model), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
@@ -246,28 +254,27 @@ class Resident:
             raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision")
         self.step.index = state.scalars["index"]
         for name, counter in self.step.counters.items():
-            counter.fill_(state.scalars[name])
+            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows = _rows(window)
+        rows, dim = self._rows(window), self._row_dim
         size = self.micro_batch or rows
-        device = self.step.device
         for start in range(0, rows, size):
-            part = {name: tensor[start : start + size].to(device, non_blocking=True) for name, tensor in window.items()}
-            yield _filled(part, size) if "targets" in part else part
+            parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
+            part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
+            yield self._filled(part, size) if "targets" in part else part
 
+    def _rows(self, window: Batch) -> int:
+        return next(iter(window.values())).shape[self._row_dim]
 
-def _rows(window: Batch) -> int:
-    return next(iter(window.values())).shape[0]
-
-
-def _filled(batch: Batch, rows: int) -> Batch:
-    """The batch with empty rows appended, which add nothing to sum, count or gradient: nothing is predicted there."""
-    missing = rows - _rows(batch)
-    if not missing:
-        return batch
-    empty = {name: IGNORE if name == "targets" else 0 for name in batch}
-    return {name: torch.cat([t, t.new_full((missing, *t.shape[1:]), empty[name])]) for name, t in batch.items()}
+    def _filled(self, batch: Batch, rows: int) -> Batch:
+        """The batch with empty rows appended, which add nothing to sum, count or gradient: nothing is predicted."""
+        dim, missing = self._row_dim, rows - self._rows(batch)
+        if not missing:
+            return batch
+        shapes = {name: (*t.shape[:dim], missing, *t.shape[dim + 1 :]) for name, t in batch.items()}
+        empty = {name: t.new_full(shapes[name], IGNORE if name == "targets" else 0) for name, t in batch.items()}
+        return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
 
 
 def _out_of_memory(error: BaseException | None) -> bool:

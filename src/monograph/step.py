@@ -8,7 +8,7 @@ which is the large batch's gradient for any split into micro-batches. The host r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,18 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
-from monograph.optim import AdamW, Optimizer, checked, hidden_matrices, initialise, planes, trainable, unlinked, update_
+from monograph.optim import (
+    AdamW,
+    Optimizer,
+    Plane,
+    checked,
+    hidden_matrices,
+    initialise,
+    planes,
+    trainable,
+    unlinked,
+    update_,
+)
 from monograph.schedule import Schedule, constant
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
@@ -30,6 +41,8 @@ DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, belo
 @dataclass(frozen=True, slots=True)
 class Update:
     """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
+
+    Of an ensemble the tensors are [N], one number for each member, and so many are the learning rates.
 
     Attributes:
         index: 0, 1, ...: how many updates came before.
@@ -45,7 +58,7 @@ class Update:
     index: int
     loss: Tensor
     count: Tensor
-    lr: float
+    lr: float | tuple[float, ...]
     grad_norm: Tensor
     tokens: Tensor
     skipped: Tensor
@@ -104,20 +117,20 @@ class Step:
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
-        self.planes = planes(trainable(model), self.optim.kinds(model), self.optim.state)
+        self.planes = self.laid_out()
         for plane in self.planes:
             initialise(plane, self.optim)
         self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
-        zero = torch.zeros((), device=self.device)
+        zero = torch.zeros(self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
         self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
         self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.seed = zero.to(torch.float64).reshape(1)  # a 0-d float64 argument would be traced twice
+        self.seed = zero.to(torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
@@ -130,6 +143,30 @@ class Step:
         accumulate(self, window)
         return update(self)
 
+    # An ensemble's step differs from one model's in what follows, up to `accepts`.
+
+    def laid_out(self) -> list[Plane]:
+        """The trainable parameters in planes."""
+        return planes(trainable(self.model), self.optim.kinds(self.model), self.optim.state)
+
+    def context(self) -> AbstractContextManager[None]:
+        """The context in which the loss is called."""
+        return self.precision.context(self.device.type)
+
+    def set_lr(self) -> float | tuple[float, ...]:
+        """Fill in the learning rate of the present update, and return it."""
+        lr = self.optim.lr * self.schedule(self.index)
+        self.lr.fill_(lr)
+        return lr
+
+    def accepts(self, grad_norm: Tensor) -> Tensor:
+        """Whether the present gradient makes an update, bool."""
+        return grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
+
+    def summed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The batch's loss and its targets."""
+        return pair(self.loss(self.model, batch))
+
     def count_targets(self, batch: Any) -> Tensor | None:
         """The batch's targets if the loss can count them without a forward pass."""
         return self.loss.count(batch) if isinstance(self.loss, CountedLoss) else None
@@ -138,7 +175,7 @@ class Step:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
         captured = self.scope != "none"
         if self.settled_for != captured:
-            with self.precision.context(self.device.type):
+            with self.context():
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
 
@@ -177,29 +214,29 @@ class Step:
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
-        with unlinked(self.planes), self.precision.context(self.device.type):
+        with unlinked(self.planes), self.context():
             loss, loss_sum, count = self.forward(batch, self.seed)
         loss.backward()
         self.loss_sum += loss_sum
         self.count += count
 
-    # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the precision's
+    # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the step's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, count = pair(self.loss(self.model, batch))
+        loss_sum, count = self.summed(batch)
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
-        return wide * seed[0].to(wide.dtype), loss_sum.detach(), count
+        return (wide * seed.view_as(wide).to(wide.dtype)).sum(), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return pair(self.loss(self.model, batch))
+        return self.summed(batch)
 
     def _apply(self) -> Tensor:
         counted = isinstance(self.loss, CountedLoss)
         scale = (torch.ones_like(self.lr) if counted else _reciprocal(self.count)) / self.loss_scale
-        squares = [torch.linalg.vector_norm(plane.grad, dtype=torch.float64).square() for plane in self.planes]
-        grad_norm = torch.stack(squares).sum().sqrt() * scale
-        accepted = grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
+        squares = [torch.linalg.vector_norm(plane.grad, dim=-1, dtype=torch.float64).square() for plane in self.planes]
+        grad_norm = torch.stack(squares).sum(0).sqrt() * scale
+        accepted = self.accepts(grad_norm)
         if self.clip is not None:
             scale = scale * (self.clip / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
@@ -208,7 +245,7 @@ class Step:
         if self.precision.scaled:
             self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
         for plane in self.planes:
-            grad = plane.grad * scale.to(plane.grad.dtype)
+            grad = plane.grad * scale.to(plane.grad.dtype).unsqueeze(-1)
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
             plane.grad.zero_()
@@ -235,7 +272,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     counts = [step.count_targets(batch) for batch in batches]
     total = torch.ones((), device=step.device)
     if batches and counts[0] is not None:
-        total = step.sum_over_ranks(torch.stack(counts).sum())  # type: ignore[arg-type]
+        total = step.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
     step.seed.copy_(_reciprocal(total) * step.loss_scale)
     for plane in step.planes:
         plane.link()
@@ -250,8 +287,7 @@ def update(step: Step) -> Update:
     An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
     state; the device decides, and `Update.skipped` counts.
     """
-    lr = step.optim.lr * step.schedule(step.index)
-    step.lr.fill_(lr)
+    lr = step.set_lr()
     loss, count = step.loss_sum / step.count, step.count.clone()
     grad_norm = step.apply()
     step.loss_sum.zero_()

@@ -1,14 +1,8 @@
-"""Many models of one shape: what each of them is given."""
+"""Many models of one shape as one program: inference and training of N members at once, each as it would be alone."""
 
 from __future__ import annotations
 
+from monograph.ensemble.engine import Ensemble as Ensemble
 from monograph.ensemble.knobs import Knobs as Knobs
 from monograph.ensemble.knobs import grid as grid
 from monograph.ensemble.knobs import log_range as log_range
-
-
-class Ensemble:  # PLACEHOLDER
-    def __init__(self, *a, **k):
-        from monograph.errors import UsageError
-
-        raise UsageError("no ensemble yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -140,17 +141,27 @@ def update_(
     """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
 
     `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
-    `monograph.optim.updates`. What is kept in fewer bits is unpacked before and packed again afterwards.
+    `monograph.optim.updates`; of a stack of N modules the first is [N, size], the next three are [N], as its knobs may
+    be. What is kept in fewer bits is unpacked before and packed again afterwards.
     """
     kind, state = plane.kind, plane.state
-    shared: dict[str, Any] = {"lr": lr * kind.lr, "accepted": accepted, "weight_decay": kind.weight_decay}
     moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
     param = plane.param.to(grad.dtype)
+    stacks = [param, grad, *moments.values()]
+    if kind.matrix is not None:
+        stacks = [_matrices(flat, plane) for flat in stacks]
+    over = functools.partial(_over, stacks[0])
+    shared: dict[str, Any] = {
+        "lr": over(lr * kind.lr),
+        "accepted": over(accepted),
+        "weight_decay": over(kind.weight_decay),
+    }
     if kind.matrix is None:
-        adamw_(param, grad, *moments.values(), applied=applied, betas=optim.betas, eps=optim.eps, **shared)
+        beta1, beta2 = optim.betas
+        betas = over(beta1), over(beta2)
+        adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps), **shared)
     else:
-        stacks = (_stacked(flat, plane) for flat in (param, grad, *moments.values()))
-        muon_(*stacks, momentum=kind.momentum, compute=compute, **shared)
+        muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
     words = noise(param, optim.seed, applied, plane.number) if optim.state in ("bf16", "all-bf16") else None
     if optim.state != "fp32":
         for number, (name, values) in enumerate(moments.items(), start=1):
@@ -159,17 +170,23 @@ def update_(
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
         average = state["ema"]
-        ema_(average, plane.param.to(average.dtype), decay=optim.ema, applied=applied, accepted=accepted)
+        of_members = {"applied": _over(average, applied), "accepted": _over(average, accepted)}
+        ema_(average, plane.param.to(average.dtype), decay=optim.ema, **of_members)
 
 
 def _moments(plane: Plane) -> tuple[str, ...]:
     return ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
 
 
-def _stacked(flat: Tensor, plane: Plane) -> Tensor:
-    """A plane of matrices of one shape as [matrices, rows, cols], without the zeros between them."""
+def _matrices(flat: Tensor, plane: Plane) -> Tensor:
+    """A plane of matrices of one shape as [..., matrices, rows, cols], without the zeros between them."""
     rows, cols = plane.kind.matrix  # type: ignore[misc]
-    return flat.view(len(plane.slots), -1)[:, : rows * cols].unflatten(-1, (rows, cols))
+    return flat.unflatten(-1, (len(plane.slots), -1))[..., : rows * cols].unflatten(-1, (rows, cols))
+
+
+def _over(stack: Tensor, knob: Any) -> Any:
+    """A knob, which may have one value for each member [N], as it broadcasts against a stack [N, ...]."""
+    return knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ their gradients are views of it. One update is then a handful of large operation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.optim.narrow import BLOCK
+
+Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
 
 
 class Kind(NamedTuple):
@@ -29,10 +32,10 @@ class Kind(NamedTuple):
         momentum: Muon's.
     """
 
-    lr: float
-    weight_decay: float
+    lr: Knob
+    weight_decay: Knob
     matrix: tuple[int, int] | None = None
-    momentum: float = 0.0
+    momentum: Knob = 0.0
 
 
 class Slot(NamedTuple):
@@ -46,6 +49,8 @@ class Slot(NamedTuple):
 @dataclass
 class Plane:
     """The parameters of one kind as flat buffers, all of the plane's `size` elements.
+
+    Where the parameters are those of N modules, stacked, every shape below has a leading N.
 
     Attributes:
         kind: how they are updated.
@@ -66,9 +71,10 @@ class Plane:
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, view of `flat` in the parameter's shape, or of its blocks' numbers) for each parameter."""
-        block = len(self.param) // len(flat)
+        block, lead = self.param.shape[-1] // flat.shape[-1], flat.ndim - 1
         for name, parameter, offset in self.slots:
-            part = flat[offset // block : -(-(offset + parameter.numel()) // block)]
+            size = math.prod(parameter.shape[lead:])
+            part = flat[..., offset // block : -(-(offset + size) // block)]
             yield name, part.view(parameter.shape) if block == 1 else part
 
     def link(self) -> None:
@@ -105,7 +111,9 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def planes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], state: str = "fp32") -> list[Plane]:
+def planes(
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], state: str = "fp32", lead: int = 0
+) -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
     Values, names, dtypes and devices stay; tied parameters stay tied. Afterwards the parameters are views, so load
@@ -116,20 +124,22 @@ def planes(parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], st
         kinds: of each, by the same names.
         state: the optimizer's: with "8bit" parameters begin at blocks of 256 elements, zeros between them; with
             "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
+        lead: 1 for parameters that are stacked, [N, ...], which planes then are too.
     """
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    return [_plane(number, kind, those, state) for number, (kind, those) in enumerate(members.items())]
+    return [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
 
 
-def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str) -> Plane:
+def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int) -> Plane:
     block = BLOCK if state == "8bit" else 1
-    flat = [nn.functional.pad(p.detach().flatten(), (0, -p.numel() % block)) for _, p in members]
+    flat = [p.detach().reshape(*p.shape[:lead], -1) for _, p in members]
+    flat = [nn.functional.pad(piece, (0, -piece.shape[-1] % block)) for piece in flat]
     offsets = [0]
     for piece in flat:
-        offsets.append(offsets[-1] + len(piece))
-    param = torch.cat(flat)
+        offsets.append(offsets[-1] + piece.shape[-1])
+    param = torch.cat(flat, dim=-1)
     grad = torch.zeros_like(param)
     param = param.to(torch.bfloat16) if state == "all-bf16" else param
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]

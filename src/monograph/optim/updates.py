@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-Knob = float | Tensor
+from monograph.optim.planes import Knob
 
 # Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/): so steep at 0 that five iterations are enough,
 # at the price of singular values that end between 0.68 and 1.21 instead of at 1, which training does not mind.

@@ -6,7 +6,7 @@ Shapes: N members, R rows of a window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,9 +73,8 @@ class Seat:
             raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
         for name, tensor in whole.optimizer.items():
             tensor[self._number].copy_(state.optimizer[name])
-        for name, counter in step.counters.items():
-            if name in state.scalars and counter.ndim:
-                counter[self._number] = state.scalars[name]
+        for name, counter in step.of_members.items():
+            counter[self._number] = state.scalars[name]
 
 
 class Windows:
@@ -188,7 +187,8 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
         [one.model.to(device) for one in made],
         [{"seed": one.settings.train.seed} for one in made],
         loss=made[0].loss,
-        optim=[make_optimizer(one.settings) for one in made],
+        # The seed is that of stochastic rounding, which an ensemble does not do.
+        optim=[replace(make_optimizer(one.settings), seed=0) for one in made],
         clip=None if clip == "none" else clip,
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),
@@ -253,6 +253,9 @@ def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
     crew.engine.step.index = update
+    if isinstance(crew.engine, Ensemble):
+        rows = crew.sessions[0].batches.rows_per_window
+        crew.engine.step.members.draw.fill_(update * -(-rows // (crew.engine.micro_batch or rows)))
     crew.windows = Windows(crew.sessions)
     crew.freeze(lost)
     return update

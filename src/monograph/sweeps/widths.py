@@ -11,6 +11,7 @@ from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle
+from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
@@ -109,12 +110,13 @@ class Timing:
 
 def capture(engine: Resident, window: Batch, settings: Settings, progress: Progress) -> None:
     """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
-    size = engine.step.planes[0].param.shape[0] if engine.step.planes[0].param.ndim > 1 else 1
+    size = engine.size if isinstance(engine, Ensemble) else 1
     if settings.train.compile == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
         return
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
+    by_block = settings.train.compile == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model):
-        reason = engine.capture(window, scope="blocks" if settings.train.compile == "blocks" else "whole")
+        reason = engine.capture(window, scope="blocks" if by_block else "whole")
         stage.result = reason or "0 graph breaks"
 
 

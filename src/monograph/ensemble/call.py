@@ -1,0 +1,236 @@
+"""A function of one module, called for all members of a stack at once: `torch.func.vmap` over their tensors.
+
+Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from monograph import compat
+from monograph.ensemble.dropout import Dropout
+from monograph.ensemble.stack import Stack
+from monograph.errors import InputRefused
+from monograph.graph.inspect import buffers_kept
+
+Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
+
+
+class Members:
+    """Calls functions of one module for all members of a stack.
+
+        out[i] = function(member i, inputs[i])     or function(member i, inputs) where all have the same
+
+    Nothing is looped over, so the number of kernels does not depend on N; one member alone is called as it is.
+
+    Attributes:
+        stack: the members.
+        seeds: [N] int64, of their dropout.
+        draw: 0-d int64, how many passes in training mode were begun: each drops other elements.
+    """
+
+    def __init__(self, stack: Stack, seeds: Tensor):
+        self.stack, self.seeds = stack, seeds
+        self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
+        self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
+        self._dropout = Dropout(self._called)
+        self._for_graphs: bool | None = None
+
+    def __call__(self, function: Function, *inputs: Any, each: bool) -> Any:
+        """Outputs with a leading member axis.
+
+        Call it in `context()`, which is not entered here as a captured graph holds what is entered inside of it.
+
+        Args:
+            function: of a module and the inputs; the module is called in its mode.
+            inputs: tensors in any nesting, which `each` member has its own of, [N, ...], or not.
+            each: whether they have.
+
+        Raises:
+            InputRefused: something in it cannot be batched; the message says what and where.
+        """
+        stack = self.stack
+        held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers())
+
+        def one(tensors: dict[str, Tensor], *inputs: Any) -> Any:
+            self._dropout.site = 0
+            out = functional_call(self._called, tensors, (function, *inputs))
+            self._dropout.site = 0  # or a graph would have it as an output
+            return out
+
+        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
+        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        batched = torch.vmap(one, in_dims=(0, *dims), randomness="error")
+        arguments = (held, *inputs)
+        if torch.compiler.is_compiling():
+            return batched(*arguments)
+        if self._for_graphs is None:
+            self._for_graphs = self._needs_form_for_graphs(batched, arguments)
+        with compat.as_if_compiling() if self._for_graphs else nullcontext():
+            return batched(*arguments)
+
+    def _needs_form_for_graphs(self, batched: Function, arguments: tuple[Any, ...]) -> bool:
+        """Whether the module reads tensors' values (as attention may, of its mask) unless it is told that it compiles.
+
+        Raises:
+            InputRefused: it does in any case, or cannot be batched for another reason.
+        """
+        failures = []
+        for compiling in (False, True):
+            try:
+                with torch.no_grad(), buffers_kept(self.stack.module):
+                    with compat.as_if_compiling() if compiling else nullcontext():
+                        batched(*arguments)
+            except (RuntimeError, ValueError) as failure:
+                failures.append(failure)
+            else:
+                return compiling
+        if (reason := _reason(failures[0])) is None:
+            raise failures[0]
+        raise InputRefused(reason) from failures[0]
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """In the block torch's dropout and attention do what they must for `__call__`."""
+        replaced = self._dropout.functions() | {
+            "scaled_dot_product_attention": self._attention,
+            "embedding": _embedding,
+        }
+        with compat.functional(replaced), compat.without_fast_path():
+            yield
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0:
+            out: Tensor = torch.ops.monograph.folded_attention(
+                query, key, value, attn_mask, is_causal, scale, enable_gqa
+            )
+            return out
+        probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3) if enable_gqa else value
+        return self._dropout.of(probabilities, dropout_p, tuple(probabilities.shape)) @ value
+
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.embedding`, whose batched form gives `padding_idx` no gradient in the first member alone."""
+    if max_norm is not None or scale_grad_by_freq:
+        name = "scale_grad_by_freq" if max_norm is None else "max_norm"
+        raise InputRefused(f"the members cannot be batched: an embedding has {name}, which would count all members'")
+    rows = _embed(ids, weight)
+    if padding_idx is None:
+        return rows
+    padding = padding_idx % weight.shape[0]
+    return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+class _Called(nn.Module):
+    """Functions of a module as a module, whose tensors `functional_call` exchanges."""
+
+    seed: Tensor
+    draw: Tensor
+
+    def __init__(self, module: nn.Module, seed: Tensor, draw: Tensor):
+        super().__init__()
+        self.module = module
+        self.register_buffer("seed", seed, persistent=False)
+        self.register_buffer("draw", draw, persistent=False)
+
+    def forward(self, function: Function, *inputs: Any) -> Any:
+        return function(self.module, *inputs)
+
+
+def _probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+# The fused kernels have no batching rule, and vmap would loop over members, forward and backward. Members are more
+# rows to them: the rule below merges both, and autograd then sees the merged call.
+
+_LIBRARY = torch.library.Library("monograph", "FRAGMENT")
+_LIBRARY.define(
+    "folded_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
+    "bool enable_gqa) -> Tensor"
+)
+_sdpa, _embed = nn.functional.scaled_dot_product_attention, nn.functional.embedding
+
+
+@torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
+def _attention(  # noqa: PLR0913
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    return _sdpa(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+
+
+def _folded_attention(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    info, in_dims, query, key, value, mask, is_causal, scale, gqa
+):
+    def front(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    heads = [front(tensor, dim) for tensor, dim in zip((query, key, value), in_dims, strict=False)]
+    if mask is not None:
+        mask = front(mask, in_dims[3])
+        mask = mask.view(mask.shape[0], *[1] * (heads[0].ndim - mask.ndim), *mask.shape[1:])
+        mask = mask.expand(*heads[0].shape[:-3], *mask.shape[-3:]).flatten(0, -4) if heads[0].ndim > 3 else mask
+    query, key, value = (tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in heads)
+    out = _attention(query, key, value, mask, is_causal, scale, gqa)
+    return out.view(*heads[0].shape[:-1], out.shape[-1]), 0
+
+
+torch.library.register_vmap("monograph::folded_attention", _folded_attention, lib=_LIBRARY)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+_REASONS = {
+    "data-dependent control flow": "it decides by a tensor's value, which members may differ in: use torch.where",
+    ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",
+    "randomness": "it draws random numbers by torch's generator: use nn.Dropout, or draw before",
+    "Batching rule not implemented for": "torch has no batched form of an operator in it",
+    "vmap: inplace arithmetic": "it writes members' values into a tensor that they share: make it a buffer",
+    "expected to return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
+}
+
+
+def _reason(error: BaseException) -> str | None:
+    text = str(error)
+    for symptom, reason in _REASONS.items():
+        if symptom in text:
+            return f"the members cannot be batched: {reason} ({text.splitlines()[0][:120]})"
+    return None

@@ -1,0 +1,200 @@
+"""The engine of N members: a `Resident` whose step trains all of them at once.
+
+Shapes: N members, R rows of a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from monograph.ensemble.call import Members
+from monograph.ensemble.numbers import optimizers
+from monograph.ensemble.stack import Stack
+from monograph.ensemble.step import EnsembleStep
+from monograph.errors import UsageError
+from monograph.graph import capture as graph
+from monograph.graph.inspect import unique_state
+from monograph.graph.precision import Precision
+from monograph.loop import EngineState
+from monograph.loss import Batch, Loss, token_loss
+from monograph.optim import AdamW, Optimizer
+from monograph.resident import Resident
+from monograph.schedule import Schedule, constant
+
+Reduce = Literal["stack", "mean", "vote", "variance"]
+
+
+class Ensemble(Resident):
+    """N modules of one structure that run and train as one batched program, each as it would alone.
+
+        member i after k windows  =  the same module, trained alone on its windows with its own rate, decay and seed
+
+    It is an engine for `monograph.train`, and a callable: `ensemble(x)` gives the members' outputs with a leading
+    member axis. The members stay ordinary modules whose tensors are views of the stack, so that what was trained can be
+    saved, evaluated or exported at any time. A member that diverges has its updates skipped and touches nobody else.
+
+    What one graph cannot hold is refused: members that differ in more than their numbers, modules that decide by a
+    tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`), LSTM and GRU.
+
+    Attributes:
+        members: the modules.
+        knobs: what was varied, one mapping for each member.
+    """
+
+    def __init__(  # noqa: PLR0913 - what one engine is told for many models
+        self,
+        build: Sequence[nn.Module] | Callable[[Any], nn.Module],
+        knobs: Sequence[Any] | None = None,
+        *,
+        loss: Loss = token_loss,
+        optim: Optimizer | type[Optimizer] | Sequence[Optimizer] | None = None,
+        schedule: Schedule | Sequence[Schedule] | None = None,
+        clip: float | None = None,
+        precision: Precision | None = None,
+        micro_batch: int | None = None,
+        each: bool = False,
+    ):
+        """Stack the members; gradients and moments are made when they are first trained.
+
+        Args:
+            build: the modules, on their device; or a function that builds one from its knobs.
+            knobs: of each member, what `grid` returns: `seed` is that of its dropout (else its number), and `lr`,
+                `betas`, `eps`, `weight_decay` and `momentum` replace the optimizer's.
+            loss: `loss(model, batch) -> (sum, count)` of one member.
+            optim: one optimizer or its class, or one optimizer for each member.
+            schedule: factor of the learning rate by update index, or one for each member.
+            clip: largest gradient norm of a member.
+            precision: the compute dtype.
+            micro_batch: rows per micro-batch; None: the whole window at once.
+            each: the windows hold different rows for each member, [N, R, ...]; else all train on the same, [R, ...].
+
+        Raises:
+            UsageError: not as many knobs, optimizers or schedules as members, or what they cannot differ in differs.
+            InputRefused: the members differ in structure.
+        """
+        names = [dict(vars(of)) if hasattr(of, "__dict__") else dict(of) for of in knobs or ()]
+        members = [build(of) for of in knobs or ()] if callable(build) else list(build)
+        if knobs is None:
+            names = [{} for _ in members]
+        if len(names) != len(members):
+            raise UsageError(f"{len(names)} knobs for {len(members)} members: give one each, as `grid` does")
+        self.knobs: tuple[Mapping[str, Any], ...] = tuple(names)
+        self.members = tuple(members)
+        self.stack = Stack(members)
+        device = next(self.stack.module.parameters()).device
+        seeds = torch.tensor([of.get("seed", number) for number, of in enumerate(names)], device=device)
+        self._call = Members(self.stack, seeds)
+        schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * len(members)
+        if len(schedules) != len(members):
+            raise UsageError(f"{len(schedules)} schedules for {len(members)} members: pass one, or one each")
+        self._make_step = functools.partial(
+            EnsembleStep,
+            self._call,
+            loss=loss,
+            optims=optimizers(optim or AdamW(), names),
+            schedules=schedules,
+            clip=clip,
+            precision=precision,
+            each=each,
+        )
+        self._hold(micro_batch, row_dim=1 if each else 0)
+        self._infer: Callable[..., Any] = self._inferred
+
+    @functools.cached_property
+    def step(self) -> EnsembleStep:  # type: ignore[override]
+        """What trains the members; made at first use, with gradients and moments."""
+        step = self._make_step()
+        self.stack.relink()
+        return step
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.stack.size
+
+    @property
+    def model(self) -> nn.Module:
+        """A module like the members, whose parameters and buffers are stacked [N, ...]; its mode is theirs."""
+        return self.stack.module
+
+    def __call__(self, *inputs: Any, each: bool = False, reduce: Reduce = "stack", **named: Any) -> Any:
+        """The members' outputs.
+
+        Args:
+            inputs: what one member is called with.
+            each: every tensor in it has a leading member axis: inputs of their own; else all get the same.
+            reduce: "stack": outputs [N, ...]; "mean" or "variance" (of N - 1) over the members; "vote": the class [...]
+                that most members score highest, of outputs [N, ..., classes].
+            named: likewise.
+        """
+        with self._call.context():
+            out = self._infer(inputs, named, each)
+        return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
+
+    def compile(self, backend: graph.Backend = "inductor") -> Ensemble:
+        """Compile what `ensemble(x)` runs, in place, as `nn.Module.compile` does; returns itself."""
+        self._infer = graph.compiled(self._inferred, backend)
+        return self
+
+    def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
+        return self._call(_run, inputs, named, each=each)
+
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+        """Compile the step in place; see `Resident.capture`.
+
+        Raises:
+            UsageError: the scope is not "whole".
+        """
+        if scope != "whole":
+            raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
+        return super().capture(window, backend, scope)
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sums of losses, targets) of every member on the same batch, [N] each; see `Resident.evaluate`."""
+        if self.step.each:
+            batch = {name: tensor.expand(self.size, *tensor.shape).contiguous() for name, tensor in batch.items()}
+        return self._scored(batch)
+
+    def freeze(self, members: Sequence[int]) -> None:
+        """Leave these members as they are from now on."""
+        self.step.frozen[list(members)] = True
+
+    def member_state(self, member: int) -> EngineState:
+        """A member's state as a `Resident` would give it that had trained it alone; a copy.
+
+        Args:
+            member: its number.
+        """
+        step = self.step
+        optimizer = {
+            f"{buffer}.{name}": view[member].clone()
+            for plane in step.planes
+            for buffer, flat in plane.state.items()
+            for name, view in plane.views(flat)
+        }
+        model = {name: tensor.clone() for name, tensor in unique_state(self.members[member]).items()}
+        counters = {name: counter[member].tolist() for name, counter in step.of_members.items()}
+        return EngineState(model, optimizer, {"index": step.index, **counters})
+
+    def _recompute(self) -> bool:
+        return False  # torch's checkpoint does not run inside of vmap
+
+
+def _run(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return module(*inputs, **named)
+
+
+def _reduced(reduce: Reduce, out: Tensor) -> Tensor:
+    if reduce == "mean":
+        return out.mean(0)
+    if reduce == "variance":
+        return out.var(0)
+    if reduce == "vote":
+        return out.argmax(-1).mode(0).values
+    raise UsageError(f"reduce = {reduce!r}: expected stack, mean, vote or variance")

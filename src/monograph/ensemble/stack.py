@@ -1,0 +1,126 @@
+"""Modules of one structure as one: each parameter and buffer holds all members' values, with a leading member axis.
+
+Shapes: N members.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from monograph.ensemble.agreement import DROPOUTS, agree
+from monograph.errors import UsageError
+
+
+class Held(NamedTuple):
+    """A tensor of the stack, and where the members hold their shares of it."""
+
+    stacked: Tensor
+    owners: list[tuple[nn.Module, str]]
+
+
+class Stack:
+    """N modules of one structure.
+
+    They are stacked one parameter at a time, so that no more than one is in memory twice. Afterwards they are still
+    ordinary modules, whose tensors are views of the stack: what trains the stack trains them.
+
+    Attributes:
+        members: the modules.
+        module: a module like each of them whose parameters and buffers, by the same names, are [N, ...]. It is not to
+            be called itself: see `monograph.ensemble.call`.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]):
+        """Stack modules.
+
+        Args:
+            members: one or more.
+
+        Raises:
+            UsageError: there is none, or one twice.
+            InputRefused: two of them differ in more than their numbers, or hold what torch cannot batch; the message
+                names the first path.
+        """
+        if not members:
+            raise UsageError("an ensemble needs a member: the list of modules is empty")
+        if len({id(member) for member in members}) < len(members):
+            raise UsageError("a module stands twice among the members: build one for each")
+        agree(members)
+        self.members = tuple(members)
+        self._held: list[Held] = []
+        memo: dict[int, Any] = {}
+        for owners in _tensors(members):
+            whole = _stacked([getattr(module, name) for module, name in owners])
+            self._held.append(Held(whole, owners))
+            self._point(self._held[-1])
+            first, name = owners[0]
+            memo[id(getattr(first, name))] = whole
+        self.module = copy.deepcopy(members[0], memo)
+        device = self._held[0].stacked.device
+        for path, rates in _rates(members).items():
+            own = torch.tensor(rates, dtype=torch.float64, device=device)
+            self.module.set_submodule(path, _RatedDropout(self.module.get_submodule(path), own))
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.members)
+
+    def relink(self) -> None:
+        """Point the members at the stack again, whose parameters have moved."""
+        for held in self._held:
+            self._point(held)
+
+    def _point(self, held: Held) -> None:
+        for number, (module, name) in enumerate(held.owners):
+            tensor, share = getattr(module, name), held.stacked.detach()[number]
+            if isinstance(tensor, nn.Parameter):
+                tensor.data, tensor.grad = share, None
+            else:
+                module._buffers[name] = share
+
+
+class _RatedDropout(nn.Module):
+    """Dropout whose rate is each member's own, as a buffer [N] beside the state dict."""
+
+    def __init__(self, dropout: nn.Module, rates: Tensor):
+        super().__init__()
+        self.training, self._function = dropout.training, type(dropout).__name__.lower()
+        self.register_buffer("rate", rates, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What the module of one member does."""
+        out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
+        return out
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    whole = torch.stack([tensor.detach() for tensor in tensors])
+    first = tensors[0]
+    return nn.Parameter(whole, requires_grad=first.requires_grad) if isinstance(first, nn.Parameter) else whole
+
+
+def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """For each parameter and buffer, a tied one once: which module of each member holds it, and under which name."""
+    seen = set[int]()
+    for modules in zip(*(member.modules() for member in members), strict=True):
+        for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield [(module, name) for module in modules]
+
+
+def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
+    """The rates of dropout modules that differ from member to member, by path."""
+    found = {}
+    for parts in zip(*(member.named_modules() for member in members), strict=True):
+        if isinstance(parts[0][1], DROPOUTS):
+            rates = [float(module.p) for _, module in parts]
+            if len(set(rates)) > 1:
+                found[parts[0][0]] = rates
+    return found

@@ -1,0 +1,110 @@
+"""The training step of N members: the step of one, whose tensors have a leading member axis.
+
+Shapes: N members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph import compat
+from monograph.ensemble import numbers
+from monograph.ensemble.call import Members
+from monograph.errors import UsageError
+from monograph.graph.precision import Precision
+from monograph.loss import CountedLoss, Loss, pair
+from monograph.optim import Optimizer, Plane, checked, planes, trainable
+from monograph.schedule import Schedule
+from monograph.step import Step
+
+
+class EnsembleStep(Step):
+    """A step in which every member has its own loss, norm, clipping, rate and acceptance: none reads another's.
+
+    Attributes:
+        members: what it trains.
+        frozen: [N] bool, members that are never updated again.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        *,
+        loss: Loss,
+        optims: Sequence[Optimizer],
+        schedules: Sequence[Schedule],
+        clip: float | None,
+        precision: Precision | None,
+        each: bool,
+    ):
+        """Prepare a step; the arguments are those of `monograph.Ensemble`, one optimizer and one schedule a member."""
+        self.members, self.optims, self.schedules, self.each = members, [checked(o) for o in optims], schedules, each
+        if precision is not None and precision.name == "fp8":
+            raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
+        if optims[0].state != "fp32":
+            raise UsageError(
+                f"an ensemble keeps its moments in fp32, not {optims[0].state!r}: leave the optimizer's state"
+            )
+        device = members.seeds.device
+        compat.quiet_layout_of_stacked_gradients()
+        self.frozen = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
+        merged = numbers.merged(self.optims, device)
+        super().__init__(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision)
+
+    def laid_out(self) -> list[Plane]:
+        """The stacked parameters in planes [N, size]."""
+        of_members = [optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)]
+        return planes(trainable(self.model), numbers.kinds(of_members, self.frozen.device), lead=1)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The precision's context and the members'."""
+        with self.members.context(), super().context():
+            yield
+
+    @property
+    def of_members(self) -> dict[str, Tensor]:
+        """The counters of a step, [N] each."""
+        return super().counters
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """Those, who is frozen, and how many passes dropout has seen."""
+        return self.of_members | {"frozen": self.frozen, "draw": self.members.draw}
+
+    def _micro_step(self, batch: Any) -> None:
+        super()._micro_step(batch)
+        self.members.draw += 1
+
+    def summed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Losses and targets of the members, [N] each."""
+
+        def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            return pair(self.loss(module, batch))
+
+        loss_sum, count = self.members(of_one, batch, each=self.each)
+        return loss_sum, count
+
+    def count_targets(self, batch: Any) -> Tensor | None:
+        """The targets of each member's batch, [N], if the loss can count them."""
+        if not isinstance(self.loss, CountedLoss):
+            return None
+        if not self.each:
+            return self.loss.count(batch).expand(self.members.stack.size)
+        count: Tensor = torch.vmap(self.loss.count)(batch)
+        return count
+
+    def set_lr(self) -> tuple[float, ...]:
+        """Fill in the members' learning rates."""
+        lr = tuple(o.lr * schedule(self.index) for o, schedule in zip(self.optims, self.schedules, strict=True))
+        self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
+        return lr
+
+    def accepts(self, grad_norm: Tensor) -> Tensor:
+        """Which members' gradients make an update."""
+        return super().accepts(grad_norm) & ~self.frozen

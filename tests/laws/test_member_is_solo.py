@@ -1,0 +1,245 @@
+# Run: pytest tests/laws/test_member_is_solo.py
+"""Law 5: a member of an ensemble is the same model alone, in what it says and in how it trains."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from batches import ragged, tiny_llama
+from monograph import compat
+from monograph.ensemble import Ensemble
+from monograph.ensemble.dropout import Dropout
+from monograph.loop import train
+from monograph.loss import token_loss
+from monograph.optim import AdamW, Muon
+from monograph.resident import Resident
+from monograph.schedule import warmup_cosine
+from numerics import relative_error
+from zoo import ROWS, zoo
+
+ZOO = zoo()
+N, UPDATES, BOUND = 3, 3, 1e-10
+KNOBS = [
+    SimpleNamespace(
+        seed=10 + i, lr=1e-3 * 2**i, weight_decay=0.1 * i, betas=(0.9 - 0.1 * i, 0.95), eps=10.0 ** (-8 + i)
+    )
+    for i in range(N)
+]
+COMPILED = ("our llama", "conv", "llama, padded", "t5")
+
+
+def stacked(batches):
+    """Batches of members as one, each its own."""
+    return {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+class Alone:
+    """A member trained by itself, its dropout counted as the ensemble counts it."""
+
+    def __init__(self, model: nn.Module, loss, seed: int, **options):
+        self.counter = SimpleNamespace(seed=torch.tensor(seed), draw=torch.tensor(0))
+        self.loss, self.functions = loss, Dropout(self.counter)
+        self.engine = Resident(model, loss=self._loss, **options)
+
+    def _loss(self, model, batch):
+        self.functions.site = 0
+        with compat.functional(self.functions.functions() | {"scaled_dot_product_attention": self._attention}):
+            result = self.loss(model, batch)
+        self.counter.draw += 1
+        return result
+
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if not dropout_p:
+            return PLAIN(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            float_mask = attn_mask.dtype != torch.bool
+            scores = scores + attn_mask if float_mask else scores.masked_fill(~attn_mask, -torch.inf)
+        return self.functions.of(scores.softmax(-1), dropout_p, tuple(scores.shape)) @ value
+
+
+PLAIN = nn.functional.scaled_dot_product_attention
+
+
+def compared(kind, each: bool, backend: str | None, clip=1.0) -> None:
+    """Train both ways, and compare all there is to see."""
+    own = [[kind.batch(100 * i * each + step) for i in range(N)] for step in range(UPDATES)]
+    windows = [stacked(batches) if each else batches[0] for batches in own]
+    members = [kind.build(of.seed).train() for of in KNOBS]
+    alone = copy.deepcopy(members)
+    schedule = warmup_cosine(2, 5)
+    engine = Ensemble(
+        members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=ROWS // 2, each=each
+    )
+    if backend:
+        assert engine.capture(windows[0], backend) is None
+        graphs = compat.captured_graphs()
+    seen = list(train(engine, windows))
+    if backend:
+        assert compat.captured_graphs() == graphs
+    for i, (of, model) in enumerate(zip(KNOBS, alone, strict=True)):
+        options = {name: value for name, value in vars(of).items() if name != "seed"}
+        solo = Alone(
+            model, kind.loss, of.seed, optim=AdamW(**options), schedule=schedule, clip=clip, micro_batch=ROWS // 2
+        )
+        for step, update in enumerate(train(solo.engine, [batches[i] for batches in own])):
+            assert relative_error(seen[step].loss[i], update.loss) < BOUND
+            assert relative_error(seen[step].grad_norm[i], update.grad_norm) < BOUND
+            assert int(seen[step].count[i]) == int(update.count) and seen[step].lr[i] == update.lr
+        state, expected = engine.member_state(i), solo.engine.state()
+        assert state.model.keys() == expected.model.keys() and state.scalars == expected.scalars
+        for mine, theirs in ((state.model, expected.model), (state.optimizer, expected.optimizer)):
+            for name, tensor in mine.items():
+                assert (tensor - theirs[name]).abs().max() <= BOUND * max(1.0, float(theirs[name].abs().max())), name
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_it_trains_as_alone(name, each):
+    compared(ZOO[name], each, None)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_trains_as_alone_in_one_graph(name):
+    compared(ZOO[name], True, "aot_eager")
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("name", ZOO)
+def test_it_says_what_it_says_alone(name, each):
+    kind = ZOO[name]
+    members = [kind.build(seed).eval() for seed in range(N)]
+    batches = [kind.batch(i * each) for i in range(N)]
+    inputs = [{k: v for k, v in batch.items() if k not in ("labels", "targets")} for batch in batches]
+    if "inputs" in inputs[0] or "tokens" in inputs[0]:
+        inputs = [{"": next(iter(of.values()))} for of in inputs]
+    call = lambda model, of: model(of[""]) if "" in of else model(**of)  # noqa: E731
+    with torch.no_grad():
+        expected = [call(member, of) for member, of in zip(members, inputs, strict=True)]
+        ensemble = Ensemble(members)
+        given = stacked(inputs) if each else inputs[0]
+        out = ensemble(given[""], each=each) if "" in given else ensemble(**given, each=each)
+    out, expected = (
+        ((v if isinstance(v, Tensor) else v[0]) for v in (out, expected))
+        if isinstance(expected, Tensor)
+        else (
+            out if isinstance(out, Tensor) else out[0],
+            [v if isinstance(v, Tensor) else v[0] for v in expected],
+        )
+    )
+    assert all(relative_error(mine, theirs) < BOUND for mine, theirs in zip(out, expected, strict=True))
+
+
+def muon_and_groups(i):
+    return Muon(lr=1e-3 * 2**i, momentum=0.9 + 0.02 * i, weight_decay=0.1 * i, ema=0.9)
+
+
+def test_muon_averages_and_schedules_of_their_own():
+    models = [tiny_llama(torch.float64, seed) for seed in range(N)]
+    alone, windows = copy.deepcopy(models), [ragged(ROWS, step) for step in range(UPDATES)]
+    schedules = [warmup_cosine(1 + i, 5 + i) for i in range(N)]
+    optims = [muon_and_groups(i) for i in range(N)]
+    engine = Ensemble(models, optim=optims, schedule=schedules, clip=0.5)
+    losses = torch.stack([update.loss for update in train(engine, windows)])
+    scored = engine.evaluate(windows[0])[0]
+    for i, model in enumerate(alone):
+        solo = Resident(model, optim=optims[i], schedule=schedules[i], clip=0.5)
+        expected = torch.stack([update.loss for update in train(solo, windows)])
+        assert relative_error(losses[:, i], expected) < BOUND
+        assert relative_error(scored[i], solo.evaluate(windows[0])[0]) < BOUND
+        for name, tensor in engine.member_state(i).optimizer.items():
+            assert relative_error(tensor, solo.state().optimizer[name]) < BOUND, name
+
+
+def test_losses_in_fp32_are_as_near_as_compiled_is_to_eager():
+    """Four times the difference that compiling makes alone, and where that is none, rounding."""
+    windows = [ragged(8, seed) for seed in range(4)]
+
+    def losses(engine, backend=None):
+        if backend:
+            assert engine.capture(windows[0], backend) is None
+        return torch.stack([update.loss for update in train(engine, windows)])
+
+    members = losses(Ensemble([tiny_llama(seed=seed) for seed in range(N)], optim=AdamW(lr=1e-2), clip=1.0), "inductor")
+    options = {"optim": AdamW(lr=1e-2), "clip": 1.0}
+    worst = 0.0
+    eager = [losses(Resident(tiny_llama(seed=seed), **options)) for seed in range(N)]
+    compiled = losses(Resident(tiny_llama(seed=0), **options), "inductor")
+    noise = max(float((compiled - eager[0]).abs().max()), float(eager[0].max()) * torch.finfo(torch.float32).eps)
+    worst = max(float((members[:, i] - eager[i]).abs().max()) for i in range(N))
+    assert worst <= 4 * noise
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_nobody_feels_what_another_does(backend):
+    """The bits of the others when one is poisoned, one exploded and one frozen."""
+    kind = ZOO["conv"]
+    windows = [kind.batch(step) for step in range(UPDATES)]
+
+    def trained(harm):
+        engine = Ensemble(
+            [kind.build(seed).train() for seed in range(5)], loss=kind.loss, optim=AdamW(lr=1e-2), clip=0.5
+        )
+        if backend:
+            assert engine.capture(windows[0], backend) is None
+        if harm:
+            with torch.no_grad():
+                next(engine.members[1].parameters()).fill_(torch.nan)
+                for parameter in engine.members[3].parameters():
+                    parameter *= 1e200
+            engine.freeze([4])
+        seen = [update.loss for update in train(engine, windows)]
+        return engine, torch.stack(seen)
+
+    (sound, losses), (harmed, others) = trained(False), trained(True)
+    for i in (0, 2):
+        assert torch.equal(losses[:, i], others[:, i])
+        mine, theirs = sound.member_state(i), harmed.member_state(i)
+        assert all(torch.equal(tensor, theirs.model[name]) for name, tensor in mine.model.items())
+        assert all(torch.equal(tensor, theirs.optimizer[name]) for name, tensor in mine.optimizer.items())
+    assert harmed.step.applied.tolist() == [UPDATES, 0, UPDATES, 0, 0]
+    fresh = kind.build(4)
+    assert all(torch.equal(p, q) for p, q in zip(harmed.members[4].parameters(), fresh.parameters(), strict=True))
+
+
+def test_a_member_goes_on_alone_and_an_ensemble_from_its_state():
+    windows = [ragged(ROWS, step) for step in range(5)]
+    models = [tiny_llama(torch.float64, seed) for seed in range(N)]
+    engine = Ensemble(models, optim=AdamW(lr=1e-2), clip=1.0)
+    list(train(engine, windows[:2]))
+    held = engine.state()
+    kept = type(held)(
+        {k: v.clone() for k, v in held.model.items()}, {k: v.clone() for k, v in held.optimizer.items()}, held.scalars
+    )
+    solo = Resident(tiny_llama(torch.float64), optim=AdamW(lr=1e-2), clip=1.0)
+    solo.load_state(engine.member_state(1))
+    alone = torch.stack([update.loss for update in train(solo, windows[2:])])
+    losses = torch.stack([update.loss for update in train(engine, windows[2:])])
+    assert relative_error(losses[:, 1], alone) < BOUND
+    again = Ensemble([tiny_llama(torch.float64) for _ in range(N)], optim=AdamW(lr=1e-2), clip=1.0)
+    again.load_state(kept)
+    assert torch.equal(torch.stack([update.loss for update in train(again, windows[2:])]), losses)
+
+
+def test_loss_scale_and_skips_are_each_members_own():
+    from monograph.graph.precision import Precision
+
+    models = [tiny_llama(seed=seed) for seed in range(N)]
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(1e6)
+    engine = Ensemble(models, loss=token_loss, precision=Precision("fp16"))
+    list(train(engine, [ragged(2, 0)] * 2))
+    scales = engine.step.loss_scale.tolist()
+    assert scales[1] < scales[0] == scales[2] == 2.0**16
+    assert engine.step.skipped.tolist() == [0, 2, 0]
