@@ -34,10 +34,11 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
     keep_compiled()
     if asked.continued(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
+        _require_member(verify, len(sweep.points))
     else:
-        sweep = Sweep.create(out, *asked.asked(arguments, samples))
-    if verify is not None and not 0 <= verify < len(sweep.points):
-        raise UsageError(f"--verify {verify}: the sweep has members 0 to {len(sweep.points) - 1}")
+        settings, points = asked.asked(arguments, samples)
+        _require_member(verify, len(points))
+        sweep = Sweep.create(out, settings, points)
     with sweep.run.lock():
         board = Board(sweep, progress)
         if not board.over:
@@ -51,6 +52,11 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
     if found["best"] is None:
         raise Diverged(f"every member of {sweep.run.folder} diverged: lower optim.lr")
     return 0
+
+
+def _require_member(verify: int | None, members: int) -> None:
+    if verify is not None and not 0 <= verify < members:
+        raise UsageError(f"--verify {verify}: the sweep has members 0 to {members - 1}")
 
 
 def _train(board: Board, progress: Progress) -> None:

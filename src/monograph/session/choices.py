@@ -96,12 +96,12 @@ def fix_length(session: Session, progress: Progress) -> None:
     )
 
 
-def of_length(settings: Settings, updates: int) -> Settings:
+def of_length(settings: Settings, updates: int, evaluations: int = EVALUATIONS) -> Settings:
     """The settings of a run of so many updates: with warm-up, evaluations and checkpoints to match."""
     train, warmup = settings.train, settings.optim.warmup_updates
     fixed: dict[str, object] = {
         "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
-        "train.eval_every": planner.interval(updates, EVALUATIONS) if train.eval_every == "auto" else None,
+        "train.eval_every": planner.interval(updates, evaluations) if train.eval_every == "auto" else None,
         "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
         "train.updates": None if train.epochs else updates,
     }

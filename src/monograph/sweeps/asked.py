@@ -14,6 +14,7 @@ from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import Recipe
 from monograph.run.register import SWEEP, runs_in
 from monograph.session import choices
+from monograph.sweeps.members import ORIGIN
 
 DEFAULT_MINUTES = 1.5  # of the whole sweep, where nothing at all is given
 SEEDS = (0, 1)
@@ -59,13 +60,13 @@ def of_newest_run() -> Settings:
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not (folder / SWEEP).is_file()]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
-        return load(None, {}).resolve(short, "sweep")
+        return load(None, {}).resolve(short, ORIGIN)
     run = Run(runs[-1])
     own = load(run.config, {}, {})
     kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
     if run.tokenizer.is_file():
         kept["data.tokenizer"] = str(run.tokenizer)
-    return load(None, {}).resolve(kept, str(run.config)).resolve(short, "sweep")
+    return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN)
 
 
 def narrow(settings: Settings) -> Settings:
@@ -80,7 +81,7 @@ def narrow(settings: Settings) -> Settings:
     }
     if any(size % 2 for size in halved.values()):
         return settings
-    return settings.resolve({key: size // 2 for key, size in halved.items()}, "sweep")
+    return settings.resolve({key: size // 2 for key, size in halved.items()}, ORIGIN)
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:

@@ -21,9 +21,7 @@ from monograph.sweeps.crew import Crew
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.members import TEXT, Member, groups_of, members_of, short
 from monograph.sweeps.results import Outcome
-from monograph.sweeps.widths import Timing, lengths
-
-CURVE_ROWS = 64  # held-out rows behind a point of a curve; the last point uses all
+from monograph.sweeps.widths import CURVE_ROWS, Timing, lengths
 
 
 class Board:
@@ -83,7 +81,9 @@ class Board:
                 group.rounds, group.why = of["rounds"], of["why"]
             self.updates = [of["updates"] for of in known]
         else:
-            self.updates = lengths(self.timings, self.sweep.settings, self.progress)
+            self.updates = lengths(
+                self.timings, self.sweep.settings, self.sweep.record.get("least_tokens", 0), self.progress
+            )
             self.sweep.record["groups"] = [
                 {"rounds": group.rounds, "updates": updates, "why": group.why}
                 for group, updates in zip(self.groups, self.updates, strict=True)
@@ -104,7 +104,7 @@ class Board:
     def _tell_plan(self) -> None:
         for group, updates in zip(self.groups, self.updates, strict=True):
             size = int(group.settings.train.tokens_per_update)
-            seconds = group.compile_s + updates * group.update_s
+            seconds = group.compile_s + updates * group.update_s + group.held_out_s
             self.progress.line(
                 "plan",
                 f"{group.name + ': ' if group.name else ''}{counted(updates, 'update')} of {size:,} tokens = "

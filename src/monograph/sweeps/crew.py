@@ -31,6 +31,8 @@ from monograph.session.session import Session, make_optimizer, make_schedule
 from monograph.session.setup import Made, make_engine, make_model
 from monograph.sweeps.members import ORIGIN, Member
 
+EVALUATIONS = 6  # of each member, where the settings leave it open
+
 
 class Seat:
     """One member of an ensemble as its session sees an engine: its module, its state, its place in the run."""
@@ -164,7 +166,7 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
 
 def of_length(made: Sequence[Made], updates: int) -> list[Made]:
     """The same, trained for so many updates."""
-    return [one._replace(settings=choices.of_length(one.settings, updates)) for one in made]
+    return [one._replace(settings=choices.of_length(one.settings, updates, EVALUATIONS)) for one in made]
 
 
 def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Resident:

@@ -19,9 +19,12 @@ from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
-from monograph.sweeps.members import Member, described
+from monograph.sweeps.members import ORIGIN, Member, described
 
 SCHEMA = "monograph.sweep/1"
+# What a member of a first sweep learns from at least, however slow the machine: with much less the best rate is that of
+# the first few updates.
+DEFAULT_TOKENS = 100_000
 
 
 class Sweep:
@@ -29,8 +32,8 @@ class Sweep:
 
     Attributes:
         run: the folder, which is a run's for the purposes of `last`, of its lock and of its config.toml.
-        record: what sweep.json says: `asked` (a digest of settings and points), `points`, later `rounds` and `updates`
-            of the groups, `elapsed_s` and `tokens` of earlier processes, and at the end the results.
+        record: what sweep.json says: `asked` (a digest of settings and points), `points`, of a first sweep
+            `least_tokens`, later `rounds` and `updates` of the groups, what earlier processes did, and the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
@@ -53,6 +56,8 @@ class Sweep:
                 )
             return found
         record = {"schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points]}
+        if settings.origins.get("train.minutes") == ORIGIN:
+            record["least_tokens"] = DEFAULT_TOKENS
         sweep = cls(Run.create(out), record)
         with sweep.run.lock(new=True):
             sweep.write()

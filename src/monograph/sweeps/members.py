@@ -37,7 +37,8 @@ class Group:
         shared: the varied keys that they have in common, because no graph could hold more than one of their values.
         rounds: how many members train at once, round by round; empty until it was decided.
         why: in one line.
-        update_s: seconds of an update of all members; compile_s: of what is still to be compiled.
+        update_s: seconds of an update of all members; compile_s: of what is still to be compiled; held_out_s: of their
+            evaluations.
     """
 
     members: list[Member]
@@ -46,6 +47,7 @@ class Group:
     why: str = ""
     update_s: float = 0.0
     compile_s: float = 0.0
+    held_out_s: float = 0.0
 
     @property
     def settings(self) -> Settings:

@@ -13,16 +13,19 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.evaluation import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
-from monograph.measure.quantities import counted
+from monograph.measure.quantities import counted, duration
 from monograph.planner.width import Timed, choose, next_width, rounds, update_s
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.setup import Made, seconds_per_update
-from monograph.sweeps.crew import Crew, crew_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.crew import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.members import Group, Member
+
+CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
 
 
 class Timing:
@@ -32,6 +35,7 @@ class Timing:
         timed: by width.
         most: members that fit at once.
         refused: why no graph holds several, in one line; empty if one does or it was not tried.
+        row_s: seconds that a held-out row takes, of all members of a width.
         kept: the first members and an engine of them that is captured, by width.
     """
 
@@ -39,6 +43,7 @@ class Timing:
         """Nothing is built yet."""
         self.group, self.text, self.device, self.machine = group, text, device, machine
         self.timed: dict[int, Timed] = {}
+        self.row_s: dict[int, float] = {}
         self.most, self.refused = len(group.members), ""
         self.kept: dict[int, tuple[list[Made], Resident]] = {}
 
@@ -68,6 +73,8 @@ class Timing:
         self.group.why = alone if self.refused else found.why
         self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
         self.group.compile_s = max(0.0, found.total_s - updates * self.group.update_s)
+        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
+        self.group.held_out_s = rows * sum(self.row_s.get(size, self.row_s[1]) for size in self.group.rounds)
         for width in [width for width in self.kept if width not in self.group.rounds]:
             del self.kept[width]
 
@@ -104,6 +111,10 @@ class Timing:
         compile_s = clock() - began
         with buffers_kept(engine.model):
             seconds = seconds_per_update(engine, window)
+            size = engine.micro_batch or CURVE_ROWS
+            began = clock()
+            evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
+            self.row_s[width] = (clock() - began) / size
         self.kept[width] = made, engine
         return Timed(seconds, compile_s)
 
@@ -135,10 +146,11 @@ def first_window(made: Sequence[Made], text: Corpus) -> Batch:
     return stacked(windows, range(len(windows))) if several(made) else windows[0]
 
 
-def lengths(timings: Sequence[Timing], settings: Settings, progress: Progress) -> list[int]:
+def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, progress: Progress) -> list[int]:
     """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
 
-    Where minutes are given they are the whole sweep's, and every member learns from as many tokens.
+    Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
+    `least_tokens`.
     """
     train = settings.train
     for timing in timings:
@@ -157,6 +169,10 @@ def lengths(timings: Sequence[Timing], settings: Settings, progress: Progress) -
         timing.measure(updates, progress)
         timing.decide(updates)
     tokens = _tokens_in(open_ended, budget_s, alone=False)
+    if tokens < least_tokens:
+        longer = duration(budget_s * least_tokens / tokens)
+        progress.line("time", f"{longer} instead of {train.minutes:g} min: what a rate can be judged by")
+        tokens = least_tokens
     found = []
     for timing in timings:
         found.append(_given(timing) or planner.updates_for(tokens, _size(timing), _most(timing)))
