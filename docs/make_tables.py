@@ -9,13 +9,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
-from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction
+from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction, Width
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
 BLOCKS = "tests/laws/test_scopes.py"
+TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
@@ -33,7 +34,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
-    "optim.transfer": {"none": "tests/test_optim.py"},
+    "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.rank": {"not set": "tests/test_config.py"},
 }
@@ -43,6 +44,7 @@ LAW = {
     ACCUMULATED: "law 2",
     RECOMPUTED: "law 3",
     PACKED: "law 9",
+    TRANSFERRED: "law 14",
 }
 # Where a key takes any text or number: what stands for all that is refused.
 OPEN = {"lora.rank": "any number"}
@@ -73,6 +75,8 @@ def values(key: str) -> list[str]:
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
+    if Width in kinds:
+        return [*listed, "width:SIZE"]
     return listed if len(kinds) == 1 else []
 
 

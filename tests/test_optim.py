@@ -172,13 +172,18 @@ def test_nothing_to_train_and_mixed_dtypes_are_refused():
 
 def test_groups_equal_torch_s_parameter_groups():
     ours, theirs = network(), network()
-    groups = [Group("0.bias", lr=0.1, weight_decay=0.5), Group("2.*", lr=3.0), Group("*.bias", lr=7.0)]
+    groups = [Group("0.bias", lr=0.1, weight_decay=0.5, eps=1e5), Group("2.*", lr=3.0), Group("*.bias", lr=7.0)]
     step = Step(ours, loss=loss, optim=AdamW(lr=0.03, weight_decay=0.2, groups=groups))
     expected = {"0.weight": (1, 0.2), "0.bias": (0.1, 0.5), "1.weight": (1, 0), "1.bias": (7, 0), "2.weight": (3, 0.2)}
     expected["2.bias"] = (3, 0)  # the first group that matches counts
     optimizer = torch.optim.AdamW(
         [
-            {"params": [theirs.get_parameter(name)], "lr": 0.03 * lr, "weight_decay": decay}
+            {
+                "params": [theirs.get_parameter(name)],
+                "lr": 0.03 * lr,
+                "weight_decay": decay,
+                "eps": 1e-3 if name == "0.bias" else 1e-8,
+            }
             for name, (lr, decay) in expected.items()
         ],
         betas=(0.9, 0.95),

@@ -21,6 +21,8 @@ _HOME = {
     "AdamW": "optim",
     "Muon": "optim",
     "Group": "optim",
+    "WidthTransfer": "transfer",
+    "narrowed": "transfer",
     "warmup_cosine": "schedule",
     "warmup_stable_decay": "schedule",
     "constant": "schedule",

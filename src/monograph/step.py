@@ -7,7 +7,7 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +76,8 @@ class Step:
             None: it is called every time.
         announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
+
+    CAPTURED: tuple[str, ...] = ("forward", "apply", "evaluate")
 
     def __init__(
         self,
@@ -171,6 +173,14 @@ class Step:
         """The batch's targets if the loss can count them without a forward pass."""
         return self.loss.count(batch) if isinstance(self.loss, CountedLoss) else None
 
+    def count_window(self, batches: Sequence[Any]) -> None:
+        """Fill in the factor of the window's losses, from its targets if they can be counted before."""
+        counts = [self.count_targets(batch) for batch in batches]
+        total = torch.ones((), device=self.device)
+        if batches and counts[0] is not None:
+            total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
+        self.seed.copy_(_reciprocal(total) * self.loss_scale)
+
     def settle(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
         captured = self.scope != "none"
@@ -220,21 +230,32 @@ class Step:
         self.loss_sum += loss_sum
         self.count += count
 
-    # The three functions below are what `graph.capture` replaces by compiled ones. They are called in the step's
+    # The functions named in CAPTURED are what `graph.capture` replaces by compiled ones. They are called in the step's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = self.summed(batch)
+        return self.scaled(loss_sum, seed), loss_sum.detach(), count
+
+    def scaled(self, loss_sum: Tensor, seed: Tensor) -> Tensor:
+        """What is differentiated: the loss times its factor, of all members."""
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
-        return (wide * seed.view_as(wide).to(wide.dtype)).sum(), loss_sum.detach(), count
+        return (wide * seed.view_as(wide).to(wide.dtype)).sum()
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
         return self.summed(batch)
 
     def _apply(self) -> Tensor:
+        grad_norm = self.apply_([plane.grad for plane in self.planes])
+        for plane in self.planes:
+            plane.grad.zero_()
+        return grad_norm
+
+    def apply_(self, grads: Sequence[Tensor]) -> Tensor:
+        """Clip and apply the summed gradients, [size] for each plane; returns their norm before clipping."""
         counted = isinstance(self.loss, CountedLoss)
         scale = (torch.ones_like(self.lr) if counted else _reciprocal(self.count)) / self.loss_scale
-        squares = [torch.linalg.vector_norm(plane.grad, dim=-1, dtype=torch.float64).square() for plane in self.planes]
+        squares = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float64).square() for grad in grads]
         grad_norm = torch.stack(squares).sum(0).sqrt() * scale
         accepted = self.accepts(grad_norm)
         if self.clip is not None:
@@ -244,11 +265,10 @@ class Step:
         self.skipped.add_(~accepted)
         if self.precision.scaled:
             self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
-        for plane in self.planes:
-            grad = plane.grad * scale.to(plane.grad.dtype).unsqueeze(-1)
+        for plane, total in zip(self.planes, grads, strict=True):
+            grad = total * scale.to(total.dtype).unsqueeze(-1)
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
-            plane.grad.zero_()
         return grad_norm
 
 
@@ -269,11 +289,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     if isinstance(window, (Mapping, Tensor)):
         raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
     batches = list(window)
-    counts = [step.count_targets(batch) for batch in batches]
-    total = torch.ones((), device=step.device)
-    if batches and counts[0] is not None:
-        total = step.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
-    step.seed.copy_(_reciprocal(total) * step.loss_scale)
+    step.count_window(batches)
     for plane in step.planes:
         plane.link()
     for batch in batches:
@@ -287,9 +303,12 @@ def update(step: Step) -> Update:
     An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
     state; the device decides, and `Update.skipped` counts.
     """
-    lr = step.set_lr()
+    return closed(step, step.set_lr(), step.apply())
+
+
+def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
+    """What an update did that was just applied; the next window begins."""
     loss, count = step.loss_sum / step.count, step.count.clone()
-    grad_norm = step.apply()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1

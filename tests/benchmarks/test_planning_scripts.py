@@ -30,6 +30,15 @@ def test_scopes(script, uncompiled, monkeypatch, tmp_path):
         assert set(case["step_ms"]) == {"whole", "blocks"} and case["step_blocks_over_whole"]["median"] > 0
 
 
+def test_transfer(script, uncompiled, monkeypatch, tmp_path):
+    found = smoke(script("transfer"), monkeypatch, tmp_path / "found.json")
+    by_rule, plain = found["drifts"]
+    assert (by_rule["way"], plain["way"]) == ("adamw, untied, width", "adamw, untied, none")
+    assert len(found["cases"]) == 4 and found["cases"][0]["losses"] == found["cases"][1]["losses"]
+    assert found["cases"][2]["losses"] != found["cases"][3]["losses"]
+    assert found["cases"][0]["parameters"] < found["cases"][2]["parameters"]
+
+
 @torch._functorch.config.patch(activation_memory_budget=1.0)  # which monkeypatch would take away in the end
 def test_remat(script, monkeypatch, tmp_path):
     """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they should."""

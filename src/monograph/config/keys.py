@@ -50,6 +50,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
 def _key(default: Any, expected: str, meaning: str) -> Any:
@@ -130,7 +131,11 @@ class OptimSection(Section):
     ema: Literal["none"] | Fraction = _key(
         "none", "a number between 0 and 1, or none", "decay of an average of the weights: what is scored and exported"
     )
-    transfer: Literal["none", "width"] = _key("none", "none", "rules that carry a learning rate across widths")
+    transfer: Literal["none", "width"] | Width = _key(
+        "none",
+        "none, width, or width:SIZE with the hidden_size that optim.lr is for",
+        "width: lr, weight_decay and eps are a narrow model's, carried to this width by a rule (docs/transfer.md)",
+    )
 
 
 class TrainSection(Section):
@@ -186,7 +191,6 @@ class NotBuilt(NamedTuple):
 
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
-    "optim.transfer": NotBuilt(("none",), "carrying a learning rate across widths is not built yet; leave it at none"),
     "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
     "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),

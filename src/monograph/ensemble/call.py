@@ -21,6 +21,7 @@ from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
+Tensors = dict[str, Tensor]
 
 
 class Members:
@@ -43,7 +44,7 @@ class Members:
         self._dropout = Dropout(self._called)
         self._for_graphs: bool | None = None
 
-    def __call__(self, function: Function, *inputs: Any, each: bool) -> Any:
+    def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
         """Outputs with a leading member axis.
 
         Call it in `context()`, which is not entered here as a captured graph holds what is entered inside of it.
@@ -52,12 +53,13 @@ class Members:
             function: of a module and the inputs; the module is called in its mode.
             inputs: tensors in any nesting, which `each` member has its own of, [N, ...], or not.
             each: whether they have.
+            parameters: in place of the stack's own of these names.
 
         Raises:
             InputRefused: something in it cannot be batched; the message says what and where.
         """
         stack = self.stack
-        held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers())
+        held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers()) | (parameters or {})
 
         def one(tensors: dict[str, Tensor], *inputs: Any) -> Any:
             self._dropout.site = 0

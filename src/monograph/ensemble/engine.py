@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 from monograph.ensemble.call import Members
 from monograph.ensemble.numbers import optimizers
 from monograph.ensemble.stack import Stack
-from monograph.ensemble.step import EnsembleStep
-from monograph.errors import UsageError
+from monograph.ensemble.step import EnsembleStep, update_whole
+from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import unique_state
 from monograph.graph.precision import Precision
@@ -26,6 +26,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.resident import Resident
 from monograph.schedule import Schedule, constant
+from monograph.step import Update
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -105,6 +106,8 @@ class Ensemble(Resident):
         )
         self._hold(micro_batch, row_dim=1 if each else 0)
         self._infer: Callable[..., Any] = self._inferred
+        self._in_one_graph, self._begun = False, False
+        self._waiting: Batch | None = None  # for one graph
 
     @functools.cached_property
     def step(self) -> EnsembleStep:  # type: ignore[override]
@@ -153,7 +156,53 @@ class Ensemble(Resident):
         """
         if scope != "whole":
             raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
-        return super().capture(window, backend, scope)
+        self._in_one_graph = self._rows(window) <= (self.micro_batch or self._rows(window))
+        reason = super().capture(window, backend, scope)
+        if reason and self._in_one_graph:
+            self._in_one_graph = False
+            reason = super().capture(window, backend, scope)
+        return reason
+
+    def _warm(self, batch: Batch) -> None:
+        if not self._in_one_graph:
+            super()._warm(batch)
+            return
+        step = self.step
+        kept, index = {name: counter.clone() for name, counter in step.counters.items()}, step.index
+        step.frozen.fill_(True)  # so that the update is made and changes nothing
+        update_whole(step, batch)
+        for name, counter in step.counters.items():
+            counter.copy_(kept[name])
+        step.index = index
+        self._scored(batch)
+
+    def accumulate(self, window: Batch) -> None:
+        """Add the window's exact gradients; where one graph makes a whole update, that is left to `update`."""
+        fits = self._waiting is None and self._rows(window) <= (self.micro_batch or self._rows(window))
+        if self._in_one_graph and fits and not self._begun:
+            self._waiting = window
+            return
+        for part in (self._waiting, window):
+            if part is not None:
+                super().accumulate(part)
+        self._waiting, self._begun = None, True
+
+    def update(self) -> Update:
+        """Apply the accumulated gradients.
+
+        Raises:
+            OutOfDeviceMemory: in a graph that makes a whole update, which may have been made in part.
+        """
+        window, self._waiting, self._begun = self._waiting, None, False
+        if window is None:
+            return super().update()
+        try:
+            return update_whole(self.step, next(self._micro_batches(window)))
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(
+                f"an update of {self.size} members does not fit the device's memory any more, and may have been made "
+                "in part: go on from a checkpoint, with fewer members or a smaller micro_batch"
+            ) from error
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sums of losses, targets) of every member on the same batch, [N] each; see `Resident.evaluate`."""

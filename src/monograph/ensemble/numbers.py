@@ -18,6 +18,8 @@ from monograph.optim.planes import Knob
 # The optimizer's fields that each member may have a value of its own of; the rest shapes the update.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum")
 
+NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # of a kind
+
 
 def optimizers(
     optim: Optimizer | type[Optimizer] | Sequence[Optimizer], knobs: Sequence[Mapping[str, Any]]
@@ -63,8 +65,8 @@ def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dic
     """How each parameter is updated, by name: factors and decays are tensors [N] where the members' differ."""
     found: dict[tuple[Kind, ...], Kind] = {}
     for each in zip(*(of.values() for of in of_members), strict=True):
-        lr, weight_decay, _, momentum = (knob(values, device) for values in zip(*each, strict=True))
-        found.setdefault(each, Kind(lr, weight_decay, each[0].matrix, momentum))
+        numbers = {name: knob([getattr(kind, name) for kind in each], device) for name in NUMBERS}
+        found.setdefault(each, each[0]._replace(**numbers))
     return {name: found[tuple(of[name] for of in of_members)] for name in of_members[0]}
 
 

@@ -5,7 +5,7 @@ Shapes: N members.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.ensemble import numbers
-from monograph.ensemble.call import Members
+from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule
-from monograph.step import Step
+from monograph.step import Step, Update, closed
 
 
 class EnsembleStep(Step):
@@ -30,6 +30,8 @@ class EnsembleStep(Step):
         members: what it trains.
         frozen: [N] bool, members that are never updated again.
     """
+
+    CAPTURED: tuple[str, ...] = (*Step.CAPTURED, "whole")
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class EnsembleStep(Step):
         self.frozen = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
         merged = numbers.merged(self.optims, device)
         super().__init__(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision)
+        self.whole: Callable[[Any, Tensor], Tensor] = self._whole
 
     def laid_out(self) -> list[Plane]:
         """The stacked parameters in planes [N, size]."""
@@ -81,13 +84,27 @@ class EnsembleStep(Step):
         super()._micro_step(batch)
         self.members.draw += 1
 
-    def summed(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _whole(self, batch: Any, seed: Tensor) -> Tensor:
+        """Gradient and update of a window of one micro-batch: what is summed over one need not be kept."""
+
+        def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            loss_sum, count = self.summed(batch, parameters)
+            return self.scaled(loss_sum, seed), (loss_sum.detach(), count)
+
+        # Views that are made here: a graph copies inputs that overlap and are written.
+        parameters = {name: view for plane in self.planes for name, view in plane.views(plane.param)}
+        grads, (loss_sum, count) = torch.func.grad(loss, has_aux=True)(parameters)
+        self.loss_sum.copy_(loss_sum)
+        self.count.copy_(count)
+        return self.apply_([torch.cat([grads[slot.name].flatten(1) for slot in p.slots], dim=-1) for p in self.planes])
+
+    def summed(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
         """Losses and targets of the members, [N] each."""
 
         def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             return pair(self.loss(module, batch))
 
-        loss_sum, count = self.members(of_one, batch, each=self.each)
+        loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
         return loss_sum, count
 
     def count_targets(self, batch: Any) -> Tensor | None:
@@ -108,3 +125,13 @@ class EnsembleStep(Step):
     def accepts(self, grad_norm: Tensor) -> Tensor:
         """Which members' gradients make an update."""
         return super().accepts(grad_norm) & ~self.frozen
+
+
+def update_whole(step: EnsembleStep, batch: Any) -> Update:
+    """`accumulate(step, [batch])` and `update(step)` in one: where both are captured, in one graph."""
+    step.count_window([batch])
+    lr = step.set_lr()
+    with step.context():
+        grad_norm = step.whole(batch, step.seed)
+    step.members.draw += 1
+    return closed(step, lr, grad_norm)

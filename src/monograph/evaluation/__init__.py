@@ -13,3 +13,5 @@ from monograph.evaluation.noise import tabulate as tabulate
 from monograph.evaluation.text import Evaluation as Evaluation
 from monograph.evaluation.text import evaluate as evaluate
 from monograph.evaluation.text import evaluate_members as evaluate_members
+from monograph.evaluation.vertex import Vertex as Vertex
+from monograph.evaluation.vertex import vertex as vertex

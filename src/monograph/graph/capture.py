@@ -20,8 +20,6 @@ from monograph.graph.static_inputs import StaticInputs
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
-# What an object may have for `capture` to replace: the training step's three functions.
-CAPTURED = ("forward", "apply", "evaluate")
 T = TypeVar("T")
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
@@ -48,9 +46,9 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     function; load weights and run `trial` before.
 
     Args:
-        step: a `monograph.Step`, of which `forward`, `apply` and `evaluate` are replaced.
+        step: a `monograph.Step`, of which the functions named in CAPTURED are replaced.
         backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code.
-        scope: "whole": each of the three functions is one graph. "blocks": one graph that all blocks of the model
+        scope: "whole": each of these functions is one graph. "blocks": one graph that all blocks of the model
             share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
             what lies between them runs eagerly. It compiles in a time that does not grow with the depth.
 
@@ -68,7 +66,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     """The same with another compiler of functions, and nothing replayed."""
-    names = CAPTURED if scope == "whole" else ("apply",)
+    names = step.CAPTURED if scope == "whole" else ("apply",)
     new: list[tuple[Any, str, Any]] = [(step, name, compiler(getattr(step, name))) for name in names]
     if scope == "blocks":
         new += _parts(step, compiler)

@@ -91,6 +91,17 @@ void multiply(long rows, long depth, long columns, Matrix left, Matrix right, fl
 
 }  // namespace
 
+// out[B, N, M], contiguous, = left[B, N, K] @ right[B, K, M] with any strides; threads share the batch.
+extern "C" void batched(long batch, long rows, long depth, long columns, const float* left, long left_batch,
+                        long left_row, long left_column, const float* right, long right_batch, long right_row,
+                        long right_column, float* out) {
+    const long threads = batch * rows * depth * columns < SHARED ? 1 : omp_get_max_threads();
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long b = 0; b < batch; ++b)
+        multiply(rows, depth, columns, {left + b * left_batch, left_row, left_column},
+                 {right + b * right_batch, right_row, right_column}, out + b * rows * columns);
+}
+
 // out[N, M], contiguous, = left[N, K] @ right[K, M] with any strides, by the threads that torch has set.
 extern "C" void matmul(long rows, long depth, long columns, const float* left, long left_row, long left_column,
                        const float* right, long right_row, long right_column, float* out) {

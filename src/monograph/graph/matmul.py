@@ -4,7 +4,7 @@ MKL uses half of the vector width of AMD processors with AVX-512. Here products 
 `matmul.cpp`, which costs nothing to call, larger ones by oneDNN, which torch has built in and takes for bf16 anyway
 (docs/log.md). Eager code keeps MKL and is the reference.
 
-Shapes: N rows, K summed, M columns.
+Shapes: B products at once, N rows, K summed, M columns.
 """
 
 from __future__ import annotations
@@ -48,43 +48,82 @@ def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
     rows, depth = left_NK.shape
     columns = out.shape[1]
     left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
-    _native()(rows, depth, columns, *left, *right, out.data_ptr())
+    _native("matmul", 3, 2)(rows, depth, columns, *left, *right, out.data_ptr())
+
+
+def batched(left_BNK: Tensor, right_BKM: Tensor) -> Tensor:
+    """Return left @ right of each of B, fp32, by `matmul.cpp`; any strides."""
+    out_BNM = left_BNK.new_empty(*left_BNK.shape[:2], right_BKM.shape[2])
+    batched_out(left_BNK, right_BKM, out=out_BNM)
+    return out_BNM
+
+
+def batched_out(left_BNK: Tensor, right_BKM: Tensor, *, out: Tensor) -> None:
+    """The same into `out` [B, N, M], contiguous."""
+    left, right = (left_BNK.data_ptr(), *left_BNK.stride()), (right_BKM.data_ptr(), *right_BKM.stride())
+    _native("batched", 4, 3)(*left_BNK.shape, out.shape[2], *left, *right, out.data_ptr())
 
 
 @functools.cache
-def _native() -> Callable[..., None]:
-    """The function of `matmul.cpp`; the first call builds it, in a second or two."""
-    function: Callable[..., None] = compat.native(SOURCE.read_text()).matmul
-    function.argtypes = [c_long] * 3 + [c_void_p, c_long, c_long] * 2 + [c_void_p]  # type: ignore[attr-defined]
+def _native(name: str, sizes: int, strides: int) -> Callable[..., None]:
+    """A function of `matmul.cpp`; the first call builds it, in a second or two."""
+    function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
+    operand = [c_void_p, *[c_long] * strides]
+    function.argtypes = [*[c_long] * sizes, *operand, *operand, c_void_p]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function
 
 
-for _name, _function in (("onednn_matmul", onednn), ("small_matmul", small)):
+for _name, _function in (("onednn_matmul", onednn), ("small_matmul", small), ("batched_matmul", batched)):
     _LIBRARY.define(f"{_name}(Tensor left, Tensor right) -> Tensor")
     _LIBRARY.impl(_name, _function, "CPU")
 
 
 @torch.library.register_fake("monograph::onednn_matmul", lib=_LIBRARY)
 @torch.library.register_fake("monograph::small_matmul", lib=_LIBRARY)
-def _(left_NK: Tensor, right_KM: Tensor) -> Tensor:
-    return left_NK.new_empty(left_NK.shape[0], right_KM.shape[1])
+@torch.library.register_fake("monograph::batched_matmul", lib=_LIBRARY)
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
 
 
-def passes() -> dict[str, Any] | None:
-    """The pass as an option of `torch.compile` with Inductor; None where MKL is as fast."""
-    if not mkl_is_slow():
-        return None
-    compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
+def passes() -> dict[str, Any]:
+    """The passes as options of `torch.compile` with Inductor."""
+    if mkl_is_slow():
+        compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
+        compat.lower_to_call(torch.ops.monograph.batched_matmul.default, batched_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, compat.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Choose who computes each fp32 product on the CPU."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        product_NM, (rows, depth) = node.meta["val"], node.args[0].meta["val"].shape
-        if product_NM.dtype == torch.float32 and product_NM.device.type == "cpu":
-            node.target = _chosen(rows, depth, product_NM.shape[1])
+    """Turn batched products whose transpose alone is asked for; choose who computes each fp32 product on a CPU."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
+        _turn(graph, node)
+    if not mkl_is_slow():
+        return
+    for target, choose in ((torch.ops.aten.mm.default, _chosen), (torch.ops.aten.bmm.default, _chosen_batched)):
+        for node in graph.find_nodes(op="call_function", target=target):
+            product, depth = node.meta["val"], node.args[0].meta["val"].shape[-1]
+            if product.dtype == torch.float32 and product.device.type == "cpu":
+                node.target = choose(product.shape[-2], depth, product.shape[-1])
+
+
+def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Write (L R)^T as R^T L^T, laid out as it is asked for: vmap has the gradients of weights turned round."""
+    product, order = node.args
+    assert isinstance(product, torch.fx.Node)
+    if product.target is not torch.ops.aten.bmm.default or len(product.users) > 1 or list(order) != [0, 2, 1]:  # type: ignore[arg-type, call-overload]
+        return
+    turned = []
+    with graph.inserting_before(product):
+        for operand in reversed(product.args):
+            assert isinstance(operand, torch.fx.Node)
+            turned.append(graph.call_function(torch.ops.aten.permute.default, (operand, [0, 2, 1])))
+            turned[-1].meta["val"] = operand.meta["val"].mT
+        new = graph.call_function(torch.ops.aten.bmm.default, tuple(turned))
+    new.meta["val"] = torch.bmm(turned[0].meta["val"], turned[1].meta["val"])
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    graph.erase_node(product)
 
 
 def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
@@ -102,3 +141,9 @@ def _chosen(rows: int, depth: int, columns: int) -> Any:
     if size >= SMALLEST and min(rows, columns) >= NARROWEST:
         return torch.ops.monograph.small_matmul.default
     return torch.ops.aten.mm.default
+
+
+def _chosen_batched(rows: int, depth: int, columns: int) -> Any:
+    if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
+        return torch.ops.monograph.batched_matmul.default
+    return torch.ops.aten.bmm.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
@@ -151,7 +151,8 @@ class LlamaConfig:
         where GPU attention is fastest; llama-179m is that of A. Tam, "Pretraining a Llama Model on Your Local GPU"
         (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro start from weights of
         standard deviation sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width, and micro was 0.1 bits per byte behind with it after 200 updates.
+        width, and micro was 0.1 bits per byte behind with it after 200 updates. A preset's spread is for its own width;
+        at another hidden_size it is that much smaller or larger, as 1 / sqrt(hidden_size).
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
@@ -162,7 +163,11 @@ class LlamaConfig:
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
         shape = dict(zip(_SIZES, _SHAPES[name], strict=False))  # head_dim and positions follow from the rest
-        return cls(**{**shape, **_BEYOND_SHAPE[name], **overrides})
+        own = cls(**{**shape, **_BEYOND_SHAPE[name]})
+        given = cls(**{**shape, **_BEYOND_SHAPE[name], **overrides})
+        if given.hidden_size == own.hidden_size or "initializer_range" in overrides:
+            return given
+        return replace(given, initializer_range=own.initializer_range * math.sqrt(own.hidden_size / given.hidden_size))
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:

@@ -20,17 +20,19 @@ from monograph.optim.updates import adamw_, ema_, muon_
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by the pattern of their names, that have a learning rate or a weight decay of their own.
+    """Parameters, by the pattern of their names, that have a learning rate, weight decay or eps of their own.
 
     Attributes:
         pattern: as of a shell: "lm_head.*", "*.bias"; a star crosses dots. The first group that matches counts.
         lr: factor of the optimizer's learning rate.
         weight_decay: instead of the optimizer's; None leaves it: the optimizer's for matrices, none for the rest.
+        eps: factor of the optimizer's eps; what Muon updates has none.
     """
 
     pattern: str
     lr: float = 1.0
     weight_decay: float | None = None
+    eps: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class Muon:
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
         shapes = {name: (parameters[name].shape[0], parameters[name].shape[1]) for name in names}
-        return kinds | {n: kinds[n]._replace(matrix=shape, momentum=self.momentum) for n, shape in shapes.items()}
+        return kinds | {
+            name: kinds[name]._replace(matrix=shape, momentum=self.momentum, eps=1.0) for name, shape in shapes.items()
+        }
 
 
 Optimizer = AdamW | Muon
@@ -159,7 +163,7 @@ def update_(
     if kind.matrix is None:
         beta1, beta2 = optim.betas
         betas = over(beta1), over(beta2)
-        adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps), **shared)
+        adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
     else:
         muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
     words = noise(param, optim.seed, applied, plane.number) if optim.state in ("bf16", "all-bf16") else None
@@ -212,7 +216,7 @@ def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: 
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
         usual = weight_decay if parameter.ndim >= 2 else 0.0
-        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay)
+        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay, eps=group.eps)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds

@@ -30,12 +30,14 @@ class Kind(NamedTuple):
         weight_decay: decoupled decay.
         matrix: (rows, cols) of a matrix that Muon updates; None: AdamW.
         momentum: Muon's.
+        eps: factor of the optimizer's eps.
     """
 
     lr: Knob
     weight_decay: Knob
     matrix: tuple[int, int] | None = None
     momentum: Knob = 0.0
+    eps: Knob = 1.0
 
 
 class Slot(NamedTuple):

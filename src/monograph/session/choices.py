@@ -21,6 +21,7 @@ from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 from monograph.session.setup import calibrate, remember
+from monograph.session.width import fixed_transfer, same_transfer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 # A branched run has its parent's settings but for these: how long, and what follows from that.
@@ -40,6 +41,9 @@ def sized(settings: Settings) -> Settings:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed).checked()
+    if settings.optim.transfer != "none":
+        drawn = None if model.init else recipe.shape(vocab_size=1)
+        chosen["optim.transfer"] = fixed_transfer(settings, drawn)
     if settings.data.tokenizer == "auto":
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{planner.DEFAULT.vocabulary}"
@@ -124,6 +128,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
         mine = own.values()[key]
         if value in (mine, "auto"):
             continue
+        if key == "optim.transfer" and same_transfer(value, mine):
+            continue
         if key == "train.tokens" and _updates_of(int(value), own) == own.train.updates:
             continue
         if key == "train.minutes" and given.origins[key] != "command line":
@@ -151,7 +157,14 @@ def branched(parent: Run, given: Settings) -> Settings:
     if not parent.begun:
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = load_settings(parent.config, {}, {})
-    taken = given.pinned().keys()
+    taken = {*given.pinned()}
+    if "optim.transfer" in taken and not same_transfer(given.optim.transfer, own.optim.transfer):
+        origin = given.origins["optim.transfer"]
+        raise UsageError(
+            f"{origin}: optim.transfer = {given.optim.transfer}, but the weights of {parent.folder} were drawn with "
+            f"{own.optim.transfer}; leave it out"
+        )
+    taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}

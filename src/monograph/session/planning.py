@@ -69,7 +69,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         config,
         settings.data.sequence_length,
         int(train.tokens_per_update),
-        make_optimizer(fixed),
+        make_optimizer(fixed, config),
         name,
         None if train.micro_batch == "auto" else train.micro_batch,
         (planner.precision(device) if train.precision == "auto" else train.precision,),

@@ -32,6 +32,7 @@ from monograph.run.models import Recipe, load_weights, require_same_file
 from monograph.run.progress import Progress
 from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
 from monograph.session import randomness
+from monograph.session.width import transfer_of
 
 FINAL = 0.05  # of the peak learning rate, at the last update
 
@@ -242,12 +243,17 @@ def make_schedule(settings: Settings, updates: int) -> Schedule:
     return warmup_cosine(warmup, updates, FINAL)
 
 
-def make_optimizer(settings: Settings) -> Optimizer:
-    """The optimizer that the settings name; their learning rate is fixed."""
-    optim = settings.optim
+def make_optimizer(settings: Settings, config: LlamaConfig | None = None) -> Optimizer:
+    """The optimizer that the settings name for a model of that shape; their learning rate is fixed.
+
+    Args:
+        settings: of the run.
+        config: the model's shape, None if it is no Llama; what width transfer needs.
+    """
+    optim, transfer = settings.optim, transfer_of(settings, config)
     name, _, state = optim.name.partition(":")
     rule = Muon if name == "muon" else AdamW
-    return rule(
+    made = rule(
         state=state or "fp32",
         seed=settings.train.seed,
         lr=float(optim.lr),
@@ -256,6 +262,7 @@ def make_optimizer(settings: Settings) -> Optimizer:
         weight_decay=optim.weight_decay,
         ema=None if optim.ema == "none" else optim.ema,
     )
+    return transfer.optimizer(made) if transfer else made
 
 
 def _versions() -> dict[str, str]:

@@ -21,7 +21,9 @@ from monograph.loss import Batch, Loss
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim import Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -30,6 +32,7 @@ from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.planning import asked_of, planned, require_together
 from monograph.session.session import Session, make_optimizer
+from monograph.session.width import transfer_of
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
@@ -101,6 +104,11 @@ class Made(NamedTuple):
     loss: Loss
     planned: Candidate | None
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one that the settings name, for a model of this shape."""
+        return make_optimizer(self.settings, _shape(self.model))
+
 
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
     """The session of a run at its beginning."""
@@ -136,7 +144,14 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
         **choices,
     }
-    return Made(settings.resolve(fixed, "plan"), recipe, model, loss, plan)
+    settings = settings.resolve(fixed, "plan")
+    if transfer := transfer_of(settings, _shape(model)):
+        transfer.initialise_(model)
+    return Made(settings, recipe, model, loss, plan)
+
+
+def _shape(model: nn.Module) -> LlamaConfig | None:
+    return model.config if isinstance(model, Llama) else None
 
 
 def make_engine(made: Made, device: torch.device) -> Resident:
@@ -145,7 +160,7 @@ def make_engine(made: Made, device: torch.device) -> Resident:
     return Resident(
         made.model.to(device),
         loss=made.loss,
-        optim=make_optimizer(made.settings),
+        optim=made.optimizer,
         clip=None if clip == "none" else clip,
         precision=Precision(train.precision),
         remat=named(train.remat),

@@ -27,7 +27,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import choices, randomness
-from monograph.session.session import Session, make_optimizer, make_schedule
+from monograph.session.session import Session, make_schedule
 from monograph.session.setup import Made, make_engine, make_model
 from monograph.sweeps.members import ORIGIN, Member
 
@@ -190,7 +190,7 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
         [{"seed": one.settings.train.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.
-        optim=[replace(make_optimizer(one.settings), seed=0) for one in made],
+        optim=[replace(one.optimizer, seed=0) for one in made],
         clip=None if clip == "none" else clip,
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),

@@ -55,7 +55,9 @@ class Sweep:
                     f"`monograph sweep --out {out}`, or name a new folder"
                 )
             return found
-        record = {"schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points]}
+        record: dict[str, Any] = {
+            "schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points],
+        }  # fmt: skip
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
         sweep = cls(Run.create(out), record)

@@ -1,0 +1,249 @@
+"""Width transfer: what is tuned on a narrow model, carried to a wide one of the same ratios, and the narrow model.
+
+With m = fan_in / base fan_in every activation, and its change per update, keeps its size in the width, so that the best
+learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form
+Yang, Simon and Bernstein 2023, arXiv 2310.17813). Everything is in a tensor's initial spread, learning rate, decay and
+eps: there is no multiplier in the forward pass, and what is exported is a plain model of its family.
+
+| tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
+|---|---|---|---|---|
+| embedding, tied to the head or not | 1 | 1 | 1/m | |
+| matrices in blocks | m^-1/2 | 1/m | 1/m | m^-1/2 |
+| norm gains and biases in blocks, final norm gain | 1 | 1 | 1/m | |
+| head | m^-1/2 | 1/m | 1 | |
+| final norm gain where the head is tied | 1/m | 1/m | 1 | |
+
+All are factors of what the base has; weight decay is 1 / lr, so that what a step takes away, lr * decay, is the same at
+every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread is m^-1/2, not table 3's 1/m: the best rate
+stays as well, and short runs end better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from monograph.errors import UsageError
+from monograph.model.config import LlamaConfig
+from monograph.optim import Group, Muon, Optimizer
+
+# Tensor Programs V, appendix: narrower ones begin to differ from the limit that the rule is derived in.
+NARROWEST = 256
+MULTIPLE = 8  # of which the feed-forward layer's width is kept one, for the matrix units
+MOST_APART = 0.1  # relative difference of two shapes' ratios
+
+_EMBEDDING, _HEAD, _FINAL_GAIN = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_MATRICES = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
+_GAINS = {
+    *(f"{name}_layernorm.weight" for name in ("input", "post_attention")),
+    *(f"self_attn.{name}_norm.weight" for name in "qk"),
+}
+_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
+_MAY_DIFFER = {
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "initializer_range",
+    "bos_token_id", "eos_token_id",
+}  # fmt: skip
+
+
+class Factors(NamedTuple):
+    """How a tensor of the wide model is drawn and updated.
+
+    Attributes:
+        init: factor of the initial weights that `Llama` draws at this width, norm gains included.
+        lr: AdamW's learning rate over the base's.
+        eps: AdamW's eps over the base's.
+        muon_lr: Muon's learning rate over the base's; None: AdamW updates it in any case.
+    """
+
+    init: float
+    lr: float
+    eps: float
+    muon_lr: float | None = None
+
+
+@dataclass(frozen=True)
+class WidthTransfer:
+    """The rule between two shapes: `config` trains with the learning rate that is best for `base`.
+
+    At the base itself every factor is 1 and nothing changes.
+
+        transfer = WidthTransfer(config, narrowed(config))
+        model = Llama(config)
+        transfer.initialise_(model)
+        engine = Resident(model, optim=transfer.optimizer(AdamW(lr=best_of_the_base)))
+
+    Attributes:
+        config: the shape that is trained.
+        base: the shape that the learning rate, the weight decay and eps are for; may be wider as well.
+
+    Raises:
+        UsageError: they differ in more than their width: in depth, head size, vocabulary or the like, or in their
+            ratios by more than a tenth; the message names what differs.
+    """
+
+    config: LlamaConfig
+    base: LlamaConfig
+
+    def __post_init__(self) -> None:
+        wide, narrow = self.config, self.base
+        same = [field.name for field in fields(wide) if field.name not in _MAY_DIFFER]
+        pairs = {name: (getattr(narrow, name), getattr(wide, name)) for name in same}
+        odd = [f"{name} {pair}" for name, pair in pairs.items() if pair[0] != pair[1]]
+        for above, below in (
+            ("intermediate_size", "hidden_size"),
+            ("num_attention_heads", "hidden_size"),
+            ("num_attention_heads", "num_key_value_heads"),
+        ):
+            one, other = (getattr(each, above) / getattr(each, below) for each in (narrow, wide))
+            if abs(math.log(other / one)) > math.log1p(MOST_APART):
+                odd.append(f"{above} / {below} ({one:.4g}, {other:.4g})")
+        if odd:
+            raise UsageError(
+                f"width transfer from a hidden_size of {narrow.hidden_size} to {wide.hidden_size}: the two models "
+                f"differ in more than width: {', '.join(odd)}; a rate carries between equal depth, head size and ratios"
+            )
+
+    @property
+    def width_ratio(self) -> float:
+        """M of the residual stream: hidden_size over the base's."""
+        return self.config.hidden_size / self.base.hidden_size
+
+    def factors(self) -> dict[str, Factors]:
+        """By name, that of a tensor in a block with a star for the layer's number.
+
+        Raises:
+            UsageError: a tensor that the table has no row for.
+        """
+        wide, narrow = self.config, self.base
+        inner = {
+            f"model.layers.*.{name}": self._inner(name, wide.shape_of(axes), narrow.shape_of(axes))
+            for name, axes in wide.layer_axes().items()
+        }
+        return {name: self._outer(name) for name in wide.outer_axes()} | inner
+
+    def _inner(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
+        if name in _MATRICES:
+            m = wide[1] / narrow[1]
+            # |dW| of Muon is lr * 0.2 sqrt(max(rows, cols)) here, and sqrt(rows / cols) is what keeps its size.
+            unscaled = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
+            return Factors(self._spread / math.sqrt(m), 1 / m, 1 / m, unscaled * math.sqrt(max(narrow) / max(wide)))
+        if name in _GAINS | _BIASES:
+            return Factors(1.0, 1.0, 1 / self.width_ratio)
+        raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
+
+    def _outer(self, name: str) -> Factors:
+        m, tied = self.width_ratio, self.config.tie_word_embeddings
+        if name == _EMBEDDING:
+            return Factors(self._spread, 1.0, 1 / m)
+        if name == _HEAD:
+            return Factors(self._spread / math.sqrt(m), 1 / m, 1.0)
+        if name == _FINAL_GAIN:
+            return Factors(1 / m, 1 / m, 1.0) if tied else Factors(1.0, 1.0, 1 / m)
+        raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
+
+    @property
+    def _spread(self) -> float:
+        """The base's initializer_range over what `Llama` draws with."""
+        return self.base.initializer_range / self.config.initializer_range
+
+    @torch.no_grad()
+    def initialise_(self, model: nn.Module) -> None:
+        """Scale the weights that `Llama` has drawn, so that they have the spread of the table.
+
+        Raises:
+            UsageError: the model has a parameter that the table has no row for.
+        """
+        found = self.factors()
+        for name, parameter in model.named_parameters():
+            parameter.mul_(found[_pattern(name, found)].init)
+
+    def optimizer(self, optim: Optimizer) -> Optimizer:
+        """The base's optimizer with the wide model's rates, decays and eps.
+
+        Raises:
+            UsageError: it has groups, or patterns of matrices, of its own.
+        """
+        if optim.groups or (isinstance(optim, Muon) and optim.matrices is not None):
+            raise UsageError("width transfer sets each tensor's rate itself: leave groups and matrices to it")
+        return replace(optim, groups=tuple(self._groups(optim)))
+
+    def _groups(self, optim: Optimizer) -> Iterator[Group]:
+        for pattern, factors in self.factors().items():
+            by_muon = isinstance(optim, Muon) and factors.muon_lr is not None
+            lr = factors.muon_lr if by_muon else factors.lr
+            assert lr is not None
+            decays = pattern.removeprefix("model.layers.*.") in _MATRICES or pattern in (_EMBEDDING, _HEAD)
+            yield Group(pattern, lr, optim.weight_decay / lr if decays else None, 1.0 if by_muon else factors.eps)
+
+
+def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
+    """The proxy of a model: the same depth, head size, ratios, vocabulary and length, at a smaller width.
+
+    Heads are taken away by whole groups of query heads with one key-value head. The initial spread grows as
+    1 / sqrt(width), so that products of matrix and activation have the same size in both.
+
+    Args:
+        config: the model.
+        hidden_size: of the proxy, any that keeps the ratios; None: the narrowest from 256 on, or the narrowest of all
+            where the model is no wider than that.
+
+    Raises:
+        UsageError: no narrower shape keeps the ratios, or the one that is asked for does not; names those that do.
+    """
+    shapes = {shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)}
+    if hidden_size is not None:
+        if hidden_size in shapes:
+            return shapes[hidden_size]
+        kept = ", ".join(str(shape.hidden_size) for shape in _shapes(config, config.hidden_size))
+        raise UsageError(
+            f"hidden_size = {hidden_size} as a base: does not keep the ratios of {_described(config)}; these do: {kept}"
+        )
+    if not shapes:
+        raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
+    return shapes[min((width for width in shapes if width >= NARROWEST), default=min(shapes))]
+
+
+def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
+    """Every shape of the same ratios up to that width."""
+    width, key_values = config.hidden_size, config.num_key_value_heads
+    group = config.num_attention_heads // key_values
+    multiple = MULTIPLE if config.intermediate_size % MULTIPLE == 0 else 1
+    for heads in range(1, widest * key_values // width + 1):
+        if width * heads % key_values:
+            continue
+        hidden = width * heads // key_values
+        ffn = multiple * max(1, round(config.intermediate_size * heads / key_values / multiple))
+        if abs(math.log(ffn * width / (hidden * config.intermediate_size))) > math.log1p(MOST_APART):
+            continue
+        yield replace(
+            config,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_attention_heads=group * heads,
+            num_key_value_heads=heads,
+            initializer_range=config.initializer_range * math.sqrt(width / hidden),
+        )
+
+
+def _described(config: LlamaConfig) -> str:
+    return (
+        f"hidden_size {config.hidden_size}, {config.num_attention_heads} heads of {config.head_dim}, "
+        f"{config.num_key_value_heads} key-value heads, intermediate_size {config.intermediate_size}"
+    )
+
+
+def _pattern(name: str, found: Mapping[str, Factors]) -> str:
+    """The key of `found` for a parameter's name."""
+    head, _, rest = name.partition("model.layers.")
+    pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
+    if pattern not in found:
+        raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
+    return pattern
