@@ -188,6 +188,17 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="a run or a sweep; the others against the first")],
+    json: Json = False,
+) -> int:
+    """Say whether one run is better than another on the same held-out text, and how sure that is."""
+    from monograph.commands.compare import run as command
+
+    return interrupts.working(command)(runs, json=json)
+
+
+@app.command()
 def export(
     run: Run,
     to: Annotated[Path, typer.Option(metavar="DIR", help="the folder to write")],

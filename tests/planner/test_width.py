@@ -45,7 +45,7 @@ def test_what_does_not_pay_is_said() -> None:
     timed = measured(lambda k: 0.1 * k * (1.0 if k == 1 else 1.6), 16, 10_000)
     found = choose(timed, 16, 10_000)
     assert found.members == 1 and found.total_s == pytest.approx(16 * 0.1 * 10_000)
-    assert found.why.endswith("0.62x over one after another: one after another (measured at 1, 16)")
+    assert found.why.endswith("0.62x over one after another, so one after another (measured at 1, 16)")
 
 
 def test_a_short_run_measures_nothing_that_cannot_pay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from monograph import __version__
 from monograph.data.place import keep_compiled
@@ -36,20 +37,20 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
-        settings, points = asked.asked(arguments, samples)
-        _require_member(verify, len(points))
-        sweep = Sweep.create(out, settings, points)
+        found = asked.asked(arguments, samples)
+        _require_member(verify, len(found.points))
+        sweep = Sweep.create(out, *found)
     with sweep.run.lock():
         board = Board(sweep, progress)
         if not board.over:
             _train(board, progress)
-        found = board.finish()
+        result = board.finish()
         if verify is not None:
-            found["verify"] = verified(board.outcomes[verify], progress)
-    _next(sweep, found, verify, progress)
+            result["verify"] = verified(board.outcomes[verify], progress)
+    _next(sweep, result, verify, progress)
     if json:
-        print(jsonlib.dumps(found))
-    if found["best"] is None:
+        print(jsonlib.dumps(result))
+    if result["best"] is None:
         raise Diverged(f"every member of {sweep.run.folder} diverged: lower optim.lr")
     return 0
 
@@ -84,7 +85,10 @@ def _round(crew: Crew, updates: int, board: Board, block: CrowdBlock, stop: Stop
     for update in train(engine, crew.windows, updates):
         done = update.index + 1
         last = done == updates
-        if journals.add(update, {"tokens_per_s": board.rate or None, "wall_s": board.spent_s}) or last:
+        if (
+            journals.add(update, {"tokens_per_s": board.rate / len(crew.members) or None, "wall_s": board.spent_s})
+            or last
+        ):
             journals.flush()
             board.trained(crew, done - since, clock() - began)
             block.update(board.done, board.figures)
@@ -109,12 +113,13 @@ def _round(crew: Crew, updates: int, board: Board, block: CrowdBlock, stop: Stop
     crew.close()
 
 
-def _next(sweep: Sweep, found: dict[str, object], verify: int | None, progress: Progress) -> None:
+def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Progress) -> None:
     progress.gap()
-    best = found["best"]
-    if isinstance(best, dict):
+    best = result["best"]
+    if best is not None:
         name = f"{sweep.run.handle}/best"
-        show(progress, "next", "train", "--from", name, "--minutes", "5")
-        show(progress, "", "generate", name, "The ")
+        if sweep.wide.is_file():
+            show(progress, "next", "train", str(sweep.wide))
+        show(progress, "" if sweep.wide.is_file() else "next", "train", "--from", name, "--minutes", "5")
         if verify is None:
             show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))

@@ -100,16 +100,28 @@ def compare(
         return tabulate(bits_per_byte(a, b, progress), knobs, over)
     if held_out is None:
         raise UsageError("compare needs the text that was held out: compare(a, b, held_out)")
+    return compare_on(a, held_out, b, held_out, over, progress)
+
+
+def compare_on(
+    a: Evaluates, rows_a: Rows, b: Evaluates, rows_b: Rows, over: str = "seed", progress: Progress | None = None
+) -> Comparison:
+    """`compare(a, b, held_out)` where each reads the same documents in rows of its own, as its tokenizer makes them.
+
+    Raises:
+        UsageError: see `compare`; or the documents are not the same.
+    """
     of_a, of_b = _repetitions(a, over), _repetitions(b, over)
     pairs = [(of_a[key], of_b[key]) for key in of_a if key in of_b]
     if len(pairs) > 1:
-        values_a, values_b = bits_per_byte(a, held_out, progress), bits_per_byte(b, held_out, progress)
+        values_a, values_b = bits_per_byte(a, rows_a, progress), bits_per_byte(b, rows_b, progress)
         both = [(values_a[i], values_b[j]) for i, j in pairs]
         found, by = mean([second - first for first, second in both]), over
         first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
     else:
         i, j = pairs[0] if pairs else (0, 0)
-        scores_a, scores_b = (_one(by_document(e, held_out, progress), k) for e, k in ((a, i), (b, j)))
+        scores_a = _one(by_document(a, rows_a, progress), i)
+        scores_b = _one(by_document(b, rows_b, progress), j)
         found, by = difference(scores_b, scores_a), "document"
         first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
     sizes = _parameters(a), _parameters(b)

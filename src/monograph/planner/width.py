@@ -116,5 +116,5 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     measured = f"measured at {', '.join(map(str, sorted(timed)))}"
     several = f"{shown} at once" if shown < members else "all at once"
     if best == 1:
-        return f"{members} members, {several}: {gain:.2f}x over one after another: one after another ({measured})"
+        return f"{members} members, {several}: {gain:.2f}x over one after another, so one after another ({measured})"
     return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"

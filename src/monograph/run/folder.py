@@ -76,8 +76,18 @@ class Run:
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
         """The run at path `name`; "last" is the newest one in `root` that has begun, and "last/..." a run inside that.
 
-        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused.
+        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused, also for a
+        sweep, of which one run must be named.
         """
+        folder = cls.located(name, root)
+        if (folder / SWEEP).is_file():
+            best = "best" if (folder / "best").exists() else "members/000"
+            raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
+        return cls(folder)
+
+    @staticmethod
+    def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
+        """The folder of the run or sweep of that name; see `open`. Raises InputRefused."""
         first, *inner = Path(name).parts or (".",)
         folder = Path(name)
         if first == "last":
@@ -90,10 +100,7 @@ class Run:
             newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {found}{hint}")
-        if (folder / SWEEP).is_file():
-            best = "best" if (folder / "best").exists() else "members/000"
-            raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
-        return cls(folder)
+        return folder
 
     @property
     def begun(self) -> bool:

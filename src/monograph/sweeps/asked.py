@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from monograph import planner
-from monograph.config import Settings, classify, load
+from monograph.config import Settings, classify, keys, load
 from monograph.config.axes import SEED, Axis, Point, axes_of, points
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
@@ -14,6 +16,7 @@ from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import Recipe
 from monograph.run.register import SWEEP, runs_in
 from monograph.session import choices
+from monograph.session.width import WIDTH, proxy_of, transfer_of
 from monograph.sweeps.members import ORIGIN
 
 DEFAULT_MINUTES = 1.5  # of the whole sweep, where nothing at all is given
@@ -27,23 +30,58 @@ _NOT_TAKEN = {
 }  # fmt: skip
 
 
-def asked(arguments: Sequence[str], samples: int | None) -> tuple[Settings, list[Point]]:
-    """Settings that all members share, and what each of them varies.
+class Asked(NamedTuple):
+    """What a sweep is to do.
 
-    Without arguments: eight learning rates and two seeds of the newest run's model at half its width, or else of the
-    default model's. With some, but no axis: the same rates and seeds of what they say.
+    Attributes:
+        settings: what all members share.
+        points: what each of them varies.
+        target: the wide run that the rates are for, where the members are its narrow proxy; else None.
+    """
+
+    settings: Settings
+    points: list[Point]
+    target: Settings | None
+
+
+def asked(arguments: Sequence[str], samples: int | None) -> Asked:
+    """Settings and points from the command line.
+
+    Without arguments: eight learning rates and two seeds of the proxy of the newest run's model, or else of the default
+    model's. With some, but no axis: the same rates and seeds of what they say. Where `optim.transfer` is on, the
+    members are the proxy from which it carries.
 
     Raises:
-        UsageError: a key, a value or an axis that is none; no held-out text to compare on.
+        UsageError: a key, a value or an axis that is none; no held-out text to compare on; no proxy.
     """
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
-    settings = load(toml, fixed) if arguments else narrow(of_newest_run())
+    settings, target = (load(toml, fixed), None) if arguments else (of_newest_run(), None)
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
-    if not axes:
-        axes = usual_axes(settings)
-    return settings, points(axes, samples)
+    if settings.optim.transfer != "none":
+        settings, target = proxy(settings)
+    elif not arguments:
+        with suppress(UsageError):  # the model itself, where it has no narrower shape
+            settings, target = proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
+    return Asked(settings, points(axes or usual_axes(settings), samples), target)
+
+
+def proxy(settings: Settings) -> tuple[Settings, Settings]:
+    """(the narrow run on which the rates are found, the wide run that they are for, its base named).
+
+    Raises:
+        UsageError: no narrower shape keeps the model's ratios.
+    """
+    wide = choices.sized(settings.resolve({"optim.transfer": "none"}, ORIGIN))
+    shape = None if wide.model.init else Recipe(None, wide.model.preset, wide.model.sizes(), 0).shape(vocab_size=1)
+    wide = wide.resolve({"optim.transfer": settings.optim.transfer}, ORIGIN)
+    transfer = transfer_of(wide, shape)
+    assert transfer is not None and shape is not None
+    named = wide.resolve({"optim.transfer": f"{WIDTH}:{transfer.base.hidden_size}"}, ORIGIN)
+    if settings.origins.get("train.minutes") == ORIGIN:  # which are the sweep's
+        named = named.resolve({"train.minutes": keys.DEFAULT_MINUTES}, ORIGIN)
+    return proxy_of(wide, shape), named
 
 
 def usual_axes(settings: Settings) -> list[Axis]:
@@ -67,21 +105,6 @@ def of_newest_run() -> Settings:
     if run.tokenizer.is_file():
         kept["data.tokenizer"] = str(run.tokenizer)
     return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN)
-
-
-def narrow(settings: Settings) -> Settings:
-    """The same at half the width: as many layers, heads of the same size, the same ratios; itself if that cannot be."""
-    settings = choices.sized(settings)
-    if settings.model.init is not None:
-        return settings
-    shape = Recipe(None, settings.model.preset, settings.model.sizes(), 0).shape(vocab_size=1)
-    halved = {
-        f"model.{name}": getattr(shape, name)
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    }
-    if any(size % 2 for size in halved.values()):
-        return settings
-    return settings.resolve({key: size // 2 for key, size in halved.items()}, ORIGIN)
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:

@@ -190,8 +190,10 @@ class Board:
             next((row["tokens"] for row in reversed(each.rows) if "train_loss" in row), 0) for each in self.outcomes
         )
         found = results.whole(self.sweep, self.outcomes, table)
+        told_of_wide = []
         if table.best:
             self.sweep.link_best(table.best.member)
+            told_of_wide = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = found
         self.sweep.write()
         path = self.sweep.write_table(found["members"])
@@ -204,6 +206,8 @@ class Board:
         for number, line in enumerate(told):
             self.progress.line("members" if number == 0 else "", line)
         self.progress.line("best", results.verdict(table))
+        for line in told_of_wide:
+            self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
         self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
         return found

@@ -207,12 +207,20 @@ def schedule(engine: Resident, made: Sequence[Made]) -> None:
         engine.step.schedule = found[0]
 
 
-def refill(engine: Resident, fresh: Resident) -> None:
-    """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would."""
+def refill(engine: Resident, fresh: Resident) -> bool:
+    """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would.
+
+    Returns:
+        False, nothing changed, where their parameters lie differently: a decay of 0 puts matrices and gains together.
+    """
+    layouts = [[[slot.name for slot in plane.slots] for plane in each.step.planes] for each in (engine, fresh)]
+    if layouts[0] != layouts[1]:
+        return False
     engine.load_state(fresh.state())
     engine.step.optim = fresh.step.optim
     for plane, other in zip(engine.step.planes, fresh.step.planes, strict=True):
         plane.kind = other.kind
+    return True
 
 
 def crew_of(

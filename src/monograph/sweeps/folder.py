@@ -14,11 +14,12 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.config import load as load_settings
-from monograph.config.axes import Point
+from monograph.config.axes import SEED, Point
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
+from monograph.session.width import carried
 from monograph.sweeps.members import ORIGIN, Member, described
 
 SCHEMA = "monograph.sweep/1"
@@ -40,8 +41,8 @@ class Sweep:
         self.run, self.record = run, record
 
     @classmethod
-    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point]) -> Sweep:
-        """A new sweep, or the one in `out` if it is the same one.
+    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
+        """A new sweep, or the one in `out` if it is the same one; of a proxy, `target` is the wide run.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -62,6 +63,7 @@ class Sweep:
             record["least_tokens"] = DEFAULT_TOKENS
         sweep = cls(Run.create(out), record)
         with sweep.run.lock(new=True):
+            record["target"] = target.to_toml() if target else None
             sweep.write()
             write_config(sweep.run, settings)
         return sweep
@@ -92,6 +94,21 @@ class Sweep:
     def settings(self) -> Settings:
         """What all members share, as it was asked for."""
         return load_settings(self.run.config, {}, {})
+
+    @property
+    def wide(self) -> Path:
+        """Where the settings of the wide run are, with the best knobs, once they are known."""
+        return self.run.folder / "wide.toml"
+
+    def write_wide(self, best: Point) -> list[str]:
+        """Carry the best knobs to the wide run that the members are a proxy of; what a person should know of it."""
+        if not self.record.get("target"):
+            return []
+        write_whole(self.wide, self.record["target"])
+        target = load_settings(self.wide, {}, {}).resolve(best, "sweep")
+        write_whole(self.wide, target.to_toml())
+        updates = self.record["groups"][0]["updates"]
+        return carried(target, self.settings, target.train.updates or updates, updates)
 
     @property
     def points(self) -> list[Point]:
@@ -141,6 +158,24 @@ class Sweep:
             temporary = link.with_name(f".best.{os.getpid()}")
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
+
+
+def seeds_of_best(folder: Path) -> dict[int, Run]:
+    """The runs of a sweep's best setting, by seed, but for those that diverged.
+
+    Raises:
+        InputRefused: the sweep did not come to its end, or all of it diverged.
+    """
+    sweep = Sweep.open(folder)
+    result = sweep.record.get("result") or {}
+    best, members = result.get("best"), result.get("members", [])
+    if not best:
+        raise InputRefused(f"{folder}: a sweep without a best setting yet: `monograph sweep --out {folder}` goes on")
+    return {
+        each["knobs"].get(SEED, index): sweep.member(index)
+        for index, each in enumerate(members)
+        if each["diverged"] is None and {k: v for k, v in each["knobs"].items() if k != SEED} == best["knobs"]
+    }
 
 
 def asked(settings: Settings, points: Sequence[Point]) -> str:

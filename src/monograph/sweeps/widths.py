@@ -90,8 +90,7 @@ class Timing:
             return crew_of(members, runs, of_length(made, updates), self.text, engine)
         made = of_length(models_of(members, self.text, self.machine), updates)
         engine = engine_of(made, several(made), self.device)
-        if size == 1 and 1 in self.kept:
-            refill(self.kept[1][1], engine)
+        if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
             capture(engine, first_window(made, self.text), made[0].settings, progress)
