@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from monograph.run.crowd import CrowdBlock
 from monograph.run.journal import Journals
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
+from monograph.session.choices import discard
 from monograph.session.invocation import command, show
 from monograph.session.setup import repeatable
 from monograph.sweeps import asked
@@ -40,7 +42,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         found = asked.asked(arguments, samples)
         _require_member(verify, len(found.points))
         sweep = Sweep.create(out, *found)
-    with sweep.run.lock():
+    with sweep.run.lock(), _beginning(sweep):
         board = Board(sweep, progress)
         if not board.over:
             _train(board, progress)
@@ -53,6 +55,17 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
     if result["best"] is None:
         raise Diverged(f"every member of {sweep.run.folder} diverged: lower optim.lr")
     return 0
+
+
+@contextmanager
+def _beginning(sweep: Sweep) -> Iterator[None]:
+    """A sweep that fails before it is decided how it trains was none."""
+    try:
+        yield
+    except Exception:
+        if "groups" not in sweep.record:
+            discard(sweep.run)
+        raise
 
 
 def _require_member(verify: int | None, members: int) -> None:

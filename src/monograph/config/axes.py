@@ -60,6 +60,11 @@ class Axis(NamedTuple):
     values: tuple[Any, ...]
     stretch: tuple[Literal["log", "lin"], float, float] | None = None
 
+    @property
+    def first(self) -> Any:
+        """One of its values."""
+        return self.stretch[1] if self.stretch else self.values[0]
+
 
 def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
     """The overrides that are one value, and the axes among them.

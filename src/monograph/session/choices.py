@@ -19,6 +19,7 @@ from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
+from monograph.run.register import SWEEP
 from monograph.session.session import Session
 from monograph.session.setup import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
@@ -205,7 +206,15 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
     beside = [run.folder / name for name in companions.NAMES]
-    written = [run.config, run.parent_file, run.tokenizer, *beside, run.folder / "stdin", run.lock_file]
+    written = [
+        run.config,
+        run.parent_file,
+        run.tokenizer,
+        *beside,
+        run.folder / "stdin",
+        run.folder / SWEEP,
+        run.lock_file,
+    ]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.loss import Batch, Loss
+from monograph.loss import Loss
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
@@ -227,24 +228,33 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 def calibrate(session: Session) -> float:
     """Seconds that an update of the session takes; see `seconds_per_update`."""
+    engine, window = session.engine, next(session.open_batches(0))
+
+    def update() -> None:
+        engine.accumulate(window)
+        engine.step.discard()
+        engine.step.apply()
+
     with session.undisturbed():
-        return seconds_per_update(session.engine, next(session.open_batches(0)))
+        return seconds_per_update(engine, update)
 
 
-def seconds_per_update(engine: Resident, window: Batch) -> float:
+def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
     """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
 
     A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
-    Without targets an update is refused by the device, which computes it all the same: no weight changes.
+
+    Args:
+        engine: whose counters stay as they are.
+        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
+            the same.
     """
     kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
     times: list[float] = []
     while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
         synchronize(engine.step.device)
         began = clock()
-        engine.accumulate(window)
-        engine.step.discard()
-        engine.step.apply()
+        update()
         synchronize(engine.step.device)
         times.append(clock() - began)
     for name, counter in engine.step.counters.items():

@@ -211,15 +211,15 @@ def refill(engine: Resident, fresh: Resident) -> bool:
     """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would.
 
     Returns:
-        False, nothing changed, where their parameters lie differently: a decay of 0 puts matrices and gains together.
+        False, nothing changed, where more than weights and learning rate differ: the rest is in the graph.
     """
-    layouts = [[[slot.name for slot in plane.slots] for plane in each.step.planes] for each in (engine, fresh)]
-    if layouts[0] != layouts[1]:
+    old, new = engine.step.optim, fresh.step.optim
+    seed = old.seed if old.state == "fp32" else new.seed  # of stochastic rounding
+    in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr, seed=seed)
+    if in_graph != ([plane.kind for plane in fresh.step.planes], replace(new, seed=seed)):
         return False
     engine.load_state(fresh.state())
-    engine.step.optim = fresh.step.optim
-    for plane, other in zip(engine.step.planes, fresh.step.planes, strict=True):
-        plane.kind = other.kind
+    engine.step.optim = new
     return True
 
 

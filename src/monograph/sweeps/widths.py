@@ -109,7 +109,7 @@ class Timing:
         capture(engine, window, made[0].settings, progress)
         compile_s = clock() - began
         with buffers_kept(engine.model):
-            seconds = seconds_per_update(engine, window)
+            seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
             began = clock()
             evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
@@ -128,6 +128,28 @@ def capture(engine: Resident, window: Batch, settings: Settings, progress: Progr
     with progress.stage("compile", what) as stage, buffers_kept(engine.model):
         reason = engine.capture(window, scope="blocks" if by_block else "whole")
         stage.result = reason or "0 graph breaks"
+
+
+def timed_update(engine: Resident, window: Batch) -> float:
+    """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+
+    def alone() -> None:
+        engine.accumulate(window)
+        engine.step.discard()
+        engine.step.apply()  # without targets the device refuses it
+
+    def together() -> None:
+        engine.accumulate(window)
+        engine.update()  # of members that are frozen it is made, and thrown away
+
+    if not isinstance(engine, Ensemble):
+        return seconds_per_update(engine, alone)
+    frozen, index = engine.step.frozen, engine.index
+    frozen.fill_(True)
+    seconds = seconds_per_update(engine, together)
+    frozen.fill_(False)
+    engine.step.index = index
+    return seconds
 
 
 def several(made: Sequence[Made]) -> bool:
