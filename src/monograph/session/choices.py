@@ -205,16 +205,8 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    beside = [run.folder / name for name in companions.NAMES]
-    written = [
-        run.config,
-        run.parent_file,
-        run.tokenizer,
-        *beside,
-        run.folder / "stdin",
-        run.folder / SWEEP,
-        run.lock_file,
-    ]
+    beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):

@@ -56,9 +56,7 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     """
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
-    first = {
-        axis.key: axis.values[0] if axis.values else axis.stretch[1] for axis in axes
-    }  # a shape needs all its sizes
+    first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
     settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
