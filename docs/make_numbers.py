@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README, PEERS, GENERATE = ROOT / "README.md", ROOT / "docs" / "peers.md", ROOT / "docs" / "generate.md"
+README = ROOT / "README.md"
+PEERS, GENERATE, SIBLINGS = (ROOT / "docs" / f"{name}.md" for name in ("peers", "generate", "siblings"))
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
@@ -133,6 +134,16 @@ def scopes(found: Found) -> str:
     return "; ".join(lines)
 
 
+def siblings(found: Found) -> str:
+    """Time of a captured update with fused siblings over one with separate ones, by width."""
+    lines = []
+    for precision in dict.fromkeys(case["precision"] for case in found["cases"]):
+        those = [c for c in found["cases"] if c["mode"] == "captured" and c["precision"] == precision]
+        ratios = (f"{c['width']} {c['update']['fused_over_separate']['cpu']['median']:.2f} ×" for c in those)
+        lines.append(f"{precision}: {', '.join(ratios)}")
+    return "; ".join(lines)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -155,6 +166,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
     "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
     "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
+    "siblings": (
+        "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
+        "([how](docs/siblings.md))",
+        siblings,
+    ),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
 
@@ -249,9 +265,31 @@ def generating() -> str:
     return "\n".join(lines)
 
 
+def fusing() -> str:
+    """One line for each case of benchmarks/siblings.py."""
+    result = RESULTS / "siblings.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = [
+        "| width | forward, separate, ms | fused over it | in CPU time | update, separate, ms | fused over it "
+        "| in CPU time | peak memory | kept |",
+        "|---" * 9 + "|",
+    ]
+    for case in json.loads(result.read_text())["cases"]:
+        cells = [f"{case['width']}, {case['precision']}, {case['mode']}"]
+        for name in ("forward", "update"):
+            cells.append(f"{case[name]['ms']['separate']['median']:.1f}")
+            for ratio in (case[name]["fused_over_separate"][kind] for kind in ("wall", "cpu")):
+                cells.append(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})")
+        peak = case["update_peak_bytes"]
+        cells += [f"{peak['fused'] / peak['separate']:.2f} ×", "yes" if case["update"]["kept"] else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
-    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()]}
+    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()], SIBLINGS: [fusing()]}
 
 
 def main() -> None:

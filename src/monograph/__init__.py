@@ -32,6 +32,7 @@ _HOME = {
     "capture": "graph.capture",
     "trial": "graph.trial",
     "Precision": "graph.precision",
+    "fuse_siblings": "graph.siblings",
     "Remat": "graph.remat",
     "train": "loop",
     "Resident": "resident",

@@ -41,6 +41,15 @@ def test_accumulation(script, monkeypatch, tmp_path):
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
 
 
+def test_siblings(script, uncompiled, monkeypatch, tmp_path):
+    cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]
+    for case in cases:
+        assert all(case[name]["fused_over_separate"]["cpu"]["median"] > 0 for name in ("forward", "update"))
+        assert not case["update"]["kept"], "two rounds decide nothing"
+        assert min(case["update_peak_bytes"].values()) > 0
+
+
 def test_automata(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
     automata = script("automata")

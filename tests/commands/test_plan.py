@@ -9,7 +9,9 @@ import pytest
 
 from monograph.cli import main
 from monograph.commands.plan import memory_size
+from monograph.device import describe
 from monograph.errors import UsageError
+from monograph.measure.calibration import Calibration
 
 
 def run(capsys, *arguments):
@@ -28,6 +30,7 @@ def test_a_small_model_on_a_named_card(capsys):
     assert found["chosen"] == found["candidates"][0] and found["device_verified"] is False
     assert found["chosen"]["wall_s"] == pytest.approx(100 * found["chosen"]["update_s"])
     assert "unverified" in out and "chosen" in out
+    assert " ms an update, " in out  # not 0.0 s
 
 
 def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
@@ -36,6 +39,18 @@ def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
+
+
+def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(capsys, monkeypatch):
+    arguments = ("model.preset=1b", "data.sequence_length=512", "--device=4090", "train.compile=none", "--json")
+    needed = []
+    for more in (0, 2**28):
+        monkeypatch.setattr(Calibration, "residual", lambda *_, more=more: more)
+        _, out, _ = run(capsys, *arguments)
+        best = json.loads(out.splitlines()[-1])["candidates"][0]
+        assert best["calibrated_bytes"] == more and ("(0.25 GiB calibrated by earlier runs)" in out) == bool(more)
+        needed.append((best["micro_batch"], best["peak_memory_bytes"], best["memory_by_origin"]["workspace_bytes"]))
+    assert needed[1] == (needed[0][0], needed[0][1] + 2**28, needed[0][2] + 2**28)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,9 @@ def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
         (("--device", "4090", "--device-memory", "300MiB"), "leaves nothing for tensors"),
         (("--device", "4090", "--device-memory", "25GiB"), "GeForce RTX 4090 has 24.0 GiB in all"),
         (("--device", "T4", "train.precision=bf16"), "no such arithmetic"),
+        (("--device", "A100-80", "train.precision=fp8"), "no fp8 arithmetic (NVIDIA's have it from the L4"),
+        (("--device", "A100-80", "train.precision=fp8"), "; use bf16"),
+        (("optim.name=muon:all-bf16", "train.precision=fp32"), "optim.name = muon:all-bf16 keeps the weights in bf16"),
         (("model.init=a.py:build",), "a preset, sizes or a Hugging Face folder"),
     ],
 )
@@ -67,3 +85,10 @@ def test_sizes():
     )
     with pytest.raises(UsageError, match="4TiB"):
         memory_size("5TiB")
+
+
+@pytest.mark.skipif(describe().type == "cuda", reason="what a CPU has no arithmetic for")
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+def test_this_machine_is_not_planned_for_what_it_will_not_train_in(capsys, precision):
+    code, out, error = run(capsys, f"train.precision={precision}")
+    assert code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error

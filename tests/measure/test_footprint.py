@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from batches import tiny_llama
 from monograph.measure import footprint as footprint_module
+from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Curve, Work, deepened, footprint, footprint_of
-from monograph.optim import AdamW
+from monograph.optim import AdamW, Muon
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -71,3 +72,31 @@ def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, rem
     config = tiny_llama(num_hidden_layers=5).config
     work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
     assert footprint(work) == footprint_of(footprint_module._curves(work))
+
+
+@pytest.mark.parametrize(
+    ("scope", "like"), [("none", "hidden_size"), ("blocks", "tokens"), ("whole", "intermediate_size")]
+)
+def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope, like):
+    """As in a model of width 4,096, or in rows of 4,096 tokens, with a vocabulary of 4,096."""
+    config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=160).config
+    same = {"hidden_size": 64, "intermediate_size": 160, "tokens": 4 * 48}[like]
+    chance, plain = (
+        footprint(Work(replace(config, vocab_size=size), 4, 48, AdamW(), compile=scope)) for size in (same, same + 3)
+    )
+    assert chance.by_origin["activations"] == pytest.approx(plain.by_origin["activations"], rel=1e-3)
+    assert chance.by_origin["loss head"] == pytest.approx(plain.by_origin["loss head"], rel=0.05)
+    weights = 4 * replace(config, vocab_size=same).parameter_count()
+    assert chance.by_origin["weights"] == pytest.approx(weights, abs=4096)
+
+
+@pytest.mark.parametrize(
+    ("make", "scope", "state"),
+    [(AdamW, "none", "bf16"), (AdamW, "none", "8bit"), (Muon, "none", "fp32"), (Muon, "blocks", "fp32")],
+)
+def test_the_search_knows_what_an_update_has_alive(make, scope, state):
+    """Where the update is the peak: many parameters and few tokens."""
+    config = tiny_llama(num_hidden_layers=30, hidden_size=64, intermediate_size=256).config
+    work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
+    found = estimate_bytes(work, make.__name__.lower() + ("" if state == "fp32" else f":{state}"))
+    assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)

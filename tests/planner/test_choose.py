@@ -71,6 +71,17 @@ def test_the_trace_has_the_last_word(traced):
     assert second.nearest.work != first.work and calls[-1] == second.nearest.work
 
 
+@pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.5])
+def test_what_a_trace_found_too_large_is_never_chosen(traced, factor):
+    """However often the closed form was wrong: what is chosen beside a full card has been traced, and fits."""
+    asked = replace(LLAMA_3_8B, scopes=("whole", "blocks", "none"), remats=("none", "pointwise", 0.5, 0.25, "full"))
+    for gib in (150, 180, 220):
+        calls = traced(factor)
+        found = plan(asked, with_memory(H200, gib * 2**30), H200.peak_flops)
+        assert found.nearest.by_origin and found.nearest.work == calls[-1]
+        assert found.chosen is None or found.chosen.peak_memory_bytes <= found.budget_bytes
+
+
 def test_what_does_not_fit_says_what_is_nearest_and_by_how_much(traced):
     traced(1.0)
     card = named("4090")
@@ -79,6 +90,61 @@ def test_what_does_not_fit_says_what_is_nearest_and_by_how_much(traced):
     assert found.nearest.work.rows == 1 and found.nearest.work.remat == "full"
     short = found.nearest.peak_memory_bytes - found.budget_bytes
     assert f"{short / 2**30:.1f} GiB more" in found.refusal and "\n" not in found.refusal
+
+
+EVERY = ("none", "pointwise", 0.5, 0.25, "full", "offload")
+
+
+def off_by(monkeypatch, factors, most=None):
+    """A trace that finds so many times what the closed form does, by recomputation."""
+    calls = []
+
+    def footprint(work):
+        calls.append(work)
+        assert most is None or len(calls) <= most
+        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * estimate_bytes(work, "adamw"))})
+
+    monkeypatch.setattr(choose, "footprint", footprint)
+    return calls
+
+
+def test_if_nothing_fits_what_is_nearest_by_the_trace_is_found_among_all(monkeypatch):
+    """The closed form's nearest needs 4 % more than it said, and so something else is nearer."""
+    card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
+    calls = off_by(monkeypatch, {"offload": 1.04})
+    found = plan(asked, card, card.peak_flops)
+    assert calls[0].remat == "offload" and found.chosen is None and found.nearest.work.remat == "full"
+    assert found.nearest.by_origin and found.nearest.peak_memory_bytes == estimate_bytes(found.nearest.work, "adamw")
+    offload = next(each for each in found.candidates if each.work.remat == "offload")
+    assert offload.by_origin and offload.peak_memory_bytes > found.nearest.peak_memory_bytes
+
+
+def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_it(monkeypatch):
+    card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
+    calls = off_by(monkeypatch, {"offload": 1.008})  # full needs 0.7 % more than offload in closed form
+    assert plan(asked, card, card.peak_flops).nearest.work.remat == "offload" and len(calls) == 1
+
+
+@pytest.mark.parametrize("factor", [1.05, 1.2, 1.6, 3.0])
+@pytest.mark.parametrize("gib", [120, 135, 150, 200])
+def test_nothing_is_chosen_that_a_trace_has_not_found_to_fit(monkeypatch, factor, gib):
+    """However often the trace disagrees; the last that is traced is the one that needs least."""
+    card, asked = with_memory(H200, gib * 2**30), replace(LLAMA_3_8B, remats=EVERY)
+    calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), choose.MOST_TRACES)
+    found = plan(asked, card, card.peak_flops)
+    assert found.nearest.work in calls and found.nearest.by_origin
+    assert found.nearest.peak_memory_bytes == int(factor * estimate_bytes(found.nearest.work, "adamw"))
+    assert (found.chosen is not None) == (found.nearest.peak_memory_bytes <= found.budget_bytes)
+    smallest = factor * min(estimate_bytes(each.work, "adamw") for each in found.candidates)
+    assert found.chosen or found.nearest.peak_memory_bytes <= choose.NEAR * smallest
+    assert not any("-" in each.why for each in found.candidates)
+
+
+def test_what_the_closed_form_takes_for_too_large_may_fit(monkeypatch):
+    card, asked = with_memory(H200, 125 * 2**30), replace(LLAMA_3_8B, remats=EVERY)
+    off_by(monkeypatch, dict.fromkeys(EVERY, 0.9))
+    found = plan(asked, card, card.peak_flops)
+    assert found.chosen and found.chosen.by_origin and found.chosen.peak_memory_bytes <= found.budget_bytes
 
 
 def test_a_pinned_micro_batch_stays(traced):

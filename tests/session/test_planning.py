@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from monograph.config import load
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Footprint
+from monograph.model.config import LlamaConfig
 from monograph.planner import choose
+from monograph.session import setup
 from monograph.session.choices import sized
 from monograph.session.planning import REMATS, asked_of, planned, shape_of
 
@@ -51,6 +56,31 @@ def test_what_nothing_fits_is_exit_code_6():
     with pytest.raises(OutOfDeviceMemory, match=r"nothing fits .* of NVIDIA GeForce RTX 4090: .* GiB more") as refusal:
         planned(given, shape_of(given), CARD)
     assert refusal.value.exit_code == 6
+
+
+@pytest.mark.parametrize("pinned", [{}, {"train__micro_batch": 1}, {"train__micro_batch": 1, "train__remat": "full"}])
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder, monkeypatch, tmp_path):
+    """They alone may be more than the host has, and then the system kills the process without a word."""
+    monkeypatch.setattr(setup, "build", lambda recipe: pytest.fail("built"))
+    given = settings(model__preset="8b", **pinned)
+    if folder:
+        monkeypatch.setattr(setup.Recipe, "checked", lambda self: self)  # here is no file of weights
+        (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
+        given = given.resolve({"model.init": str(tmp_path)}, "test")
+    text, host = SimpleNamespace(vocab_size=4096), replace(CARD, type="cpu")
+    with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
+        setup.make_engine(given, text, torch.device("cpu"), host)
+
+
+def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
+    given = settings(
+        model__preset="124m", data__sequence_length=1024, train__micro_batch=8, train__tokens_per_update=2**16
+    )
+    tight = replace(CARD, free_memory_bytes=4 * 2**30)
+    for device, remats in ((CARD, {"none"}), (tight, set(REMATS) - {"none"})):
+        choices, _ = setup._fitting(shape_of(given), 64, given, device)
+        assert choices["train.micro_batch"] == 8 and choices["train.remat"] in remats
 
 
 def test_a_little_less_memory_is_a_smaller_micro_batch():

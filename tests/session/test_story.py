@@ -6,6 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from batches import packed, tiny_llama
+from monograph import compat
+from monograph.data.tokenizer import Tokenizer
+from monograph.resident import Resident
 from monograph.session.story import Story
 
 
@@ -44,3 +48,18 @@ def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> 
     run.spent_s, run.recent_s, run.cooled = 72.0, 0.3, None
     Story.keep_time(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
+
+
+def test_a_sample_makes_no_graphs_of_blocks() -> None:
+    """A block's graph would be made anew for each layer's cache: two a layer, in the middle of the training."""
+    tokenizer = Tokenizer.bytes()
+    engine = Resident(tiny_llama(num_hidden_layers=4, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
+    assert engine.capture(packed(6), "eager", "blocks") is None
+    graphs = compat.captured_graphs()
+    settings = SimpleNamespace(train=SimpleNamespace(seed=0))
+    session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings)
+    telling = SimpleNamespace(session=session, prompt="alpha")
+    assert Story._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
+    engine.accumulate(packed(6))
+    engine.update()
+    assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"

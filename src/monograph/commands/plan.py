@@ -13,11 +13,13 @@ from monograph.config import Settings
 from monograph.data.place import calibration_file
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
+from monograph.graph.precision import Precision
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, Plan, plan
+from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
 from monograph.session.planning import asked_of, shape_of
 
@@ -42,8 +44,7 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
     settings = sized(settings)
     config = shape_of(settings)
     asked = asked_of(settings, config, target)
-    if device is not None:
-        _require_arithmetic(target, asked.precisions)
+    _require_arithmetic(target, asked.precisions[0])
     found = plan(asked, target, peak_flops(target, asked.precisions), Calibration(calibration_file()))
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
     _show(found, config, asked.tokens_per_update, updates)
@@ -67,10 +68,13 @@ def memory_size(text: str) -> int:
     return int(size_bytes)
 
 
-def _require_arithmetic(device: Device, precisions: tuple[str, ...]) -> None:
+def _require_arithmetic(device: Device, precision: str) -> None:
     known = {"fp16", *device.peak_flops} if "bf16" in device.peak_flops else set(device.peak_flops)
-    if missing := [name for name in precisions if name not in known]:
-        raise UsageError(f"train.precision = {missing[0]}: {device.name} has no such arithmetic; use fp32")
+    obstacle = Precision(precision).obstacle(device)
+    if device.peak_flops and precision not in known:
+        obstacle = obstacle or f"{device.name} has no such arithmetic"
+    if obstacle:
+        raise UsageError(f"train.precision = {precision}: {obstacle}; use {best_precision(device)}")
 
 
 def _source_of_times(found: Plan) -> str:
@@ -91,12 +95,13 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         print(f"plan     {found.refusal}")
     else:
         use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
-        print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {duration(best.update_s)} an update", end="")
+        print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update", end="")
         print(f", {duration(best.update_s * updates)} in all" if updates else "")
     if best.by_origin:
         print(f"memory   {_bar(best.by_origin, found.budget_bytes)}")
         parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
-        print(f"         {', '.join(parts)}")
+        more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
+        print(f"         {', '.join(parts)}{more}")
     print()
     lines: list[tuple[str, ...]] = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
     lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
@@ -104,6 +109,10 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     sys.stdout.flush()
+
+
+def _short(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
 
 
 def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
@@ -155,6 +164,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "memory_by_origin": None
         if origins is None
         else {f"{k.replace(' ', '_')}_bytes": v for k, v in origins.items()},
+        "calibrated_bytes": candidate.residual_bytes,
         "update_s": candidate.update_s,
         "wall_s": candidate.update_s * updates if updates else None,
         "tokens_per_s": candidate.tokens_per_s,

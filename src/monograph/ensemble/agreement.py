@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
+from monograph.graph.family import Sibling
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # What `nn.Module` itself keeps in a module.
@@ -39,6 +40,8 @@ def agree(members: Sequence[nn.Module]) -> None:
             raise InputRefused(
                 f"{path or 'the module'} is an nn.{kind}, which torch cannot batch: write its loop over nn.{kind}Cell"
             )
+        if isinstance(module, Sibling):
+            raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
     for number, other in enumerate(members[1:], start=1):
         if found := next(_differences(members[0], other), None):
             raise InputRefused(

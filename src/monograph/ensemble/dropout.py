@@ -54,6 +54,9 @@ class Dropout:
 
     def of(self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
         """`hidden` with some elements zero, the others divided by 1 - p; the mask's shape broadcasts against it."""
+        if not isinstance(rate, Tensor) and rate == 0:
+            self.site += 1  # which other members may drop at
+            return hidden
         scale = (1.0 / (1.0 - _number(rate, hidden))).to(hidden.dtype)
         factor = torch.where(self.kept(mask, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
@@ -62,18 +65,14 @@ class Dropout:
         """What stands for which function of `torch.nn.functional`."""
 
         def elements(hidden: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            if not training or (not isinstance(p, Tensor) and p == 0):
-                return hidden
-            return self.of(hidden, p, tuple(hidden.shape), inplace)
+            return self.of(hidden, p, tuple(hidden.shape), inplace) if training else hidden
 
         def channels(spatial: int) -> Callable[..., Tensor]:
             def dropout(
                 hidden: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False
             ) -> Tensor:
-                if not training or (not isinstance(p, Tensor) and p == 0):
-                    return hidden
                 kept = tuple(hidden.shape[: hidden.ndim - spatial]) + (1,) * spatial
-                return self.of(hidden, p, kept, inplace)
+                return self.of(hidden, p, kept, inplace) if training else hidden
 
             return dropout
 

@@ -170,10 +170,12 @@ class Ensemble(Resident):
         step = self.step
         kept, index = {name: counter.clone() for name, counter in step.counters.items()}, step.index
         step.frozen.fill_(True)  # so that the update is made and changes nothing
-        update_whole(step, batch)
-        for name, counter in step.counters.items():
-            counter.copy_(kept[name])
-        step.index = index
+        try:
+            update_whole(step, batch)
+        finally:
+            step.index = index
+            for name, counter in step.counters.items():
+                counter.copy_(kept[name])
         self._scored(batch)
 
     def accumulate(self, window: Batch) -> None:

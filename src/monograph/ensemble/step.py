@@ -86,14 +86,19 @@ class EnsembleStep(Step):
 
     def _whole(self, batch: Any, seed: Tensor) -> Tensor:
         """Gradient and update of a window of one micro-batch: what is summed over one need not be kept."""
+        buffers = dict(self.model.named_buffers())
 
-        def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            loss_sum, count = self.summed(batch, parameters)
-            return self.scaled(loss_sum, seed), (loss_sum.detach(), count)
+        def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
+            # What a transform is given from outside cannot be written in it, as running means are.
+            own = {name: buffer.clone() for name, buffer in buffers.items()}
+            loss_sum, count = self.summed(batch, parameters | own)
+            return self.scaled(loss_sum, seed), (loss_sum.detach(), count, own)
 
         # Views that are made here: a graph copies inputs that overlap and are written.
         parameters = {name: view for plane in self.planes for name, view in plane.views(plane.param)}
-        grads, (loss_sum, count) = torch.func.grad(loss, has_aux=True)(parameters)
+        grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
+        for name, buffer in buffers.items():
+            buffer.copy_(written[name])
         self.loss_sum.copy_(loss_sum)
         self.count.copy_(count)
         return self.apply_([torch.cat([grads[slot.name].flatten(1) for slot in p.slots], dim=-1) for p in self.planes])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,9 @@ from monograph.graph import matmul, recompute
 from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
+from monograph.graph.siblings import within_blocks
 from monograph.graph.static_inputs import StaticInputs
+from monograph.ops import once  # noqa: F401 - its operator
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
@@ -121,6 +124,21 @@ def release(step: Any) -> None:
             setattr(owner, name, before)
 
 
+@contextmanager
+def set_aside(step: Any) -> Iterator[None]:
+    """In the block the step is as it was before its capture, and afterwards captured again, its graphs the same.
+
+    For who samples from the step's module: a graph of a block is of training and evaluation, and would be made anew
+    for each layer's cache.
+    """
+    captured = [(each.owner, each.name, vars(each.owner)[each.name]) for each in step.__dict__.get("replaced", [])]
+    release(step)
+    try:
+        yield
+    finally:
+        step.replaced = [_replace(*each) for each in captured]
+
+
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     """What scope "blocks" replaces beside `apply`: the blocks' forward passes and the loss."""
     found = blocks(step.model)
@@ -129,6 +147,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
+    within_blocks(step.model)
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
@@ -169,7 +188,11 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
     compat.cache_custom_functions()
-    options = matmul.passes() if backend == "inductor" else None
+    compat.cache_attention_kernels()
+    options = None
+    if backend == "inductor":
+        compat.lower_to_memory(torch.ops.monograph.once.default)
+        options = matmul.passes()
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.errors import UsageError
+from monograph.graph.siblings import families
 
 # Forward more digits, backward more range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,8 +35,10 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         The weights whose layers stay in bf16, as a side is no multiple of 16.
 
     Raises:
-        UsageError: no layer is left that could.
+        UsageError: no layer is left that could, or siblings are fused.
     """
+    if families(module):
+        raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
     layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}
     linear = {name: layer for name, layer in layers.items() if type(layer).forward is nn.Linear.forward}
     odd = [name for name, layer in linear.items() if any(side % MULTIPLE for side in layer.weight.shape)]  # type: ignore[union-attr]

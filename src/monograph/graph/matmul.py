@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from monograph import compat
+from monograph.compat import inductor
 from monograph.device import mkl_is_slow
 
 # Multiplications; between them `matmul.cpp` is the fastest of the three (docs/log.md).
@@ -91,7 +92,7 @@ def passes() -> dict[str, Any]:
     if mkl_is_slow():
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, batched_out)
-    return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, compat.__file__)}
+    return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:

@@ -27,6 +27,7 @@ from monograph.graph.knapsack import within
 from monograph.graph.offload import offloaded
 from monograph.graph.recording import Recording, record
 from monograph.graph.remat import OfBlock, Policy, Remat
+from monograph.graph.siblings import within_blocks
 
 Contexts = Callable[[], tuple[Any, Any]]
 
@@ -57,6 +58,8 @@ def follow(module: nn.Module, policy: Policy) -> None:
         raise UsageError(
             f"{idle[0]} ({type(found[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
         )
+    if policy != Remat.Off():
+        within_blocks(module)
     for block, of_block in zip(found.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):

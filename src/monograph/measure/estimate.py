@@ -4,12 +4,14 @@ static     = P (bytes of weights + 4 gradients + bytes of optimizer state)
 stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`)
 head       = logits of a chunk and their gradient, the head's gradient twice, the hidden states' gradient
 peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
-                          an eager update's intermediates)
+                          an update's intermediates: eager of the largest plane, captured of Muon's)
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 
 from monograph.graph.knapsack import Choice, within
 from monograph.graph.recording import Product, Recording
@@ -22,7 +24,10 @@ from monograph.ops.cross_entropy import chunk_count
 MOMENTS = {"adamw": 2, "muon": 1.125}
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
 SCORE_NUMBERS = 3  # of bf16, for a score: its probability in fp32 and rounded
-EAGER_TEMPORARIES = 7  # copies of the largest plane that an update has alive at once
+# Bytes that an eager update has alive for a number of its largest plane: seven copies and what is unpacked; where it
+# rounds at random the random words, integers of 8 bytes.
+EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 132, "all-bf16": 136}
+ORTHOGONAL_NUMBERS = 3  # of the compute dtype, that a captured Muon has alive for a number of its largest plane
 
 
 def stored_numbers(work: Work, remat: str | float) -> float:
@@ -115,8 +120,27 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     head = config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
     loss = logits + 8 * head + 2 * tokens * config.hidden_size * number
+    stack = _largest_stack(config) if rule == "muon" else 0
     if work.compile == "none":
-        after = EAGER_TEMPORARIES * 4 * parameters
+        after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))
     else:
-        after = 4 * (parameters if work.compile == "whole" else head)
+        after = max(4 * (parameters if work.compile == "whole" else head), ORTHOGONAL_NUMBERS * number * stack)
     return int(static + max(stored + max(loss, 2 * block), after))
+
+
+def _largest_stack(config: LlamaConfig) -> int:
+    """Numbers of the largest plane of block matrices of one shape, which Muon updates at once."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for shape in _shapes(config):
+        sizes[shape] += config.num_hidden_layers * math.prod(shape)
+    return max(sizes.values())
+
+
+def _matrices(config: LlamaConfig) -> int:
+    return config.num_hidden_layers * sum(map(math.prod, _shapes(config)))
+
+
+def _shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+    (width, query, key_value), inner = _widths(config), config.intermediate_size
+    sides = [(query, width), (key_value, width), (width, query), (inner, width), (width, inner)]
+    return [*sides, sides[1], sides[3]]  # values as keys, gate as up

@@ -22,6 +22,7 @@ from monograph.loss import Batch, TokenLoss
 from monograph.measure.tally import ORIGINS, Sample, Tally
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.optim import Optimizer
 from monograph.step import Step, accumulate, update
@@ -90,6 +91,38 @@ class Curve(NamedTuple):
 
 def footprint(work: Work) -> Footprint:
     """The peak of one update, the gradients of earlier micro-batches on the device."""
+    apart = _apart(work)
+    found = _of_update(apart)
+    before, after = work.config, apart.config
+    ratios = dict.fromkeys(ORIGINS[:3], before.parameter_count() / after.parameter_count())
+    ratios["loss head"] = before.vocab_size / after.vocab_size
+    return Footprint(found.stage, {name: round(size * ratios.get(name, 1)) for name, size in found.by_origin.items()})
+
+
+def _apart(work: Work) -> Work:
+    """The same with a vocabulary of no other axis's length, by which the trace knows what belongs to the loss head.
+
+    A few entries more, if any: their bytes are taken off again.
+    """
+    config, tokens = work.config, work.rows * work.length
+    heads = config.num_attention_heads, config.num_key_value_heads
+    taken = {
+        config.hidden_size,
+        config.intermediate_size,
+        config.head_dim,
+        *heads,
+        *(n * config.head_dim for n in heads),
+    }
+    taken |= {work.length, tokens, work.window_rows * work.length, *range(QUERIES, work.length, QUERIES)}
+    vocabulary = config.vocab_size
+    while True:
+        chunks = chunk_count(tokens, vocabulary, work.device_type)
+        if vocabulary not in taken | {tokens // chunks, -(-tokens // chunks)}:
+            return replace(work, config=replace(config, vocab_size=vocabulary))
+        vocabulary += 1
+
+
+def _of_update(work: Work) -> Footprint:
     if work.remat == "offload":
         return footprint_of(_without_inputs(_deep(replace(work, remat="full")), work))
     return footprint_of(_deep(work))

@@ -18,7 +18,7 @@ from monograph.errors import InputRefused
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
 from monograph.model.rope import CosSin, cos_sin, rotate
-from monograph.ops.attention import Impl, Mask, attention
+from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 
@@ -83,6 +83,7 @@ class Attention(nn.Module):
         )
         self.head_dim = config.head_dim
         self.impl = impl
+        self.kernel: Kernel = "torch"
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         """o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), the norms over a head."""
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF)
         key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF)
         if cache is None:
-            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl)
+            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel)
         else:
             mixed_BHTE = cache.cache.attend(
                 cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window
@@ -231,11 +232,12 @@ class Llama(nn.Module):
         """Scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
-    def use_attention(self, impl: Impl) -> None:
-        """Choose the attention implementation, as the argument `attention` does."""
+    def use_attention(self, impl: Impl, kernel: Kernel = "torch") -> None:
+        """Choose the attention implementation, as the argument `attention` does, and which of torch's kernels it is."""
         self.attention = impl
         for block in self.model.layers:
-            cast(Block, block).self_attn.impl = impl
+            attention = cast(Block, block).self_attn
+            attention.impl, attention.kernel = impl, kernel
 
     def tie_weights(self) -> None:
         """Make the head the embedding matrix where the configuration says so; again after parameters were replaced."""

@@ -11,16 +11,31 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Impl = Literal["auto", "reference", "sdpa", "flex", "blocks"]
+Kernel = Literal["torch", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 QUERIES = 128  # of a block
 MOST_KEYS = 1024  # for which probabilities are kept until the backward pass
 
 
-def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto") -> Tensor:
+def attention(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    mask: Mask,
+    impl: Impl = "auto",
+    kernel: Kernel = "torch",
+) -> Tensor:
     """Softmax attention in which H / K neighbouring query heads share one key-value head.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // (H / K), s]
@@ -43,12 +58,15 @@ def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Ma
             a CPU it takes half the time of the fused kernel there (docs/log.md), for memory that grows with T^2.
             "auto": what the mask is made for: "flex" for a BlockMask, else "sdpa", which is "blocks" for bf16 and up
             to 1,024 keys in a compiled graph on a CPU; a mask of one's own that is not causal needs "sdpa" there.
+        kernel: which of torch's kernels "sdpa" is where there is no mask: the one that torch takes, or one by name,
+            on a GPU (`monograph.ops.attention_kernels` finds the fastest). Dense masks are read by the one that can.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
 
     Raises:
         ValueError: the mask is of a kind that `impl` cannot read.
+        RuntimeError: torch's, the kernel that was named cannot compute this on this device.
     """
     if isinstance(mask, BlockMask):
         if impl not in ("auto", "flex"):
@@ -62,13 +80,21 @@ def attention(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Ma
         return _reference(query_BHTD, key_BKSD, value_BKSD, mask)
     if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
         return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask)
-    if mask is not None and query_BHTD.is_cuda:
+    return _sdpa(query_BHTD, key_BKSD, value_BKSD, mask, kernel)
+
+
+def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
+    if kernel == "efficient" or (mask is not None and query_BHTD.is_cuda):
         # The one CUDA kernel that reads a dense mask (memory-efficient) wants as many key-value heads as query heads;
         # with fewer, PyTorch would take the unfused path.
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
-    return F.scaled_dot_product_attention(
-        query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    if kernel == "torch" or mask is not None:
+        return F.scaled_dot_product_attention(
+            query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+    with sdpa_kernel(_BACKENDS[kernel]):
+        out = F.scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, is_causal=True, enable_gqa=True)
+    return out
 
 
 def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from monograph.planner.choose import Asked, Candidate, Plan, budget, plan
+from monograph.planner.candidates import Asked, Candidate
+from monograph.planner.choose import Plan, budget, plan
 from monograph.planner.defaults import (
     DEFAULT,
     LEARNING_RATES,

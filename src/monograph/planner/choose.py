@@ -1,25 +1,20 @@
 """Which micro-batch, recomputation, compile scope and precision a run gets, and why each other combination lost.
 
-The search is in closed form; the winner's memory is then traced (`measure.footprint`), and where the trace finds that
-it does not fit after all, the next one's.
+The search is in closed form (`planner.candidates`); the winner's memory is then traced (`measure.footprint`), and where
+the trace finds that it does not fit after all, the next one's. If nothing fits, the search is for the least memory.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.measure.calibration import Calibration
-from monograph.measure.estimate import estimate_bytes
-from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.footprint import Compile, Footprint, Work, footprint
+from monograph.measure.footprint import Work, footprint
 from monograph.measure.quantities import gibibytes
-from monograph.measure.roofline import update_time
-from monograph.model.config import LlamaConfig
-from monograph.optim import AdamW, Optimizer
+from monograph.planner.candidates import Asked, Candidate, Ways, closed_form, described, of_way, way_of, ways
 
 # Of a card's memory, what tensors may have: the rest is lost between them. The context is outside of the allocator.
 FILLED, CONTEXT_BYTES = 0.97, 600 * 2**20
@@ -28,66 +23,8 @@ FILLED_HOST = 0.5
 # The closed form has been seen to be wrong by so much: nearer to the limit than this a candidate is traced.
 DOUBT = 2.0
 MOST_TRACES = 4
-Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be trained, and what of the way is given.
-
-    Attributes:
-        config: the model's shape.
-        length: tokens of a row.
-        tokens_per_update: what no choice changes.
-        optim: the optimizer.
-        optimizer: its name; it decides the bytes of its state.
-        micro_batch: rows, None if the plan chooses.
-        precisions: what may be chosen, best first; likewise the rest.
-        scopes: of "whole", "blocks" and "none".
-        remats: of "none", "pointwise", shares, "full" and "offload".
-        packed: whether rows hold several documents.
-        clip: the largest norm of the gradient.
-    """
-
-    config: LlamaConfig
-    length: int
-    tokens_per_update: int
-    optim: Optimizer = field(default_factory=AdamW)
-    optimizer: str = "adamw"
-    micro_batch: int | None = None
-    precisions: tuple[str, ...] = ("fp32",)
-    scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
-    remats: tuple[str | float, ...] = ("none", "pointwise", "full")
-    packed: bool = True
-    clip: float | None = 1.0
-
-    @property
-    def rows(self) -> int:
-        """Rows of an update."""
-        return max(1, self.tokens_per_update // self.length)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to train, and what is expected of it.
-
-    Attributes:
-        work: micro-batch, precision, compile scope and recomputation.
-        peak_memory_bytes: predicted.
-        update_s: seconds of an update, predicted.
-        tokens_per_s: likewise.
-        mfu: of the datasheet's rate, None on a device without one.
-        by_origin: the peak in parts, where it was traced.
-        why: it was not chosen; empty for the one that was.
-    """
-
-    work: Work
-    peak_memory_bytes: int
-    update_s: float
-    tokens_per_s: float
-    mfu: float | None
-    by_origin: Mapping[str, int] | None = None
-    why: str = ""
+# A candidate that may need less than the least that was traced, but by no more than this, is not worth a trace.
+NEAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -144,7 +81,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         asked: what is to be trained.
         device: where.
         peak_flops: FLOP/s by precision: the datasheet's, or of a CPU measured ones.
-        calibration: what earlier runs on the device took.
+        calibration: what earlier runs on the device took, time and memory.
 
     Raises:
         UsageError: the device has no memory to give.
@@ -153,99 +90,43 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
     known = {each: calibration.slowness(device, each) for each in asked.precisions} if calibration else {}
     slowness = {precision: ratio for precision, ratio in known.items() if ratio}
     corrections: dict[Ways, float] = {}
-    for _ in range(MOST_TRACES):
-        found = [
-            each
-            for policy in _ways(asked)
-            for each in _of_policy(asked, policy, device, limit, corrections.get(policy, 1.0), peak_flops, slowness)
-        ]
-        fitting = [each for each in found if each.peak_memory_bytes <= limit]
-        best = min(fitting, key=lambda each: each.update_s) if fitting else min(found, key=_memory)
-        if fitting and best.peak_memory_bytes * DOUBT <= limit:
+    traced: dict[Work, Candidate] = {}
+
+    def candidates(limit: int) -> list[Candidate]:
+        each_way = (
+            of_way(asked, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness) for way in ways(asked)
+        )
+        return [traced.get(each.work, each) for of_one in each_way for each in of_one]
+
+    while True:
+        found = candidates(limit)
+        if len(traced) == MOST_TRACES:
+            best = _wanted([*traced.values()], traced, limit)
             break
-        truth = footprint(best.work)
-        key = best.work.precision, best.work.compile, best.work.remat
-        corrections[key] = truth.peak_bytes / _closed_form(asked, best.work)
-        if (truth.peak_bytes <= limit) == bool(fitting):
-            best = _traced(found, best, truth)
+        best = _wanted(found, traced, limit)
+        if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
-    chosen = best if best.peak_memory_bytes <= limit else None
-    rest = sorted((each for each in found if each is not best), key=lambda each: each.update_s)
-    first = replace(best, why="" if chosen else _too_large(best, limit))
+        if len(traced) == MOST_TRACES - 1:  # the last hope: of the smallest micro-batches what needs least
+            smallest = sorted(candidates(0), key=lambda each: closed_form(asked, each.work))
+            best = next((each for each in smallest if each.work not in traced), best)
+        found_in = footprint(best.work).by_origin
+        residual = calibration.residual(device, best.work, found_in) if calibration else 0
+        truth = traced[best.work] = best.of_trace(found_in, residual)
+        corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
+    fits = best.peak_memory_bytes <= limit
+    rest = sorted((each for each in found if each.work != best.work), key=lambda each: each.update_s)
+    first = replace(best, why="" if fits else _too_large(best, limit))
     others = [replace(each, why=_why(each, best, limit)) for each in rest]
-    return Plan(device, limit, chosen and first, [first, *others], best.work.precision in slowness)
+    return Plan(device, limit, first if fits else None, [first, *others], best.work.precision in slowness)
 
 
-def _ways(asked: Asked) -> list[Ways]:
-    """All combinations, but with something recomputed only in smaller graphs if there is a choice.
-
-    In what order one graph of the whole step then computes is not predicted well; offloading crosses between graphs.
-    """
-    every = itertools.product(asked.precisions, asked.scopes, asked.remats)
-    in_whole = {"none"} if len(asked.scopes) > 1 else {*asked.remats} - {"offload"}
-    return [way for way in every if way[1] != "whole" or way[2] in in_whole]
-
-
-_RECOMPUTED = {
-    "none": "nothing recomputed",
-    "pointwise": "all but products recomputed",
-    "full": "blocks recomputed",
-    "offload": "blocks recomputed from inputs on the host",
-}
-
-
-def described(work: Work) -> str:
-    """A combination in words."""
-    graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[work.compile]
-    recomputed = _RECOMPUTED.get(str(work.remat)) or f"recomputed but for {work.remat:.0%} of the activations"
-    return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
-
-
-def _of_policy(
-    asked: Asked,
-    policy: Ways,
-    device: Device,
-    limit: int,
-    correction: float,
-    peaks: Mapping[str, float],
-    slowness: Mapping[str, float],
-) -> list[Candidate]:
-    """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
-    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
-    if asked.micro_batch is not None:
-        sizes = [min(asked.micro_batch, asked.rows)]
-    works = [_work(asked, policy, size, device) for size in sizes]
-    needed = [int(correction * _closed_form(asked, work)) for work in works]
-    fits = sum(each <= limit for each in needed)
-    shown = range(max(0, fits - 1), min(len(works), fits + 1))
-    times = slowness.get(policy[0], 1.0)
-    return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
-
-
-def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
-    precision, scope, remat = policy
-    return Work(
-        asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,
-        device.type,
-    )  # fmt: skip
-
-
-def _closed_form(asked: Asked, work: Work) -> int:
-    return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
-
-
-def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
-    seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
-    rate = work.window_rows * work.length / seconds
-    datasheet = device.peak_flops.get(work.precision)
-    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
-    return Candidate(work, needed, seconds, rate, share)
-
-
-def _traced(found: list[Candidate], best: Candidate, truth: Footprint) -> Candidate:
-    traced = replace(best, peak_memory_bytes=truth.peak_bytes, by_origin=truth.by_origin)
-    found[found.index(best)] = traced
-    return traced
+def _wanted(found: list[Candidate], traced: Mapping[Work, Candidate], limit: int) -> Candidate:
+    """The fastest that fits; if none does, the nearest, which is a traced one if no other can be much nearer."""
+    if fitting := [each for each in found if each.peak_memory_bytes <= limit]:
+        return min(fitting, key=lambda each: each.update_s)
+    least = min(found, key=_memory)
+    as_near = [each for each in traced.values() if each.peak_memory_bytes <= NEAR * least.peak_memory_bytes]
+    return min(as_near, key=_memory, default=least)
 
 
 def _memory(candidate: Candidate) -> int:
@@ -256,6 +137,8 @@ def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
     if candidate.peak_memory_bytes > limit:
         return _too_large(candidate, limit)
     slower = candidate.update_s / best.update_s - 1
+    if slower < -0.005:
+        return "not certain to fit"
     return "no faster" if slower < 0.005 else f"{slower:.0%} slower"
 
 

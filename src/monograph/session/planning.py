@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
+from monograph.data.place import calibration_file
 from monograph.device import Device, compiler_obstacle
 from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
@@ -44,6 +47,19 @@ def shape_of(settings: Settings) -> LlamaConfig:
     return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
 
 
+def shape_before(recipe: Recipe) -> LlamaConfig | None:
+    """The shape that a recipe's model has, with nothing of it built; None where only building it tells.
+
+    Raises:
+        InputRefused: a folder whose config.json cannot be used.
+    """
+    if recipe.init is None:
+        return recipe.shape()
+    if recipe.file or is_weight_file(recipe.init) or run_named(recipe.init) or not Path(recipe.init).is_dir():
+        return None
+    return hub.read_config(recipe.init)
+
+
 def require_together(settings: Settings) -> None:
     """Refuse choices that exclude one another.
 
@@ -53,6 +69,12 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+    name, precision = settings.optim.name, train.precision
+    if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
+        raise UsageError(
+            f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
+            "take bf16 or fp8"
+        )
 
 
 def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
@@ -89,7 +111,8 @@ def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidat
     asked = asked_of(settings, config, device)
     eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
-    found = planner.plan(replace(asked, scopes=scopes), device, dict.fromkeys(asked.precisions, RANKING_FLOPS))
+    rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
+    found = planner.plan(replace(asked, scopes=scopes), device, rates, known)
     if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
         raise OutOfDeviceMemory(found.refusal)
     return found.nearest

@@ -16,14 +16,19 @@ from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
+from monograph.data.place import calibration_file
 from monograph.data.tokenizer import Tokenizer
-from monograph.device import clock
+from monograph.device import clock, describe
 from monograph.errors import Diverged, InputRefused
+from monograph.graph.capture import is_replayed
 from monograph.graph.inspect import buffers_kept
+from monograph.graph.remat import named
 from monograph.loop import EngineState
-from monograph.measure.memory import ledger
+from monograph.measure.calibration import Calibration
+from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.attention import Kernel
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
@@ -51,6 +56,7 @@ class Session:
         length: updates of the run as it was planned.
         planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
+        kernel: what computes attention, where it was measured; None before that, and where it was not.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
         elapsed_s: seconds spent in earlier processes of the same run.
@@ -72,6 +78,7 @@ class Session:
     cooled: list[int] | None = None
     planned: Candidate | None = None
     eager_reason: str | None = None
+    kernel: Kernel | None = None
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
 
@@ -113,6 +120,7 @@ class Session:
             "data": self.batches.state(),
             "random": randomness.state(self.engine.step.device),
             "micro_batch": self.engine.micro_batch,
+            "attention": self.kernel,
             "length": self.length,
             "cooled": self.cooled,
             "budget_s": self.budget_s,
@@ -162,6 +170,7 @@ class Session:
         self.batches = self.open_batches(state["data"]["rows"], state["data"]["seed"])
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
+        self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
         then, now = state["versions"], _versions()
         changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
@@ -217,10 +226,25 @@ class Session:
 
     def account(self, update: int) -> None:
         """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
+        if update == 1:  # nothing but the update has run yet
+            self._remember_memory()
         if update == 2:
             planned = self.planned.by_origin if self.planned else None
             found = ledger(self.engine.step.planes, planned, self.engine.step.device)
             self.run.log({"update": update, "memory": found})
+
+    def _remember_memory(self) -> None:
+        """Keep how far a GPU's peak is from its trace for later plans, if what was traced is what ran.
+
+        A captured micro-step holds a pool that no plan knows. On a CPU the peak is all of the process.
+        """
+        step, planned = self.engine.step, self.planned
+        if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
+            return
+        work = planned.work
+        if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
+            measured = peak_memory_bytes(step.device)
+            Calibration(calibration_file()).note_memory(describe(step.device), work, planned.traced, measured)
 
     def shorten(self, updates: int) -> None:
         """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""

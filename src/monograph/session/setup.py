@@ -31,7 +31,8 @@ from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
-from monograph.session.planning import asked_of, planned, require_together
+from monograph.session.attention import choose_kernel
+from monograph.session.planning import asked_of, planned, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
 from monograph.session.width import transfer_of
 
@@ -130,18 +131,21 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     if settings.model.init and is_weight_file(settings.model.init):
         sizes = {}  # its tensors say more than text and row length do
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
+    rows = int(train.tokens_per_update) // settings.data.sequence_length
+    before = shape_before(recipe)
+    fitting = _fitting(before, rows, settings, machine) if before else None
     model, loss = build(recipe)
-    _require_fit(model, text, settings)
+    config = model.config if isinstance(model, Llama) else None
+    if config:
+        _require_fit(config, text, settings)
     name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
     known = planner.known_learning_rate(preset, name.partition(":")[0]) if preset != "auto" else 1e-3
     lr = known if optim.lr == "auto" else optim.lr
-    tokens = int(train.tokens_per_update)
-    rows = tokens // settings.data.sequence_length
-    choices, plan = _fitting(model, rows, settings, machine)
+    choices, plan = fitting or _fitting(config, rows, settings, machine)
     fixed: dict[str, Any] = {
         "optim.name": name,
         "optim.lr": lr,
-        "train.tokens_per_update": tokens,
+        "train.tokens_per_update": int(train.tokens_per_update),
         "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
         **choices,
     }
@@ -210,6 +214,7 @@ def _prepare(session: Session, progress: Progress) -> None:
             f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
+    choose_kernel(session, window, progress)
     if train.compile == "none":
         session.eager_reason = "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
@@ -278,21 +283,23 @@ def remember(session: Session, seconds: float) -> None:
 
 
 def _fitting(
-    model: nn.Module, rows: int, settings: Settings, machine: Device
+    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
 
     What another module would need nobody knows.
+
+    Raises:
+        OutOfDeviceMemory: by the plan nothing fits.
     """
     train, plan = settings.train, None
     found: dict[str, Any] = {"train.micro_batch": rows, "train.remat": "none", "train.compile": "whole"}
-    if isinstance(model, Llama):
-        found["train.compile"] = planner.scopes(model.config.num_hidden_layers)[0]
-        if train.micro_batch == "auto":
-            plan = planned(settings, model.config, machine)
-            found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
-            if plan.work.compile != "none":  # where nothing can be compiled this is said when it is tried
-                found["train.compile"] = plan.work.compile
+    if config:
+        plan = planned(settings, config, machine)
+        found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
+        # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
+        graph_holds = plan.work.compile
+        found["train.compile"] = planner.scopes(config.num_hidden_layers)[0] if graph_holds == "none" else graph_holds
     if train.remat == "offload":  # what leaves the device crosses between graphs
         found["train.compile"] = "blocks"
     pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
@@ -301,10 +308,8 @@ def _fitting(
     return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
-def _require_fit(model: nn.Module, corpus: Corpus, settings: Settings) -> None:
-    if not isinstance(model, Llama):
-        return
-    config, length = model.config, settings.data.sequence_length
+def _require_fit(config: LlamaConfig, corpus: Corpus, settings: Settings) -> None:
+    length = settings.data.sequence_length
     if config.vocab_size < corpus.vocab_size:
         raise InputRefused(
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {corpus.vocab_size}: raise it"

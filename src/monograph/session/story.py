@@ -14,6 +14,7 @@ from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
+from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
 from monograph.measure.python_lines import accepted_share
@@ -151,9 +152,9 @@ class Story:
         memory = gibibytes(summary["peak_memory_bytes"])
         if session.planned and session.engine.step.device.type == "cuda":
             memory += f" ({gibibytes(session.planned.peak_memory_bytes)} planned)"
-        graph = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
+        compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(self._skipped(rows), "skipped update")
-        progress.line("", f"peak memory {memory}{graph}   {skipped}   {session.run.folder}")
+        progress.line("", f"peak memory {memory}{compiled}   {skipped}   {session.run.folder}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
         progress.gap()
@@ -232,7 +233,8 @@ class Story:
             return []
         training = model.training
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
-        with self.session.engine.step.averaged():
+        step = self.session.engine.step
+        with step.averaged(), graph.set_aside(step):
             written = generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
             texts = [completion.text for completion in written]
         model.train(training)

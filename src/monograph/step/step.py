@@ -7,20 +7,21 @@ which is the large batch's gradient for any split into micro-batches. The host r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph import fp8, recompute
+from monograph.graph import fp8, recompute, siblings
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
+from monograph.ops.once import once
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -34,34 +35,9 @@ from monograph.optim import (
     update_,
 )
 from monograph.schedule import Schedule, constant
+from monograph.step.result import Update
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
-
-    Of an ensemble the tensors are [N], one number for each member, and so many are the learning rates.
-
-    Attributes:
-        index: 0, 1, ...: how many updates came before.
-        loss: mean loss per target over the whole window, fp64.
-        count: targets in the window, int64.
-        lr: learning rate of this update.
-        grad_norm: Euclidean norm of the gradient before clipping, fp64.
-        tokens: targets trained on since the start, this window included, int64.
-        skipped: updates skipped since the start because loss or gradient was not finite or the window had no target,
-            int64.
-    """
-
-    index: int
-    loss: Tensor
-    count: Tensor
-    lr: float | tuple[float, ...]
-    grad_norm: Tensor
-    tokens: Tensor
-    skipped: Tensor
 
 
 class Step:
@@ -107,14 +83,13 @@ class Step:
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
-        self.model, self.loss, self.clip = model, loss, clip
+        self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, clip, sum_over_ranks
         self.optim = checked(optim or AdamW())
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
-        self.sum_over_ranks = sum_over_ranks
         self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(model, self.remat)
@@ -125,14 +100,15 @@ class Step:
         self.holds_average = False
         self.device = self.planes[0].param.device
         self.index = 0
-        zero = torch.zeros(self.planes[0].param.shape[:-1], device=self.device)
+        of_members = self.planes[0].param.shape[:-1]
+        zeros = functools.partial(torch.zeros, of_members, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
-        self.lr, self.loss_sum = (zero.to(torch.float64) for _ in range(2))
-        self.count, self.applied, self.tokens, self.skipped, self.good = (zero.to(torch.int64) for _ in range(5))
-        self.loss_scale = torch.full_like(zero, self.precision.loss_scale if self.precision.scaled else 1.0)
+        self.lr, self.loss_sum = (zeros(dtype=torch.float64) for _ in range(2))
+        self.count, self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(5))
+        self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.seed = zero.to(torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
+        self.seed = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
@@ -149,7 +125,10 @@ class Step:
 
     def laid_out(self) -> list[Plane]:
         """The trainable parameters in planes."""
-        return planes(trainable(self.model), self.optim.kinds(self.model), self.optim.state)
+        in_order = siblings.side_by_side(self.model, trainable(self.model))
+        made = planes(in_order, self.optim.kinds(self.model), self.optim.state)
+        siblings.settle(self.model)
+        return made
 
     def context(self) -> AbstractContextManager[None]:
         """The context in which the loss is called."""
@@ -266,7 +245,7 @@ class Step:
         if self.precision.scaled:
             self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
         for plane, total in zip(self.planes, grads, strict=True):
-            grad = total * scale.to(total.dtype).unsqueeze(-1)
+            grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
             compute = self.precision.products(grad.dtype)
             update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
         return grad_norm

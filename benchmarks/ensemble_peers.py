@@ -1,0 +1,284 @@
+"""N small models at once, beside what else one would do: one after another, eager or compiled, or `torch.func` by hand.
+
+Inference and a training step (forward, backward, AdamW with each member's own learning rate; by hand with one for all),
+interleaved; ratios are how many times faster the ensemble is, in CPU time. The strongest of the others is the one to
+compare with. On a GPU a loop captured as a CUDA graph is among them.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import harness
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from monograph.device import default_device
+from monograph.ensemble import Ensemble
+from monograph.loss import Batch, Loss, token_loss
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW
+
+LR = 1e-3
+
+
+class MLP(nn.Module):
+    """Two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, width] to [B, width]."""
+        return self.down(F.relu(self.up(inputs)))
+
+
+class ResBlock(nn.Module):
+    """Two convolutions with norms, and what they are added to."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels, H, W], likewise."""
+        hidden = F.relu(self.norms[0](self.first(inputs)))
+        return F.relu(inputs + self.norms[1](self.second(hidden)))
+
+
+def squares(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean over a row's outputs of their squared distance from the targets, summed over rows."""
+    out = model(batch["inputs"])
+    rows = batch["inputs"].shape[0]
+    return F.mse_loss(out, batch["targets"]) * rows, torch.full((), rows, device=out.device)
+
+
+class Case(NamedTuple):
+    """What is run: N members and a batch for all."""
+
+    build: Callable[[], nn.Module]
+    members: int
+    batch: Batch
+    loss: Loss
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Of one member, in inference."""
+        return (next(iter(self.batch.values())),)
+
+
+def regression(*shape: int) -> Batch:
+    """Random inputs and targets."""
+    return {"inputs": torch.randn(*shape), "targets": torch.randn(*shape)}
+
+
+def cases(smoke: bool) -> dict[str, Case]:
+    """The three shapes that the ensemble was designed with."""
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    rows = torch.randint(256, (2, 33))
+    tokens = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+    few = 2 if smoke else None
+    return {
+        "MLP 64-128-64": Case(lambda: MLP(64), few or 100, regression(32, 64), squares),
+        "ResBlock 64 channels 16x16": Case(lambda: ResBlock(64), few or 20, regression(few or 8, 64, 16, 16), squares),
+        "Llama 2 layers of 64": Case(lambda: Llama(shape), few or 8, tokens, token_loss),
+    }
+
+
+# ── the ways ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_after_another(case: Case, models: Sequence[nn.Module], train: bool, compiled: bool) -> Callable[[], object]:
+    """A loop over the members; compiled, one graph serves all of them, and the optimizer is torch's fused one."""
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        total, count = case.loss(model, batch)
+        return total / count
+
+    def infer(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+        return model(*inputs)
+
+    run, look = (torch.compile(f, dynamic=False) for f in (forward, infer)) if compiled else (forward, infer)
+    inputs = case.inputs()
+    if not train:
+
+        @torch.no_grad()
+        def looked() -> None:
+            for model in models:
+                look(model, inputs)
+
+        return looked
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=compiled) for model in models]
+
+    def stepped() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            run(model, case.batch).backward()
+            optimizer.step()
+
+    return stepped
+
+
+def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
+    """`torch.func` as its documentation has it, eagerly: stacked state, vmap, and one AdamW over the stacks."""
+    parameters, buffers = stack_module_state(list(models))
+    base = models[0]
+    inputs = case.inputs()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = base
+
+        def forward(self, batch: Batch) -> Tensor:
+            total, count = case.loss(self.model, batch)
+            return total / count
+
+    if not train:
+
+        @torch.no_grad()
+        def looked() -> None:
+            vmap(lambda p, b: functional_call(base, (p, b), inputs))(parameters, buffers)
+
+        return looked
+    leaves = {name: nn.Parameter(tensor.detach()) for name, tensor in parameters.items()}
+    optimizer, wrapped = torch.optim.AdamW(leaves.values(), lr=LR), Loss()
+
+    def of_one(p: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+        named = {f"model.{name}": tensor for name, tensor in (p | b).items()}
+        out: Tensor = functional_call(wrapped, named, (case.batch,))
+        return out
+
+    def stepped() -> None:
+        grads = vmap(grad(of_one))({name: leaf.detach() for name, leaf in leaves.items()}, buffers)
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name]
+        optimizer.step()
+
+    return stepped
+
+
+def together(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
+    """The ensemble, captured, a learning rate for each member."""
+    knobs = [{"lr": LR * (1 + index / len(models))} for index in range(len(models))]
+    ensemble = Ensemble(models, knobs, loss=case.loss, optim=AdamW)
+    if train:
+        if obstacle := ensemble.capture(case.batch):
+            raise SystemExit(f"ensemble_peers.py: the step cannot be captured: {obstacle}")
+
+        def stepped() -> None:
+            ensemble.accumulate(case.batch)
+            ensemble.update()
+
+        return stepped
+    ensemble.compile()
+    inputs = case.inputs()
+
+    @torch.no_grad()
+    def looked() -> None:
+        ensemble(*inputs)
+
+    return looked
+
+
+def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """The same, captured once and replayed."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
+    """Every way by name, each with members of its own."""
+    device = default_device()
+    case = case._replace(batch={name: tensor.to(device) for name, tensor in case.batch.items()})
+    models = [case.build().to(device).train(train) for _ in range(case.members)]
+
+    def own() -> list[nn.Module]:
+        return copy.deepcopy(models)
+
+    found: dict[str, Callable[[], object]] = {
+        "ensemble": together(case, own(), train),
+        "loop": one_after_another(case, own(), train, compiled=False),
+        "compiled loop": one_after_another(case, own(), train, compiled=True),
+        "torch.func": by_hand(case, own(), train),
+    }
+    if device.type == "cuda":
+        found["graphed loop"] = cuda_graphed(found["loop"])
+    return found
+
+
+def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, Any]:
+    """Times and ratios of one case."""
+    device = default_device()
+    runs = ways(case, train)
+    counts = {}
+    for way, run in runs.items():
+        run()
+        run()
+        counts[way] = max(1, round(args.round_s / harness.timed(run, device).wall_s))
+    repeated = {way: (lambda way=way: [runs[way]() for _ in range(counts[way])]) for way in runs}
+    times = harness.interleaved(repeated, args.rounds, device)
+    each = {
+        way: [harness.Timing(t.wall_s / counts[way], t.cpu_s / counts[way]) for t in found]
+        for way, found in times.items()
+    }
+    ratios = {way: harness.ratios(found, each["ensemble"]) for way, found in each.items() if way != "ensemble"}
+    return {
+        "name": name,
+        "members": case.members,
+        "train": train,
+        "seconds": {way: harness.spread([t.cpu_s for t in found]) for way, found in each.items()},
+        "faster_than": ratios,
+    }
+
+
+def main() -> None:
+    """Run, print, and write what was found."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--round-s", type=float, default=0.3, help="a round repeats a way for about so long")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--case", help="only those whose name holds this")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.smoke:
+        args.rounds, args.round_s = 2, 0.0
+    settings = {"rounds": args.rounds, "round_s": args.round_s, "threads": args.threads}
+    found = harness.result("ensemble-peers", settings)
+    harness.print_machine(found)
+    rows = []
+    for name, case in cases(args.smoke).items():
+        for train in (False, True):
+            if args.case and args.case not in name:
+                continue
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            one = measured(name, case, train, args)
+            found["cases"].append(one)
+            kind = "cpu" if default_device().type == "cpu" else "wall"
+            shown = [harness.shown(ratios[kind]) for ratios in one["faster_than"].values()]
+            rows.append([f"{name}, N = {case.members}, {'training' if train else 'inference'}", *shown])
+            harness.write(args.out, found)
+            print(rows[-1][0], *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)))
+    harness.print_table(["times faster than", *found["cases"][0]["faster_than"]], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Captures: how many there are, what fails, what is said about them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def captured_graphs() -> int:
+    """How many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
+    import torch._dynamo.utils as utils
+
+    return int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+def graph_breaks() -> int:
+    """How many graph breaks Dynamo has met in this process."""
+    import torch._dynamo.utils as utils
+
+    return int(sum(utils.counters["graph_break"].values()))
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Whether torch could not trace or compile a function, as opposed to the function itself failing."""
+    import torch._dynamo.exc as dynamo
+    import torch._inductor.exc as inductor
+
+    return isinstance(error, (dynamo.TorchDynamoException, inductor.InductorError, inductor.CppCompileError))
+
+
+def cache_custom_functions() -> None:
+    """Let compiled graphs with an `autograd.Function` in them be cached between runs; torch leaves them out by default.
+
+    The key of the cache holds the traced forward and backward code, so another function is another entry.
+    """
+    import torch._functorch.config as config
+
+    config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def cache_attention_kernels() -> None:
+    """Let compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) be cached between runs.
+
+    torch leaves them out, as it does not know the two functions that Dynamo writes into the graph. Their arguments, and
+    so the kernel's name, are part of the graph that the key is made of: another kernel is another entry.
+    """
+    import torch._inductor.config as config
+
+    names = ("torch.nn.attention._sdpa_kernel", "torch.nn.attention._backend_from_string")
+    config.unsafe_marked_cacheable_functions |= dict.fromkeys(names, "1")
+
+
+def allow_variants(most: int = 64) -> None:
+    """Let one function be captured for so many different arguments; torch gives up after eight."""
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, most)
+
+
+@functools.cache
+def quiet_selective_recompute() -> None:
+    """Drop torch's warning, at every capture, of results that are kept and then overwritten: none such is kept here."""
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
+
+
+def quiet_inputs_of_blocks() -> None:
+    """Drop torch's warning, when a block alone is captured, that its input's gradient was looked at: Dynamo did."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """In the block, code that asks `torch.compiler.is_compiling()` is told that it is."""
+    import torch
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def without_numbers() -> bool:
+    """Whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def without_modes() -> Any:
+    """A context in which no dispatch mode of the caller is active; `torch.compile` refuses to trace inside of one."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

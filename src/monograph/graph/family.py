@@ -1,0 +1,217 @@
+"""A family: linear layers that read one tensor, as one matrix product over weights that lie side by side in memory.
+
+The layers stay the modules they are, with their names, parameters and gradients. The first one called computes the
+outputs of all; the others take theirs if they are given the very same input, and compute their own if they are not: no
+decision of the host can make the result wrong.
+
+Shapes: K inputs, N outputs of all siblings together.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph import compat
+from monograph.graph.recording import storage_of
+
+
+class Sibling(nn.Linear):
+    """A linear layer whose product is computed together with its siblings'; `Family` makes layers this and back."""
+
+    family: Family
+    place: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., its outputs]: `nn.Linear`'s equation."""
+        taken = self.family.output(self.place, input)
+        return F.linear(input, self.weight, self.bias) if taken is None else taken
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)
+        self.family.adopt(self.place)
+        return moved
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.family.adopt(self.place)
+
+
+class Family:
+    """Siblings, in the order of their calls.
+
+        y = x [W_1; W_2; ...]^T + [b_1; b_2; ...]        y_i = its columns of y
+
+    Attributes:
+        layers: the modules.
+        weight: [N, K], all weights as one view of their memory; None while they do not lie side by side, and each layer
+            computes alone.
+        bias: [N], likewise, None also where the layers have none.
+    """
+
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        self.layers = list(layers)
+        self.classes = [type(layer) for layer in self.layers]
+        self.weights: list[Any] = [layer.weight for layer in self.layers]
+        self.biases: list[Any] = [layer.bias for layer in self.layers if layer.bias is not None]
+        self.sizes = [len(weight) for weight in self.weights]
+        self._left: tuple[Any, ...] | None = None
+        self.lay()
+
+    def install(self) -> None:
+        """Let the layers compute together."""
+        for place, layer in enumerate(self.layers):
+            layer.__class__ = Sibling
+            layer.family, layer.place = self, place  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Let each compute alone again; the parameters stay where they are."""
+        self._left = None
+        for layer, kind in zip(self.layers, self.classes, strict=True):
+            layer.__class__ = kind
+            for name in ("family", "place"):
+                vars(layer).pop(name, None)
+
+    def part(self) -> None:
+        """Give each parameter memory of its own, if the family brought them together."""
+        for parameters, whole in ((self.weights, self.weight), (self.biases, self.bias)):
+            if whole is not None and _owns(whole):
+                for parameter in parameters:
+                    parameter.data = parameter.data.clone()
+
+    def adopt(self, place: int) -> None:
+        """After the parameters of the layer at `place` were moved or replaced: the last one brings all together."""
+        layer = self.layers[place]
+        self.weights[place] = layer.weight
+        if self.biases:
+            self.biases[place] = layer.bias
+        self.lay()
+
+    def lay(self) -> None:
+        """Look where the parameters are; bring them together if they are alike and each has its memory to itself."""
+        self.weight, self.bias = _whole(self.weights), _whole(self.biases)
+        if self.weight is None or (self.biases and self.bias is None):
+            self.weight = self.bias = None
+
+    def output(self, place: int, input: Tensor) -> Tensor | None:
+        """What the layer at `place` returns for its input, None: it computes that alone."""
+        if place == 0:
+            self._left = None
+            if not self.holds() or (not torch.compiler.is_compiling() and input.is_inference()):
+                return None
+            pieces = self.products(input)
+            self._left = (input, *mode_of(input), version_of(input), *pieces[1:])
+            return pieces[0]
+        left = self._left
+        if left is None:
+            return None
+        if place + 1 == len(self.layers):
+            self._left = None
+        same = left[0] is input and left[1:4] == mode_of(input) and left[4] == version_of(input)
+        return left[4 + place] if same else None
+
+    def holds(self) -> bool:
+        """Whether `weight` and `bias` are the parameters that the layers have now."""
+        if self.weight is None:
+            return False
+        for layer, weight in zip(self.layers, self.weights, strict=True):
+            if layer.weight is not weight:
+                return False
+        if self.biases:
+            for layer, bias in zip(self.layers, self.biases, strict=True):
+                if layer.bias is not bias:
+                    return False
+        if torch.compiler.is_compiling():  # which may not look where memory is
+            return True
+        here = storage_of(self.weight) == storage_of(self.weights[0]) and beside(self.weights)
+        return here and not compat.in_transform()
+
+    @property
+    def waits(self) -> bool:
+        """Whether outputs of a call wait for their layers."""
+        return self._left is not None
+
+    def products(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of all layers for one input."""
+        weight, bias = _joined(self.weight, self.weights), _joined(self.bias, self.biases)
+        return F.linear(input, weight, bias).split(self.sizes, -1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Family:
+        """The copies of the parameters have lost each other: bring them together again."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
+        copied.sizes, copied.classes, copied._left = list(self.sizes), list(self.classes), None
+        copied.lay()
+        copied.layers = copy.deepcopy(self.layers, memo)
+        return copied
+
+
+class _Joined(torch.autograd.Function):
+    """One tensor that stands for parts of which it is made; its gradient is theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, *grad.split(ctx.sizes))
+
+
+def _joined(whole: Tensor | None, parts: list[Any]) -> Any:
+    # Where no gradient is wanted Dynamo binds the arguments of a function with *parts wrongly (torch 2.13).
+    wanted = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    return _Joined.apply(whole, *parts) if wanted else whole
+
+
+def mode_of(input: Tensor) -> tuple[bool, bool, torch.dtype]:
+    """What beside input and weights decides what a linear layer returns."""
+    kind = input.device.type
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def version_of(input: Tensor) -> int:
+    """How often the tensor was changed in place; of traced ones Dynamo does not say."""
+    return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
+
+
+# ---- where parameters lie --------------------------------------------------------------------------------------------
+
+
+def _whole(parts: list[Tensor]) -> Tensor | None:
+    """The parts as one view of their memory, brought together if they may be moved; None: they may not."""
+    if not parts or len({(part.dtype, part.device) for part in parts}) > 1:
+        return None
+    if not beside(parts):
+        if not all(_owns(part) for part in parts):
+            return None
+        joined = torch.cat([part.detach() for part in parts])
+        for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            part.data = piece
+    # A view of the first part's data: autograd notices when that is changed between forward and backward pass.
+    first, rows = parts[0].detach(), sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def beside(parts: list[Any]) -> bool:
+    """Whether tensors lie one after the other in one piece of memory."""
+    return all(
+        storage_of(one) == storage_of(other)
+        and one.is_contiguous()
+        and other.is_contiguous()
+        and one.storage_offset() + one.numel() == other.storage_offset()
+        for one, other in pairwise(parts)
+    )
+
+
+def _owns(tensor: Tensor) -> bool:
+    """Whether nothing else lies in a tensor's memory."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

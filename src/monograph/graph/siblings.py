@@ -1,0 +1,255 @@
+"""Sibling fusion: finds linear layers that read one tensor (query, key and value, say) and makes them families.
+
+What reads one tensor is seen by watching a call; nothing is concluded from names or classes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph import compat
+from monograph.device import clock, synchronize
+from monograph.graph.family import Family, Sibling, beside
+from monograph.graph.inspect import blocks, buffers_kept
+from monograph.graph.readers import grouped, watched
+
+SIGNIFICANCE = 0.05  # of the sign test by which fused counts as faster
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What was fused; as text it is one line.
+
+    Attributes:
+        families: names of the layers of each matrix product, in the order of their calls.
+        separate: layers that read the same tensor as another and yet stay alone, with the reason.
+        ratio: median time of a fused run over a separate one, where that was measured.
+    """
+
+    families: tuple[tuple[str, ...], ...]
+    separate: Mapping[str, str] = field(default_factory=dict)
+    ratio: float | None = None
+
+    def __str__(self) -> str:
+        """For example: `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
+        layers = sum(len(family) for family in self.families)
+        said = f"{layers} linear layers in {len(self.families)} matrix products" if layers else "no siblings fused"
+        if self.ratio is not None:
+            said += f", {self.ratio:.3f} x the time of separate ones"
+        alone = "; ".join(f"{name} ({reason})" for name, reason in self.separate.items())
+        return f"{said}; separate: {alone}" if alone else said
+
+
+def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
+    """Let linear layers of a module that read one tensor compute together, in place.
+
+        y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
+
+    Weights are brought together in memory, once; modules, names, parameters and gradients stay what they are, and a
+    `Step` that is made later keeps siblings side by side in its planes. Layers are fused if they read the same
+    unchanged tensor at each call, always in one order, and are alike in dtype, device, having a bias, and being
+    trained; layers of different blocks part again where blocks are recomputed or captured one by one. Each decision is
+    checked again at every call: a layer that is given another tensor computes alone.
+
+    The example is run in the module's mode, and in evaluation mode, with its random numbers and buffers put back. Fuse
+    in training mode what will be trained.
+
+    Args:
+        module: any module; what was fused before is unfused first.
+        example: what it is called with, a tensor, a tuple of arguments or a mapping of keywords; or a function without
+            arguments that calls it.
+
+    Returns:
+        What was fused, and which layers stay separate and why: subclasses with a forward pass of their own, layers with
+        hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
+    """
+    unfuse_siblings(module)
+    run = _runner(module, example)
+    with _as_before(module):
+        groups, separate = grouped(module, watched(module, run))
+        found: list[Family] = []
+        for names in groups:
+            layers = [module.get_submodule(name) for name in names]
+            kin = _families(layers)  # type: ignore[arg-type]
+            found += kin
+            held = {id(layer) for family in kin for layer in family.layers}
+            alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in held]
+            separate |= dict.fromkeys(alone, "its weight does not lie beside its siblings': fuse before the Step")
+        _install(module, found, run, separate)
+    compat.allow_stashes_in_recomputed()
+    return Fusion(tuple(_names(module)), separate)
+
+
+def unfuse_siblings(module: nn.Module) -> None:
+    """Let every layer of a module compute alone again: the same bits, and the memory that each parameter had.
+
+    Parameters that lie in a `Step`'s planes stay there.
+    """
+    for family in families(module):
+        family.remove()
+        family.part()
+
+
+def fuse_if_faster(
+    module: nn.Module, example: Any, run: Callable[[], object], device: torch.device, rounds: int = 15
+) -> Fusion:
+    """Fuse siblings, and take it back unless `run` is faster with them.
+
+    Fused and separate runs take turns. Fused ones are kept if they win so many rounds that a coin would do that less
+    than once in twenty times (sign test).
+
+    Args:
+        module: the module.
+        example: see `fuse_siblings`.
+        run: what is to be faster, on the run's own shapes: a micro-step of a captured `Step`, say. Not one that is
+            replayed (`step.recorder = None`): a recording would be voided at each turn.
+        device: where it runs.
+        rounds: of one run each, after two that are not timed.
+
+    Returns:
+        What is fused now, with the median of the rounds' ratios.
+    """
+    fusion = fuse_siblings(module, example)
+    found = families(module)
+    if not found:
+        return fusion
+    ratios = []
+    for turn in range(-2, rounds):
+        seconds = {}
+        for fused in (True, False) if turn % 2 else (False, True):
+            for family in found:
+                family.install() if fused else family.remove()
+            synchronize(device)
+            began = clock()
+            run()
+            synchronize(device)
+            seconds[fused] = clock() - began
+        if turn >= 0:
+            ratios.append(seconds[True] / seconds[False])
+    for family in found:
+        family.install()
+    timed = replace(fusion, ratio=statistics.median(ratios))
+    if is_faster(ratios):
+        return timed
+    unfuse_siblings(module)
+    return replace(timed, families=())
+
+
+def is_faster(ratios: Sequence[float]) -> bool:
+    """Whether so many ratios are below 1 that a fair coin would do that with a probability of at most 5 %."""
+    wins, rounds = sum(ratio < 1 for ratio in ratios), len(ratios)
+    return sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) <= SIGNIFICANCE * 2**rounds
+
+
+def families(module: nn.Module) -> list[Family]:
+    """The families that a module has."""
+    return list({id(layer.family): layer.family for layer in module.modules() if isinstance(layer, Sibling)}.values())
+
+
+def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The same parameters in an order that has those of siblings one after the other, for buffers that hold many."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    after: dict[str, list[str]] = {}
+    for family in families(module):
+        for those in (family.weights, family.biases):
+            if those and all(id(parameter) in names for parameter in those):
+                first, *others = (names[id(parameter)] for parameter in those)
+                after[first] = others
+    moved = {name for others in after.values() for name in others}
+    order = [n for name in parameters if name not in moved for n in (name, *after.get(name, ()))]
+    return {name: parameters[name] for name in order}
+
+
+def settle(module: nn.Module) -> None:
+    """After parameters were moved: siblings that no longer lie side by side part, and go on in smaller families."""
+    for family in families(module):
+        family.lay()
+        if family.weight is None:
+            _replace(family, [family.layers])
+
+
+def within_blocks(module: nn.Module) -> None:
+    """Let siblings of different blocks part: such blocks are repeated, or captured, without the others."""
+    where = {id(part): name for name, block in blocks(module).items() for part in block.modules()}
+    for family in families(module):
+        by_block: dict[str | None, list[nn.Linear]] = {}
+        for layer in family.layers:
+            by_block.setdefault(where.get(id(layer)), []).append(layer)
+        if len(by_block) > 1:
+            _replace(family, by_block.values())
+
+
+def _replace(family: Family, groups: Iterable[list[nn.Linear]]) -> None:
+    family.remove()
+    for layers in groups:
+        for smaller in _families(layers):
+            smaller.install()
+
+
+def _families(layers: list[nn.Linear]) -> list[Family]:
+    """One family of all layers if they can be brought together, else of those that lie side by side."""
+    if len(layers) > 1 and (whole := Family(layers)).weight is not None:
+        return [whole]
+    runs = [[layers[0]]]
+    for one, other in pairwise(layers):
+        near = beside([one.weight, other.weight]) and (one.bias is None or beside([one.bias, other.bias]))
+        runs[-1].append(other) if near else runs.append([other])
+    return [Family(run) for run in runs if len(run) > 1]
+
+
+def _names(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    names = {id(layer): name for name, layer in module.named_modules()}
+    for family in families(module):
+        yield tuple(names[id(layer)] for layer in family.layers)
+
+
+def _install(module: nn.Module, found: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
+    """Fuse what the example runs with; where it fails, every family is tried by itself."""
+    try:
+        for family in found:
+            family.install()
+        run()
+    except Exception:
+        for family in found:
+            family.remove()
+    else:
+        return
+    names = {id(layer): name for name, layer in module.named_modules()}
+    for family in found:
+        family.install()
+        try:
+            run()
+        except Exception as error:
+            family.remove()
+            family.part()
+            reason = (
+                f"what follows needs outputs of its own: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            )
+            separate |= {names[id(layer)]: reason for layer in family.layers}
+
+
+def _runner(module: nn.Module, example: Any) -> Callable[[], object]:
+    if isinstance(example, Tensor):
+        return lambda: module(example)
+    if isinstance(example, Mapping):
+        return lambda: module(**example)
+    if callable(example):
+        return example  # type: ignore[no-any-return]
+    return lambda: module(*example)
+
+
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Whatever runs in the block, buffers and random numbers are afterwards what they were."""
+    cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
+    with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
+        yield

@@ -1,0 +1,164 @@
+"""The ways in which a run could be trained, and what each would take: in closed form, microseconds a candidate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from monograph.device import Device
+from monograph.measure.estimate import estimate_bytes
+from monograph.measure.flops import flops_per_token, mfu
+from monograph.measure.footprint import Compile, Work
+from monograph.measure.roofline import update_time
+from monograph.model.config import LlamaConfig
+from monograph.optim import AdamW, Optimizer
+
+Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be trained, and what of the way is given.
+
+    Attributes:
+        config: the model's shape.
+        length: tokens of a row.
+        tokens_per_update: what no choice changes.
+        optim: the optimizer.
+        optimizer: its name; it decides the bytes of its state.
+        micro_batch: rows, None if the plan chooses.
+        precisions: what may be chosen, best first; likewise the rest.
+        scopes: of "whole", "blocks" and "none".
+        remats: of "none", "pointwise", shares, "full" and "offload".
+        packed: whether rows hold several documents.
+        clip: the largest norm of the gradient.
+    """
+
+    config: LlamaConfig
+    length: int
+    tokens_per_update: int
+    optim: Optimizer = field(default_factory=AdamW)
+    optimizer: str = "adamw"
+    micro_batch: int | None = None
+    precisions: tuple[str, ...] = ("fp32",)
+    scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
+    remats: tuple[str | float, ...] = ("none", "pointwise", "full")
+    packed: bool = True
+    clip: float | None = 1.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of an update."""
+        return max(1, self.tokens_per_update // self.length)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what is expected of it.
+
+    Attributes:
+        work: micro-batch, precision, compile scope and recomputation.
+        peak_memory_bytes: predicted.
+        update_s: seconds of an update, predicted.
+        tokens_per_s: likewise.
+        mfu: of the datasheet's rate, None on a device without one.
+        by_origin: the peak in parts, where it was traced.
+        residual_bytes: of the workspace, what earlier runs on the device took beyond their traces.
+        why: it was not chosen; empty for the one that was.
+    """
+
+    work: Work
+    peak_memory_bytes: int
+    update_s: float
+    tokens_per_s: float
+    mfu: float | None
+    by_origin: Mapping[str, int] | None = None
+    residual_bytes: int = 0
+    why: str = ""
+
+    @property
+    def traced(self) -> Mapping[str, int] | None:
+        """`by_origin` as it was traced."""
+        if not (self.by_origin and self.residual_bytes):
+            return self.by_origin
+        return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
+
+    def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> Candidate:
+        """The same with its memory traced, and as many bytes more of workspace."""
+        if residual_bytes:
+            by_origin = {**by_origin, "workspace": by_origin["workspace"] + residual_bytes}
+        needed = sum(by_origin.values())
+        return replace(self, peak_memory_bytes=needed, by_origin=by_origin, residual_bytes=residual_bytes)
+
+
+def ways(asked: Asked) -> list[Ways]:
+    """All combinations, but with something recomputed only in smaller graphs if there is a choice.
+
+    In what order one graph of the whole step then computes is not predicted well; offloading crosses between graphs.
+    """
+    every = itertools.product(asked.precisions, asked.scopes, asked.remats)
+    in_whole = {"none"} if len(asked.scopes) > 1 else {*asked.remats} - {"offload"}
+    return [way for way in every if way[1] != "whole" or way[2] in in_whole]
+
+
+def way_of(work: Work) -> Ways:
+    """The combination that it is."""
+    return work.precision, work.compile, work.remat
+
+
+_RECOMPUTED = {
+    "none": "nothing recomputed",
+    "pointwise": "all but products recomputed",
+    "full": "blocks recomputed",
+    "offload": "blocks recomputed from inputs on the host",
+}
+
+
+def described(work: Work) -> str:
+    """A combination in words."""
+    graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[work.compile]
+    recomputed = _RECOMPUTED.get(str(work.remat)) or f"recomputed but for {work.remat:.0%} of the activations"
+    return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
+
+
+def of_way(
+    asked: Asked,
+    policy: Ways,
+    device: Device,
+    limit: int,
+    correction: float,
+    peaks: Mapping[str, float],
+    slowness: Mapping[str, float],
+) -> list[Candidate]:
+    """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
+    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
+    if asked.micro_batch is not None:
+        sizes = [min(asked.micro_batch, asked.rows)]
+    works = [_work(asked, policy, size, device) for size in sizes]
+    needed = [int(correction * closed_form(asked, work)) for work in works]
+    fits = sum(each <= limit for each in needed)
+    shown = range(max(0, fits - 1), min(len(works), fits + 1))
+    times = slowness.get(policy[0], 1.0)
+    return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
+
+
+def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
+    precision, scope, remat = policy
+    return Work(
+        asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,
+        device.type,
+    )  # fmt: skip
+
+
+def closed_form(asked: Asked, work: Work) -> int:
+    """Bytes at the peak."""
+    return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
+
+
+def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
+    seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
+    rate = work.window_rows * work.length / seconds
+    datasheet = device.peak_flops.get(work.precision)
+    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
+    return Candidate(work, needed, seconds, rate, share)

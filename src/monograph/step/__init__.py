@@ -1,0 +1,6 @@
+"""The training step: gradients of micro-batches, and the update."""
+
+from monograph.step.result import Update
+from monograph.step.step import Step, accumulate, closed, update
+
+__all__ = ["Step", "Update", "accumulate", "closed", "update"]

@@ -1,0 +1,212 @@
+# Run: pytest tests/ensemble/test_agreement.py
+"""Members that cannot share a graph are refused, with the path that differs; what may differ does not hinder."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from monograph.ensemble import Ensemble
+from monograph.ensemble.stack import Stack
+from monograph.errors import InputRefused, UsageError
+from monograph.graph.siblings import fuse_siblings
+from monograph.loop import train
+from monograph.measure.memory import LiveBytes
+from monograph.optim import AdamW, Muon
+from zoo import MLP, of_classes, zoo
+
+
+class Two(nn.Module):
+    def __init__(self, change=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 5), nn.ReLU())
+        self.scale, self.shape = 2.0, {"sides": (1, 2)}
+        self.register_buffer("mean", torch.zeros(3))
+        if change:
+            change(self)
+
+    def forward(self, x):
+        return self.inner(self.second(self.first(x)) * self.scale)
+
+
+def put(path, value):
+    def change(module):
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, value() if callable(value) else value)
+
+    return change
+
+
+def tie(module):
+    module.second.weight = module.first.weight
+
+
+DIFFERENT = {
+    "another class": (put("inner.1", nn.Tanh), r"inner\.1 is ReLU in one and Tanh in the other"),
+    "another shape": (
+        put("inner.0", lambda: nn.Linear(8, 6)),
+        r"inner\.0\.weight is \[5, 8\] float32 .*\[6, 8\]",
+    ),
+    "no bias": (put("second", lambda: nn.Linear(8, 8, bias=False)), r"second\.bias is \[8\] .* and none in the other"),
+    "another dtype": (lambda m: m.first.double(), r"first\.weight is .*float32 .* float64"),
+    "a frozen weight": (lambda m: m.first.weight.requires_grad_(False), r"first\.weight is .* \[8, 8\] .*frozen"),
+    "another mode": (lambda m: m.inner.eval(), r"inner\.training is True in one and False"),
+    "a tie": (tie, r"first\.weight is not tied in one and tied to second\.weight"),
+    "another number": (put("scale", 3.0), r"scale is 2\.0 in one and 3\.0 in the other"),
+    "a deep attribute": (put("shape", lambda: {"sides": (1, 3)}), r"shape is another dict"),
+    "a missing attribute": (lambda m: delattr(m, "scale"), r"scale is 2\.0 in one and absent"),
+    "one more part": (put("third", nn.ReLU), r"third is absent in one and ReLU"),
+    "a buffer's shape": (lambda m: m.register_buffer("mean", torch.zeros(4)), r"mean is \[3\] .* \[4\]"),
+    "a tensor that is no buffer": (put("table", lambda: torch.ones(2)), r"table is absent in one and another Tensor"),
+    "a function": (put("act", lambda: lambda x: x + 1), r"act is absent"),
+    "a hook": (lambda m: m.first.register_forward_hook(print), r"first\.hooks is 0 of its own"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_members_that_differ_are_refused_with_the_path(name):
+    change, said = DIFFERENT[name]
+    with pytest.raises(InputRefused, match=rf"members 0 and 2 cannot share a graph: .*{said}") as refusal:
+        Stack([Two(), Two(), Two(change)])
+    assert "\n" not in str(refusal.value)
+
+
+class Odd:
+    """A value without __eq__ of its own, as many configurations are."""
+
+    def __init__(self, value):
+        self.value, self.self = value, self
+
+
+def closure(value):
+    return lambda x: x * value
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (Odd(1), Odd(1), True),
+        (Odd(1), Odd(2), False),
+        (closure(2), closure(2), True),
+        (closure(2), closure(3), False),
+        (float("nan"), float("nan"), True),
+        (torch.ones(3), torch.ones(3), True),
+        (torch.ones(3), torch.zeros(3), False),
+        ([1, {2}], [1, {2}], True),
+        (1, True, False),
+    ],
+)
+def test_plain_values_are_compared_by_what_they_hold(one, other, alike):
+    members = [Two(put("held", value)) if not callable(value) else Two() for value in (one, other)]
+    for member, value in zip(members, (one, other), strict=True):
+        member.held = value
+    if alike:
+        Stack(members)
+    else:
+        with pytest.raises(InputRefused, match="held is"):
+            Stack(members)
+
+
+class Deciding(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.head, self.how = nn.Linear(8, 5), how
+
+    def forward(self, x):
+        scores = self.head(x)
+        if self.how == "value" and scores.sum() > 0:
+            return -scores
+        if self.how == "item":
+            return scores * scores.sum().item()
+        return scores + torch.rand_like(scores) if self.how == "random" else scores
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("value", "decides by a tensor's value"), ("item", "reads a tensor's value"), ("random", "torch's generator")],
+)
+def test_what_cannot_be_batched_is_refused_with_reason(how, said):
+    ensemble = Ensemble([Deciding(how) for _ in range(2)], loss=of_classes)
+    with pytest.raises(InputRefused, match=said) as refusal:
+        ensemble(torch.randn(3, 8))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_refused_by_path(kind):
+    with pytest.raises(InputRefused, match=rf"1 is an nn\.{kind.__name__}, which torch cannot batch: .*Cell"):
+        Stack([nn.Sequential(nn.Linear(3, 3), kind(3, 3)) for _ in range(2)])
+
+
+def test_fused_siblings_are_refused():
+    member = zoo()["our llama"].build(0)
+    fuse_siblings(member, torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(InputRefused, match="fused with its siblings: unfuse_siblings"):
+        Stack([member])
+
+
+def mlps(count=2):
+    return [MLP() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Ensemble([]), "an ensemble needs a member"),
+        (lambda: Ensemble([MLP()] * 2), "a module stands twice among the members"),
+        (lambda: Ensemble(mlps(), [{"lr": 1.0}]), "1 knobs for 2 members"),
+        (lambda: Ensemble(mlps(), optim=[AdamW()]), "1 optimizers for 2 members"),
+        (lambda: Ensemble(mlps(), schedule=[lambda index: 1.0]), "1 schedules for 2 members"),
+        (lambda: Ensemble(mlps(), optim=[AdamW(), Muon(matrices=["*.weight"])]), "have different optimizers"),
+        (lambda: Ensemble(mlps(), optim=[AdamW(), AdamW(ema=0.9)]), "differ in the optimizer's ema, which"),
+        (lambda: Ensemble(mlps(), optim=AdamW(state="8bit")).step, "keeps its moments in fp32, not '8bit'"),
+        (lambda: Ensemble(mlps()).capture({}, scope="blocks"), "an ensemble's step is one graph"),
+        (lambda: Ensemble(mlps())(torch.zeros(2, 8), reduce="sum"), "reduce = 'sum': expected stack, mean"),
+    ],
+)  # fmt: skip
+def test_what_an_ensemble_cannot_be_is_said(make, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        make()
+
+
+def test_stacking_takes_one_parameter_more_than_the_members():
+    with LiveBytes() as live:
+        members = [nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(4)]
+        stack = Stack(members)
+    stacked = 4 * 64 * 64 * 4
+    assert live.peak_bytes <= (8 + 1.05) * stacked and live.kept_bytes <= 8.05 * stacked
+    assert members[3][7].weight.data_ptr() == stack.module[7].weight[3].data_ptr()
+
+
+def test_members_are_live_views_and_their_states_are_ordinary():
+    kind = zoo()["conv"]
+    members = [kind.build(seed).train() for seed in range(3)]
+    before = [{name: tensor.clone() for name, tensor in member.state_dict().items()} for member in members]
+    engine = Ensemble(members, loss=kind.loss, optim=AdamW(lr=1e-2))
+    list(train(engine, [kind.batch(0)]))
+    for i, member in enumerate(engine.members):
+        assert member is members[i] and member.state_dict().keys() == before[i].keys()
+        assert not torch.equal(member.head.weight, before[i]["head.weight"])
+        assert not torch.equal(member.norm.running_mean, before[i]["norm.running_mean"])
+        state = engine.member_state(i).model
+        assert all(torch.equal(tensor, state[name]) for name, tensor in member.state_dict().items())
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
+    with torch.no_grad():
+        members[1].head.bias.fill_(7.0)
+    assert bool((engine.model.head.bias[1] == 7).all()) and not bool((engine.model.head.bias[0] == 7).any())
+
+
+def test_outputs_are_reduced_over_members():
+    members = mlps(5)
+    x = torch.randn(6, 8)
+    stacked = torch.stack([member(x) for member in members])
+    ensemble = Ensemble(members)
+    assert torch.allclose(ensemble(x, reduce="mean"), stacked.mean(0), atol=1e-6)
+    assert torch.allclose(ensemble(x, reduce="variance"), stacked.var(0), atol=1e-6)
+    votes = torch.nn.functional.one_hot(stacked.argmax(-1)).sum(0)
+    chosen = ensemble(x, reduce="vote")
+    assert torch.equal(votes.gather(-1, chosen[:, None])[:, 0], votes.max(-1).values)

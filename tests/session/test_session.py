@@ -1,0 +1,80 @@
+# Run: pytest tests/session/test_session.py
+"""What a run's first updates took is kept for later plans where it tells them something, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batches import tiny_llama
+from monograph.data.place import calibration_file
+from monograph.device import named
+from monograph.graph.remat import Remat
+from monograph.measure.calibration import Calibration
+from monograph.measure.footprint import Work
+from monograph.optim import AdamW
+from monograph.planner import Candidate
+from monograph.session import session
+from monograph.session.session import Session
+
+CARD, MIB = named("H100"), 2**20
+WORK = Work(tiny_llama().config, 4, 16, AdamW(), "bf16", "blocks", 0.5, window_rows=8, device_type="cuda")
+BY_ORIGIN = {"weights": 500 * MIB, "activations": 90 * MIB, "workspace": 30 * MIB}
+PLANNED = Candidate(WORK, 620 * MIB, 1.0, 1.0, None, BY_ORIGIN, residual_bytes=20 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def _a_card(monkeypatch, tmp_path):
+    monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path))
+    monkeypatch.setattr(session, "describe", lambda device: CARD)
+    monkeypatch.setattr(session, "peak_memory_bytes", lambda device: 625 * MIB)
+    monkeypatch.setattr(session, "ledger", lambda *parts: {})
+
+
+class Run:
+    """A run on a card that is not there, as it was planned."""
+
+    def __init__(self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False):
+        step = SimpleNamespace(device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[])
+        step.micro_step = None
+        self.replayed, self.engine, self.planned = (
+            replayed,
+            SimpleNamespace(step=step, micro_batch=micro_batch),
+            planned,
+        )
+        self.run = SimpleNamespace(log=lambda row: None)
+
+    def residual(self, monkeypatch, *updates):
+        monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
+        self._remember_memory = lambda: Session._remember_memory(self)
+        for update in updates:
+            Session.account(self, update)
+        return Calibration(calibration_file()).residual(CARD, WORK, PLANNED.traced)
+
+
+def test_the_first_update_tells_what_is_beyond_the_trace(monkeypatch):
+    assert PLANNED.traced == BY_ORIGIN | {"workspace": 10 * MIB}
+    assert Run().residual(monkeypatch, 1) == 25 * MIB  # 625 measured, 600 traced, whatever was added to the plan
+
+
+def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(monkeypatch):
+    assert Run().residual(monkeypatch, 2, 3, 100) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "cpu"},  # where the peak is all of the process
+        {"planned": None},
+        {"planned": replace(PLANNED, by_origin=None, residual_bytes=0)},  # fits twice over, and was not traced
+        {"micro_batch": 2},  # out of memory, stepped down
+        {"remat": Remat.Full()},
+        {"scope": "none"},  # could not be captured
+        {"replayed": True},  # its pool is no part of any plan
+    ],
+)
+def test_a_run_that_is_not_what_was_traced_tells_nothing(monkeypatch, other):
+    assert Run(**other).residual(monkeypatch, 1) == 0
