@@ -65,8 +65,8 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
     axes.set_title(f"Held out, {unit}, by {name}")
     if is_log:
         axes.set_xscale("log")
-    else:
-        axes.set_xticks(sorted(set(places)), labels)
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(sorted(set(places)), labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
     low, high = _limits([value for setting in scored for value in setting["values"] if value is not None])
     axes.set_ylim(low, high)
@@ -99,13 +99,13 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
 def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
     """Where values stand on an axis: at themselves where they are numbers above 0 of different sizes, else in order."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
-        return [float(value) for value in numbers], [], True
     distinct = list(dict.fromkeys(values))
     if len(numbers) == len(values):
         distinct = sorted(distinct)
     step = -(-len(distinct) // MOST_TICKS)
     labels = [_text(value) if index % step == 0 else "" for index, value in enumerate(distinct)]
+    if len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
+        return [float(value) for value in numbers], labels, True
     return [float(distinct.index(value)) for value in values], labels, False
 
 
@@ -118,19 +118,21 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
-    """Held-out scores of every member while it learned; settings shade from pale to dark in their order."""
+    """Held-out scores of every member while it learned, all of the same rows; settings shade from pale to dark."""
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
     ends = []
     for knobs, rows in curves:
-        points = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None and row.get("eval_rows")]
+        scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
+        fewest = min((row["eval_rows"] for row in scored), default=0)
+        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
         if not points:
             continue
         share = (shades.index(_setting(knobs, varied)) + 1) / len(shades)
         axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)
         ends.append(points[-1][1])
     low, high = _limits(ends)
-    axes.set_ylim(low, max(high, low + 1.6 * (high - low)))
+    axes.set_ylim(low, low + 1.6 * (high - low))
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     if len(shades) > 1:

@@ -145,9 +145,14 @@ class Board:
         self._training_s += seconds
 
     def evaluate(self, crew: Crew, update: int, *, last: bool) -> None:
-        """Score held-out rows by every member that still learns, note it, show it."""
+        """Score held-out rows by every member that still learns, note it, show it; at the end all of them too."""
+        self._score(crew, update, CURVE_ROWS)
+        if last:
+            self._score(crew, update, None)
+        self._read(crew)
+
+    def _score(self, crew: Crew, update: int, limit: int | None) -> None:
         rows = crew.sessions[0].corpus.held_out
-        limit = None if last else CURVE_ROWS
         found = evaluate_members(crew.engine, rows, batch_rows=crew.engine.micro_batch or 16, limit=limit)
         used = min(limit or len(rows), len(rows))
         tokens = torch.atleast_1d(crew.engine.step.tokens).tolist()
@@ -155,7 +160,6 @@ class Board:
             if place not in crew.ended:
                 scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
                 session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
-        self._read(crew)
 
     def _read(self, crew: Crew) -> None:
         for member in crew.members:
