@@ -22,7 +22,7 @@ from monograph.measure.yardsticks import yardsticks
 from monograph.run.progress import Progress
 from monograph.session.choices import sized
 from monograph.session.session import make_schedule
-from monograph.session.setup import make_engine, open_corpus
+from monograph.session.setup import make_engine, make_model, open_corpus
 
 MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
 SMOKE = {
@@ -42,7 +42,7 @@ def settings_for(overrides: dict[str, str], updates: int, seed: int) -> Settings
 def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
     updates, train_settings = int(settings.train.updates or 0), settings.train
-    _, _, engine, _ = make_engine(settings, text, default_device(), describe())
+    engine = make_engine(make_model(settings, text, describe()), default_device())
     engine.step.schedule = make_schedule(settings, updates)
     tokens = int(train_settings.tokens_per_update)
     batches = text.batches(tokens, seed=train_settings.seed, pin=engine.step.device.type == "cuda")

@@ -17,7 +17,7 @@ import monograph
 from monograph import cli, errors
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
-COMMANDS = ("train", "plan", "generate", "evaluate", "export", "data", "check")
+COMMANDS = ("train", "sweep", "plan", "generate", "evaluate", "compare", "export", "data", "check")
 
 
 class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
@@ -257,7 +257,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["train", "train.minutes=3", "--minutes", "4"], "train.minutes is given twice, as 3 and as 4"),
         (["train", "--resume", "a", "--from", "b"], "give one of them"),
         (["train", "optim.lrr=3"], "did you mean optim.lr?"),
-        (["sweep"], "No such command 'sweep'"),
+        (["swep"], "No such command 'swep'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_2(

@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_story.py (data, train, kill, resume, evaluate, generate, export: one run folder)."""
+"""Run: pytest tests/test_story.py (data, sweep, train, kill, resume, compare, evaluate, generate, export)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def test_the_story(tmp_path: Path) -> None:
         assert built.code == 0 and "fingerprint" in built.out
         assert "rows of 32" in monograph.run(tmp_path, "data", "show", *SETTINGS).out
 
+        # sweep: the rate of the run below, with an error bar
+        short = over(SETTINGS, "train.updates=20", "train.save_every=10")
+        swept = monograph.run(tmp_path, "sweep", *[s for s in short if "lr=" not in s], "optim.lr=1e-3,1e-2",
+                              "train.seed=0,1", "--out", "swept", "--json")  # fmt: skip
+        best = json.loads(swept.out.splitlines()[-1])["best"]
+        assert best["knobs"] == {"optim.lr": 1e-2} and best["standard_error"] > 0
+        assert monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch").code == 0
+
         # train, killed
         command = monograph.start(tmp_path, "train", *SETTINGS)
         command.until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-0000001*")))
@@ -43,6 +51,11 @@ def test_the_story(tmp_path: Path) -> None:
         assert [row["update"] for row in rows if "train_loss" in row] == list(range(1, 61))
         assert trained["eval_bits_per_byte"] < 4, "it learned something"
         assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
+
+        # compare with where the sweep's best member stopped
+        compared = monograph.run(tmp_path, "compare", "swept/best", str(run), "--json")
+        [found] = json.loads(compared.out.splitlines()[-1])["differences"]
+        assert found["paired_by"] == "document" and found["difference"] < 0, "three times as many updates"
 
         # evaluate
         scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])

@@ -40,6 +40,14 @@ ConfigArguments = Annotated[
         metavar="CONFIG.toml | KEY=VALUE | PATH", help="settings and text, in any order", show_default=False
     ),
 ]
+AxisArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.toml | KEY=AXIS | PATH",
+        help="settings and text; an axis is 1e-3,1e-2 or log:1e-4..1e-2:8 or lin:0..0.2:3 or 0..3",
+        show_default=False,
+    ),
+]
 Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, a Hugging Face folder or a .pth file")]
 Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
 
@@ -89,6 +97,27 @@ def train(
     from monograph.commands.train import run
 
     return interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
+
+
+@app.command()
+def sweep(
+    arguments: AxisArguments = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", help="N settings at random from the axes, instead of all")
+    ] = None,
+    verify: Annotated[
+        int | None, typer.Option(metavar="I", help="train member I once more, alone, and compare; of the newest sweep")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="the sweep's folder, new or to go on with; default: runs/DATE-TIME"),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Train many runs that differ in a few settings, as many at once as pays, and compare them."""
+    from monograph.commands.sweep import run
+
+    return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, json=json)
 
 
 @app.command()
@@ -156,6 +185,17 @@ def evaluate(
     from monograph.commands.evaluate import run as command
 
     return interrupts.working(command)(run, data=data or [], json=json)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="a run or a sweep; the others against the first")],
+    json: Json = False,
+) -> int:
+    """Say whether one run is better than another on the same held-out text, and how sure that is."""
+    from monograph.commands.compare import run as command
+
+    return interrupts.working(command)(runs, json=json)
 
 
 @app.command()

@@ -132,6 +132,7 @@ def carry_out(case: dict[str, object]) -> None:
     import torch
 
     import monograph.session.story
+    import monograph.sweeps.board
     from monograph.cli import main
 
     os.chdir(str(case["folder"]))
@@ -153,6 +154,7 @@ def carry_out(case: dict[str, object]) -> None:
         for_good.enter_context(binding_modes())
     if not case.get("figures", 1):
         monograph.session.story.write_report = lambda *_: None
+        monograph.sweeps.board.write_sweep_report = lambda *_: None
     signal.alarm(LONGEST_S)
     # Every new process has random numbers of its own; those of forks would be alike.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -195,10 +197,12 @@ def serve() -> None:
     import torch._inductor.config  # noqa: F401
 
     import monograph.commands.check
+    import monograph.commands.compare
     import monograph.commands.data
     import monograph.commands.evaluate
     import monograph.commands.export
     import monograph.commands.generate
+    import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")

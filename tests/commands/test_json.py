@@ -21,6 +21,8 @@ COMMANDS = {
     "device_to_host_bytes_per_token",
     "evaluate run": "schema bits_per_byte perplexity loss tokens acc acc_stderr acc_norm acc_norm_stderr acc_bytes "
     "acc_bytes_stderr chance questions weights",
+    "sweep --out s": "schema run members best wall_s tokens_per_s",
+    "compare run run": "schema runs differences",
     "check run": "schema run files checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
     "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle monograph_version torch_version python_version",
@@ -32,6 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Pa
     """A folder with a run that has come to its end."""
     folder = with_texts(tmp_path_factory.mktemp("json"))
     assert server.run(folder, "train", *TINY, "--out", "run", figures=0).code == 0
+    assert server.run(folder, "sweep", *TINY, "train.seed=0,1", "--out", "s", figures=0).code == 0
     return folder
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from monograph.errors import Diverged
 from monograph.run.folder import Run
-from monograph.run.journal import PATIENCE, Journal
+from monograph.run.journal import PATIENCE, Journal, Journals
 from monograph.step import Update
 
 
@@ -83,3 +84,57 @@ def test_a_resumed_journal_counts_on(run: Run, stopped_at: int) -> None:
     assert index == PATIENCE + 9 and f"up to {PATIENCE + 10}" in str(ended.value)
     assert journal.skipped == PATIENCE + 1
     assert [row["skipped"] for row in run.rows()] == [True] + [False] * 9 + [True] * PATIENCE
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+
+def together(index: int, skipped: tuple[int, ...], loss: tuple[float, ...]) -> Update:
+    """What an engine of several members reports: tensors [N], and a learning rate of each."""
+    loss_N, counts_N = torch.tensor(loss, dtype=torch.float64), torch.full((len(loss),), 7)
+    rates: Any = tuple(0.1 * (i + 1) for i in range(len(loss)))
+    return Update(index, loss_N, counts_N, rates, loss_N + 1, counts_N * index, torch.tensor(skipped))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    return [Run.create(tmp_path / name) for name in "abc"]
+
+
+def test_each_member_has_rows_of_its_own(runs: list[Run], tmp_path: Path) -> None:
+    journals = Journals(runs, every=2)
+    assert [journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), {"wall_s": 1.0}) for i in range(3)] == [
+        False, True, False,
+    ]  # fmt: skip
+    journals.flush()
+    journals.flush()
+    for index, run in enumerate(runs):
+        alone = Journal(Run.create(tmp_path / f"alone-{index}"), every=1)
+        for number in range(3):
+            alone.add(update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), {"wall_s": 1.0})
+        assert run.rows() == alone.run.rows(), "the rows that it would have written alone"
+    assert [row["skipped"] for row in runs[1].rows()] == [False, True, True]
+
+
+def update_of(several: Update, index: int) -> Update:
+    rates: Any = several.lr
+    parts = (several.loss, several.count, several.grad_norm, several.tokens, several.skipped)
+    loss, count, norm, tokens, skipped = (part[index] for part in parts)
+    return Update(several.index, loss, count, rates[index], norm, tokens, skipped)
+
+
+def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]) -> None:
+    journals = Journals(runs, every=1)
+    for index in range(5 + PATIENCE):
+        journals.add(together(index, (0, max(0, index - 4), 0), (1.0, 2.0, 3.0)), {})
+        assert journals.diverged() == ([1] if index == 4 + PATIENCE else [])
+    assert journals.ended == {1: 5}
+    journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), {})
+    assert [run.rows()[-1]["update"] for run in runs] == [6 + PATIENCE, 5 + PATIENCE, 6 + PATIENCE]
+    assert runs[1].rows()[-1] == {"update": 5 + PATIENCE, "diverged": 5}
+    assert Journals(runs, every=1).ended == {1: 5} and Journals(runs, every=1).diverged() == []
+
+
+def test_one_model_is_an_ensemble_of_one(runs: list[Run]) -> None:
+    journals = Journals(runs[:1], every=1)
+    assert journals.add(update(0), {}) and runs[0].rows()[0]["train_loss"] == 2.5

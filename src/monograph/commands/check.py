@@ -14,8 +14,9 @@ from monograph import __version__, checkpointing
 from monograph.config import load as load_settings
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
-from monograph.run.folder import Run, serial
+from monograph.run.folder import Run
 from monograph.run.models import own_tokenizer
+from monograph.run.register import serial
 from monograph.session.choices import recorded_parent
 from monograph.session.session import digest_of
 

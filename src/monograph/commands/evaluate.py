@@ -4,58 +4,29 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from monograph.config import load as load_settings
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
 from monograph.data.questions import hold_questions, read_questions
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import default_device
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused
 from monograph.evaluation import Accuracy, Evaluation, choose, evaluate
-from monograph.graph.precision import Precision
-from monograph.loss import Batch, Loss, token_loss
 from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
-from monograph.run.folder import Run
-from monograph.run.models import load, load_trained, run_named
+from monograph.run.models import run_named
 from monograph.run.progress import Progress
 from monograph.session.story import standard_json
+from monograph.session.subject import Subject, of_folder, of_run
 
-LONGEST_ROW = 4096
 # What --json gives, null where it was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
 QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """A model, how it computes and how it reads text; of a run also the text that was held out."""
-
-    module: nn.Module
-    loss: Loss
-    tokenizer: Tokenizer
-    precision: Precision
-    reading: dict[str, Any]  # arguments of `corpus`
-    averaged: bool = False
-    own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
-    fingerprint: str = ""
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with self.precision.context(default_device().type):
-            return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
-
-
 def run(run: str, *, data: list[str], json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
     trained = run_named(run)
-    subject = _of_run(trained) if trained else _of_folder(run, data)
+    subject = of_run(trained, _warn) if trained else of_folder(run, data, _warn)
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"))
     with Progress().stage("evaluate", run) as stage:
@@ -69,30 +40,7 @@ def run(run: str, *, data: list[str], json: bool) -> int:
     return 0
 
 
-def _of_run(run: Run) -> _Subject:
-    module, loss, tokenizer, state, averaged = load_trained(run, _warn)
-    settings = load_settings(run.config, {}, {})
-    return _Subject(
-        module,
-        loss,
-        tokenizer,
-        Precision(settings.train.precision),  # the run's own, or the figures differ
-        {key: getattr(settings.data, key) for key in ("sequence_length", "packing", "text_key", "bad_records")},
-        averaged,
-        {key: getattr(settings.data, key) for key in ("source", "held_out")},
-        state["fingerprint"],
-    )
-
-
-def _of_folder(folder: str, data: list[str]) -> _Subject:
-    model, tokenizer = load(folder, _warn)
-    if not data:
-        raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
-    length = min(model.config.max_position_embeddings, LONGEST_ROW)
-    return _Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
-
-
-def _text(subject: _Subject, data: list[str], report: Report) -> tuple[Evaluation, str]:
+def _text(subject: Subject, data: list[str], report: Report) -> tuple[Evaluation, str]:
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
     text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
     if not data and text.fingerprint != subject.fingerprint:
@@ -104,7 +52,7 @@ def _text(subject: _Subject, data: list[str], report: Report) -> tuple[Evaluatio
     return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
 
 
-def _questions(subject: _Subject, data: list[str], report: Report) -> tuple[Accuracy, str]:
+def _questions(subject: Subject, data: list[str], report: Report) -> tuple[Accuracy, str]:
     if not isinstance(subject.module, Llama):
         raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
     result = choose(subject.module, subject.tokenizer, read_questions(data), subject.precision, report)

@@ -142,6 +142,20 @@ class Rows:
             found.append(Piece(self._side.name(document), int(start) - first, int(length), last - first))
         return found
 
+    def owners(self, indices_R: Int64) -> Int64:
+        """int64 [R, T]: the number of the document that each position belongs to, -1 where there is none."""
+        owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
+        for row, index in enumerate(indices_R):
+            begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
+            documents = np.searchsorted(self._side.starts, self._plan.starts[begin:end], side="right") - 1
+            lengths = self._plan.lengths[begin:end]
+            owner_RT[row, : lengths.sum()] = np.repeat(documents, lengths)
+        return owner_RT
+
+    def bytes_of(self, targets: Int64) -> int:
+        """Bytes of text that targets stand for; the end of a document stands for none."""
+        return int(self._tokenizer.token_bytes[targets].sum())
+
     def texts(self) -> Iterator[bytes]:
         """The UTF-8 bytes of each document, decoded from its tokens (normalised if the tokenizer file has NFC)."""
         for document in range(self.documents):
@@ -176,7 +190,7 @@ class Rows:
             return self.tokens, self.bytes
         targets = self.window(self.spread(limit))["targets"]
         targets = targets[targets != IGNORE]
-        return len(targets), int(self._tokenizer.token_bytes[targets].sum())
+        return len(targets), self.bytes_of(targets)
 
 
 def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:

@@ -1,5 +1,8 @@
-"""Many modules of one structure that run and train as one."""
+"""Many models of one shape as one program: inference and training of N members at once, each as it would be alone."""
 
-from monograph.ensemble.engine import Ensemble
+from __future__ import annotations
 
-__all__ = ["Ensemble"]
+from monograph.ensemble.engine import Ensemble as Ensemble
+from monograph.ensemble.knobs import Knobs as Knobs
+from monograph.ensemble.knobs import grid as grid
+from monograph.ensemble.knobs import log_range as log_range

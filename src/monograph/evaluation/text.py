@@ -18,7 +18,7 @@ class Evaluates(Protocol):
     """An engine, or anything else that can score a batch."""
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses in nats, number of targets), without gradients."""
+        """(sum of losses in nats, number of targets), without gradients; of N members [N] each."""
         ...
 
 
@@ -63,6 +63,25 @@ def evaluate(
         progress: told how many rows are done, ("row", done, all of them).
 
     Raises:
+        UsageError: there are no rows, or an engine of several members.
+    """
+    found = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
+    if len(found) > 1:
+        raise UsageError(f"an engine of {len(found)} members has as many results: monograph.compare(engine, rows)")
+    return found[0]
+
+
+def evaluate_members(
+    engine: Evaluates,
+    rows: Rows,
+    *,
+    batch_rows: int = 16,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> list[Evaluation]:
+    """Score rows by every member of an engine; one of one model has one. See `evaluate`.
+
+    Raises:
         UsageError: there are no rows.
     """
     if len(rows) == 0:
@@ -71,9 +90,13 @@ def evaluate(
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
         meter.add(batch_rows)
-    total = float(torch.stack([s[0].double() for s in sums]).sum())
-    counted = int(torch.stack([s[1] for s in sums]).sum())
-    targets, size = rows.coverage(limit)
+    totals_N = torch.stack([torch.atleast_1d(s[0]).double() for s in sums]).sum(0).tolist()
+    counts_N = torch.stack([torch.atleast_1d(s[1]) for s in sums]).sum(0).tolist()
+    coverage = rows.coverage(limit)
+    return [_evaluation(total, counted, *coverage) for total, counted in zip(totals_N, counts_N, strict=True)]
+
+
+def _evaluation(total: float, counted: int, targets: int, size: int) -> Evaluation:
     loss = total / max(1, counted)
     bits = total / math.log(2) / size if counted == targets else None
     return Evaluation(loss, bits, math.exp(min(loss, 700.0)), counted, size)

@@ -110,7 +110,7 @@ def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
 
     figure = Figure(figsize=_SIZES.get(name, (3.5, 2.5)), layout="constrained")
     panel(figure.add_subplot())
-    return Drawing(name, _png(figure, dpi=200), _svg(figure))
+    return Drawing(name, png(figure, dpi=200), svg(figure))
 
 
 def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: str) -> bytes:
@@ -135,7 +135,7 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     }
     for name, panel in panels.items():
         panel(figure.add_subplot(places[name]))
-    return _png(figure, dpi=160)
+    return png(figure, dpi=160)
 
 
 def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float]) -> None:
@@ -279,14 +279,16 @@ def _tight() -> Iterator[None]:
         yield
 
 
-def _png(figure: Figure, dpi: int) -> bytes:
+def png(figure: Figure, dpi: int) -> bytes:
+    """A figure as a PNG file."""
     buffer = io.BytesIO()
     with _tight():
         figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element, with a transparent background."""
     buffer = io.StringIO()
     with _tight():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -34,6 +34,7 @@ figure { margin: 0; }
 .drawings { display: grid; grid-template-columns: repeat(6, 1fr); gap: 32px 28px; }
 .drawings figure { grid-column: span 2; }
 .drawings .held_out { grid-column: span 4; }
+.drawings [class^="against"], .drawings .curves { grid-column: span 3; }
 .drawings svg { display: block; width: 100%; height: auto; overflow: visible; }
 .drawings text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 20px; }

@@ -56,21 +56,20 @@ def write_report(
     sheet, drawings = draw(metrics, yardsticks, headline, _subtitle(run_folder, summary))
     figures = run_folder / "figures"
     figures.mkdir(exist_ok=True)
-    _write_whole(figures / "sheet.png", sheet)
+    write_whole(figures / "sheet.png", sheet)
     for drawing in drawings:
-        _write_whole(figures / f"{drawing.name}.png", drawing.png)
-    config = run_folder / "config.toml"
+        write_whole(figures / f"{drawing.name}.png", drawing.png)
     page = PAGE.substitute(
-        title=_escaped(run_folder.name),
-        headline=_escaped(headline),
-        standing=_escaped(standing),
+        title=escaped(run_folder.name),
+        headline=escaped(headline),
+        standing=escaped(standing),
         figures=_key_figures(summary),
-        drawings="\n".join(_inline(drawing) for drawing in drawings),
+        drawings="\n".join(inline(drawing) for drawing in drawings),
         samples=_samples(samples),
         table=_table(summary),
-        config=_config(config.read_text(encoding="utf-8")) if config.exists() else "",
+        config=config_of(run_folder),
     )
-    _write_whole(run_folder / "report.html", page.encode())
+    write_whole(run_folder / "report.html", page.encode())
 
 
 def _headline(summary: Summary) -> str:
@@ -111,7 +110,7 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
 
 def _key_figures(summary: Summary) -> str:
     known = [(name, written(summary[key])) for key, name, written in _FIGURES if summary.get(key) is not None]
-    return "\n".join(f"<div><dt>{name}</dt><dd>{_escaped(value)}</dd></div>" for name, value in known)
+    return "\n".join(f"<div><dt>{name}</dt><dd>{escaped(value)}</dd></div>" for name, value in known)
 
 
 def _table(summary: Summary) -> str:
@@ -120,7 +119,7 @@ def _table(summary: Summary) -> str:
         known.add("compile_s")
     rest = [(key, value) for key, value in summary.items() if key not in known and value is not None]
     cells = [_cell(key, value) for key, value in rest]
-    rows = "\n".join(f"<tr><th>{_escaped(name)}</th><td>{_escaped(text)}</td></tr>" for name, text in cells)
+    rows = "\n".join(f"<tr><th>{escaped(name)}</th><td>{escaped(text)}</td></tr>" for name, text in cells)
     return f"<table>{rows}</table>" if rows else ""
 
 
@@ -141,17 +140,22 @@ def _samples(samples: Sequence[tuple[float, str]]) -> str:
     if not samples:
         return ""
     blocks = "\n".join(
-        f"<figure><figcaption>after {100 * share:.0f} %</figcaption><pre>{_escaped(text)}</pre></figure>"
+        f"<figure><figcaption>after {100 * share:.0f} %</figcaption><pre>{escaped(text)}</pre></figure>"
         for share, text in samples
     )
     return f'<section><h2>What it writes, from the same prompt</h2><div class="samples">{blocks}</div></section>'
 
 
-def _config(text: str) -> str:
-    return f"<details><summary>config.toml</summary><pre>{_escaped(text)}</pre></details>"
+def config_of(folder: Path) -> str:
+    """A run's config.toml, folded up; nothing where it has none."""
+    config = folder / "config.toml"
+    if not config.exists():
+        return ""
+    text = escaped(config.read_text(encoding="utf-8"))
+    return f"<details><summary>config.toml</summary><pre>{text}</pre></details>"
 
 
-def _inline(drawing: Drawing) -> str:
+def inline(drawing: Drawing) -> str:
     """The figure as SVG inside the page, its colours replaced by the page's, which know light and dark."""
     svg = drawing.svg.replace("DejaVu Sans", "system-ui")
     for colour, variable in _COLOURS.items():
@@ -162,12 +166,13 @@ def _inline(drawing: Drawing) -> str:
     return f'<figure class="{drawing.name}">{svg}</figure>'
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Safe inside HTML; control characters, which HTML forbids, become a dot."""
     return html.escape("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; raises DiskFull."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse
+from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, serial
 
 DEFAULT_ROOT = Path("runs")
-_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin"}  # all that it may hold
+_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial"}
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -62,35 +62,45 @@ class Run:
         folder = Path(root) / datetime.now().strftime("%Y-%m-%d-%H%M") if out is None else Path(out)
         with _explained(folder):
             run = cls(_claim_new_folder(folder) if out is None else _claim_given_folder(folder))
-            others = _locked_in(run.folder.parent)
-            record = {"serial": 1 + (serial(others[-1]) if others else 0)}
+            others = locked_in(run.folder.parent)
+            number = {"serial": 1 + (serial(others[-1]) if others else 0)}
             with _exclusive(run.lock_file) as descriptor:
                 if not _is_as_good_as_empty(run.folder):
                     raise _already_a_run(run.folder)
                 for name in _BEFORE_IT_BEGAN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                _overwrite(descriptor, json.dumps(record).encode())
+                _overwrite(descriptor, json.dumps(number).encode())
         return run
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
         """The run at path `name`; "last" is the newest one in `root` that has begun, and "last/..." a run inside that.
 
-        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused.
+        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused, also for a
+        sweep, of which one run must be named.
         """
+        folder = cls.located(name, root)
+        if (folder / SWEEP).is_file():
+            best = "best" if (folder / "best").exists() else "members/000"
+            raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
+        return cls(folder)
+
+    @staticmethod
+    def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
+        """The folder of the run or sweep of that name; see `open`. Raises InputRefused."""
         first, *inner = Path(name).parts or (".",)
         folder = Path(name)
         if first == "last":
-            runs = _runs_in(Path(root))
+            runs = runs_in(Path(root))
             if not runs:
                 raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
             folder = runs[-1].joinpath(*inner)
         if not (folder / "run.lock").is_file():
             found = "there is no such folder" if not folder.exists() else "it has no run.lock"
-            newest = _runs_in(Path(root))[:-4:-1]
+            newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {found}{hint}")
-        return cls(folder)
+        return folder
 
     @property
     def begun(self) -> bool:
@@ -100,7 +110,7 @@ class Run:
     @property
     def handle(self) -> str:
         """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
-        runs = _runs_in(DEFAULT_ROOT)
+        runs = runs_in(DEFAULT_ROOT)
         return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
 
     @contextmanager
@@ -118,18 +128,19 @@ class Run:
                 _overwrite(descriptor, json.dumps(holder).encode())
             yield
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Append `row` to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
+    def log(self, *rows: Mapping[str, Any]) -> None:
+        """Append each row to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
 
         NaN and infinities are written as null, since JSON has neither. Raises DiskFull, leaving no half line behind.
         """
-        line = json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+        lines = (json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
+        content = "".join(f"{line}\n" for line in lines).encode()
         with _explained(self.metrics):
             descriptor = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 before = os.fstat(descriptor).st_size
                 try:
-                    _write_all(descriptor, line)
+                    _write_all(descriptor, content)
                 except OSError:
                     with suppress(OSError):
                         os.ftruncate(descriptor, before)
@@ -143,7 +154,7 @@ class Run:
         return self._parsed(content[: content.rfind(b"\n") + 1])
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
-        rows = [_object(line) for line in content.splitlines()]
+        rows = [parsed(line) for line in content.splitlines()]
         if {} in rows:
             place, instead = f"{self.metrics}:{rows.index({}) + 1}", "put it back, or start a new run with --from"
             raise InputRefused(f"{place}: not a row of metrics; {instead}")
@@ -229,7 +240,7 @@ def _claim_given_folder(folder: Path) -> Path:
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
     lock = folder / "run.lock"
-    ours = lock.is_file() and (lock.stat().st_size == 0 or "serial" in _record(folder))
+    ours = lock.is_file() and (lock.stat().st_size == 0 or "serial" in record(folder))
     return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
 
 
@@ -238,44 +249,9 @@ def _already_a_run(folder: Path) -> InputRefused:
 
 
 def _in_use(folder: Path) -> RunInUse:
-    record = _record(folder)
-    who = f"process {record['pid']} on {record['host']}" if {"pid", "host"} <= record.keys() else "another process"
+    holder = record(folder)
+    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
-
-
-def _runs_in(root: Path) -> list[Path]:
-    """Folders of `root` that are runs which have begun, oldest first."""
-    return [folder for folder in _locked_in(root) if Run(folder).begun]
-
-
-def _locked_in(root: Path) -> list[Path]:
-    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name."""
-    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (serial(run), _natural(run.name)))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which "a-10" comes after "a-9"."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
-
-
-def serial(folder: Path) -> int:
-    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say."""
-    number = _record(folder).get("serial")
-    return number if isinstance(number, int) else 0
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it."""
-    with suppress(OSError):
-        return _object((folder / "run.lock").read_bytes())
-    return {}
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _finite(value: Any) -> Any:

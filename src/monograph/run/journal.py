@@ -1,8 +1,9 @@
-"""What happened, written down: updates, evaluations and samples as rows of metrics.jsonl."""
+"""What happened, written down: updates, evaluations and samples as rows of metrics.jsonl, of one run or of many."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,23 +44,9 @@ class Journal:
         """Write what is pending: the one place where the training loop reads tensors."""
         if not self.pending:
             return
-        columns = [torch.stack([u.loss, u.grad_norm, u.tokens.double(), u.skipped.double()]) for u, _ in self.pending]
-        for (update, extra), (loss, grad_norm, tokens, skipped) in zip(
-            self.pending, torch.stack(columns).tolist(), strict=True
-        ):
-            was_skipped = int(skipped) > self.skipped
-            self.streak = self.streak + 1 if was_skipped else 0
-            self.skipped = int(skipped)
-            self.last = {
-                "update": update.index + 1,
-                "tokens": int(tokens),
-                "train_loss": loss,
-                "lr": update.lr,
-                "grad_norm": grad_norm,
-                "skipped": was_skipped,
-                **extra,
-            }
-            self.run.log(self.last)
+        self.write(
+            [member[0] for member in numbers([update for update, _ in self.pending])], [e for _, e in self.pending]
+        )
         self.pending.clear()
         if self.streak >= PATIENCE:
             raise Diverged(
@@ -67,7 +54,77 @@ class Journal:
                 "lower optim.lr, and look for bad data around there; the last checkpoint is sound"
             )
 
+    def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
+        """Write rows of updates, whose `skipped` counts since the start, and what else is known of each."""
+        written = []
+        for row, extra in zip(rows, extras, strict=True):
+            was_skipped = row["skipped"] > self.skipped
+            self.streak = self.streak + 1 if was_skipped else 0
+            self.skipped = row["skipped"]
+            self.last = {**row, "skipped": was_skipped, **extra}
+            written.append(self.last)
+        self.run.log(*written)
+
     def note(self, row: dict[str, Any]) -> None:
         """Write a row that is no update: an evaluation or a sample."""
         self.flush()
         self.run.log(row)
+
+
+class Journals:
+    """The journals of models that train at once: their tensors are read together."""
+
+    def __init__(self, runs: Sequence[Run], every: int):
+        """Journals of `runs`, in the order of the members; see `Journal`. `ended` is read back too."""
+        self.journals, self.every = [Journal(run, every) for run in runs], every
+        self.pending: list[tuple[Update, dict[str, Any]]] = []
+        self.ended = {i: row["diverged"] for i, run in enumerate(runs) for row in run.rows() if "diverged" in row}
+
+    def add(self, update: Update, extra: dict[str, Any]) -> bool:
+        """Note an update; True if the rows were written now."""
+        self.pending.append((update, extra))
+        if len(self.pending) >= self.every:
+            self.flush()
+        return not self.pending
+
+    def flush(self) -> None:
+        """Write what is pending, but of a member that ended nothing more."""
+        if not self.pending:
+            return
+        found, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
+        self.pending.clear()
+        for index, journal in enumerate(self.journals):
+            if index not in self.ended:
+                journal.write([members[index] for members in found], extras)
+
+    def diverged(self) -> list[int]:
+        """Members of which many updates in a row were not finite, each told once; nothing of them is written any more.
+
+        `ended` has the update after which each of them learned nothing more.
+        """
+        lost = [i for i, each in enumerate(self.journals) if each.streak >= PATIENCE and i not in self.ended]
+        for index in lost:
+            journal = self.journals[index]
+            self.ended[index] = journal.last["update"] - journal.streak
+            journal.run.log({"update": journal.last["update"], "diverged": self.ended[index]})
+        return lost
+
+
+def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
+    """What each update did to each member, in one read of the device; an engine of one model has one."""
+    columns = [
+        torch.stack([torch.atleast_1d(each).double() for each in (u.loss, u.grad_norm, u.tokens, u.skipped)])
+        for u in updates
+    ]
+    found = []
+    for update, (loss, norm, tokens, skipped) in zip(updates, torch.stack(columns).tolist(), strict=True):
+        rate: Any = update.lr
+        lr = rate if isinstance(rate, tuple) else (rate,) * len(loss)
+        found.append([
+            {
+                "update": update.index + 1, "tokens": int(tokens[i]), "train_loss": loss[i], "lr": lr[i],
+                "grad_norm": norm[i], "skipped": int(skipped[i]),
+            }
+            for i in range(len(loss))
+        ])  # fmt: skip
+    return found

@@ -19,6 +19,7 @@ from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
+from monograph.run.register import SWEEP
 from monograph.session.session import Session
 from monograph.session.setup import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
@@ -88,14 +89,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         updates = planner.updates_for(
             planner.UPDATES_SHARE * session.budget_s, seconds, planner.MOST_EPOCHS * per_epoch
         )
-    warmup = session.settings.optim.warmup_updates
-    fixed: dict[str, object] = {
-        "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
-        "train.eval_every": planner.interval(updates, EVALUATIONS) if train.eval_every == "auto" else None,
-        "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
-        "train.updates": None if train.epochs else updates,
-    }
-    session.settings = session.settings.resolve({k: v for k, v in fixed.items() if v is not None}, "plan")
+    session.settings = of_length(session.settings, updates)
     session.length = updates
     session.engine.step.schedule = session.schedule()
     per_update = int(session.settings.train.tokens_per_update)
@@ -105,6 +99,18 @@ def fix_length(session: Session, progress: Progress) -> None:
         f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
+
+
+def of_length(settings: Settings, updates: int, evaluations: int = EVALUATIONS) -> Settings:
+    """The settings of a run of so many updates: with warm-up, evaluations and checkpoints to match."""
+    train, warmup = settings.train, settings.optim.warmup_updates
+    fixed: dict[str, object] = {
+        "optim.warmup_updates": planner.warmup(updates) if warmup == "auto" else None,
+        "train.eval_every": planner.interval(updates, evaluations) if train.eval_every == "auto" else None,
+        "train.save_every": planner.interval(updates, CHECKPOINTS) if train.save_every == "auto" else None,
+        "train.updates": None if train.epochs else updates,
+    }
+    return settings.resolve({key: value for key, value in fixed.items() if value is not None}, "plan")
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
@@ -171,19 +177,19 @@ def branched(parent: Run, given: Settings) -> Settings:
 
 def write_config(run: Run, settings: Settings) -> None:
     """Write config.toml so that it is the former one or this one, whole, whatever happens."""
-    _write_whole(run.config, settings.to_toml())
+    write_whole(run.config, settings.to_toml())
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
     for name, text in tokenizer.companions.files().items():
-        _write_whole(run.folder / name, text)
-    _write_whole(run.tokenizer, tokenizer.to_json() + "\n")
+        write_whole(run.folder / name, text)
+    write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Write down where a run branches from, for a process that goes on before its first checkpoint."""
-    _write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+    write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
@@ -199,15 +205,16 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    beside = [run.folder / name for name in companions.NAMES]
-    written = [run.config, run.parent_file, run.tokenizer, *beside, run.folder / "stdin", run.lock_file]
+    beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
     for path in [*written, *run.folder.glob("*.partial")]:
         path.unlink(missing_ok=True)
     if not any(run.folder.iterdir()):
         run.folder.rmdir()
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is the former one or this one, whole, whatever happens; raises DiskFull."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

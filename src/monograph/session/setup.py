@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,11 +18,13 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
+from monograph.loss import Loss
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim import Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -87,24 +90,42 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
     return found
 
 
+class Made(NamedTuple):
+    """A model that was built from settings, before any engine has it.
+
+    Attributes:
+        settings: every value fixed but the number of updates and what follows from it.
+        recipe: what the model is built from.
+        model: on the host.
+        loss: of it.
+        planned: what the planner expects of it, None where it was not asked.
+    """
+
+    settings: Settings
+    recipe: Recipe
+    model: nn.Module
+    loss: Loss
+    planned: Candidate | None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one that the settings name, for a model of this shape."""
+        return make_optimizer(self.settings, _shape(self.model))
+
+
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
     """The session of a run at its beginning."""
-    settings, recipe, engine, plan = make_engine(settings, text, device, machine)
-    train = settings.train
+    made = make_model(settings, text, machine)
+    settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
+    engine = make_engine(made, device)
     randomness.seed(train.seed)
-    return Session(run, settings, recipe, text, engine, batches, planned=plan)
+    return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned)
 
 
-def make_engine(
-    settings: Settings, text: Corpus, device: torch.device, machine: Device
-) -> tuple[Settings, Recipe, Resident, Candidate | None]:
-    """Build model and engine on the device and fix every remaining automatic value but the number of updates.
-
-    Returns:
-        The settings, what the model is built from, the engine, and what the planner expects of it if it was asked.
-    """
+def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
+    """Build the model and fix every remaining automatic value but the number of updates."""
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
@@ -130,19 +151,27 @@ def make_engine(
         **choices,
     }
     settings = settings.resolve(fixed, "plan")
-    shape = model.config if isinstance(model, Llama) else None
-    if transfer := transfer_of(settings, shape):
+    if transfer := transfer_of(settings, _shape(model)):
         transfer.initialise_(model)
-    engine = Resident(
-        model.to(device),
-        loss=loss,
-        optim=make_optimizer(settings, shape),
-        clip=None if optim.grad_clip == "none" else optim.grad_clip,
-        precision=Precision(settings.train.precision),
-        remat=named(settings.train.remat),
-        micro_batch=int(settings.train.micro_batch),
+    return Made(settings, recipe, model, loss, plan)
+
+
+def _shape(model: nn.Module) -> LlamaConfig | None:
+    return model.config if isinstance(model, Llama) else None
+
+
+def make_engine(made: Made, device: torch.device) -> Resident:
+    """The engine of one model on the device."""
+    train, clip = made.settings.train, made.settings.optim.grad_clip
+    return Resident(
+        made.model.to(device),
+        loss=made.loss,
+        optim=made.optimizer,
+        clip=None if clip == "none" else clip,
+        precision=Precision(train.precision),
+        remat=named(train.remat),
+        micro_batch=int(train.micro_batch),
     )
-    return settings, recipe, engine, plan
 
 
 def repeatable(device: torch.device) -> None:
@@ -204,25 +233,38 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 
 def calibrate(session: Session) -> float:
+    """Seconds that an update of the session takes; see `seconds_per_update`."""
+    engine, window = session.engine, next(session.open_batches(0))
+
+    def update() -> None:
+        engine.accumulate(window)
+        engine.step.discard()
+        engine.step.apply()
+
+    with session.undisturbed():
+        return seconds_per_update(engine, update)
+
+
+def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
     """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
 
     A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
-    Without targets an update is refused by the device, which computes it all the same: no weight changes.
+
+    Args:
+        engine: whose counters stay as they are.
+        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
+            the same.
     """
-    engine = session.engine
-    skipped = engine.step.skipped.clone()
-    window = next(session.open_batches(0))
+    kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
     times: list[float] = []
-    with session.undisturbed():
-        while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
-            synchronize(engine.step.device)
-            began = clock()
-            engine.accumulate(window)
-            engine.step.discard()
-            engine.step.apply()
-            synchronize(engine.step.device)
-            times.append(clock() - began)
-    engine.step.skipped.copy_(skipped)
+    while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
+        synchronize(engine.step.device)
+        began = clock()
+        update()
+        synchronize(engine.step.device)
+        times.append(clock() - began)
+    for name, counter in engine.step.counters.items():
+        counter.copy_(kept[name])
     return sorted(times)[len(times) // 4]
 
 

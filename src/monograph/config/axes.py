@@ -1,0 +1,196 @@
+"""What a sweep varies: `key=1,2`, `key=log:1e-5..1e-2:8` and the like, and the points that they span.
+
+An axis is either listed values or, to draw samples from, a stretch of numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from monograph.config.settings import check
+from monograph.config.sources import COMMAND_LINE
+from monograph.ensemble.knobs import log_range, require_ends
+from monograph.errors import UsageError
+
+SEED = "train.seed"
+# What members of one graph may differ in: numbers that an update reads, the weights' draw and the rows' order.
+IN_ONE_GRAPH = (
+    "optim.lr", "optim.weight_decay", "optim.betas", "optim.eps", "optim.warmup_updates", "optim.schedule", SEED,
+)  # fmt: skip
+# What changes shapes, the graph or the length: such members are groups, one graph each.
+BETWEEN_GRAPHS = (
+    "model.preset", "model.init", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers",
+    "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
+    "data.sequence_length", "data.packing", "optim.name", "optim.grad_clip", "optim.ema", "optim.transfer",
+    "train.updates", "train.tokens", "train.tokens_per_update", "train.precision",
+)  # fmt: skip
+AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
+# Why the rest cannot be one.
+_OTHER_TEXT = "members are compared on the same text"
+_NO_EFFECT = "it does not change what a member learns"
+_WHY_NOT = {
+    "data.source": _OTHER_TEXT, "data.held_out": _OTHER_TEXT, "data.text_key": _OTHER_TEXT,
+    "data.bad_records": _OTHER_TEXT, "train.minutes": "how much a member learns in a time is the machine's doing",
+    "train.epochs": "say it in train.updates or train.tokens", "train.micro_batch": _NO_EFFECT,
+    "train.compile": _NO_EFFECT, "train.remat": _NO_EFFECT, "train.memory": _NO_EFFECT, "train.parallel": _NO_EFFECT,
+    "train.eval_every": _NO_EFFECT, "train.save_every": _NO_EFFECT, "train.keep": _NO_EFFECT,
+    "model.vocab_size": "it is the tokenizer's", "model.max_position_embeddings": "vary data.sequence_length",
+}  # fmt: skip
+
+_RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
+_RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
+Point = dict[str, Any]
+
+
+class Axis(NamedTuple):
+    """What one key takes.
+
+    Attributes:
+        key: dotted.
+        values: in the order in which they were given; without any for a stretch.
+        stretch: (log or lin, first, last) of numbers to draw from; None where values are listed.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    stretch: tuple[Literal["log", "lin"], float, float] | None = None
+
+    @property
+    def first(self) -> Any:
+        """One of its values."""
+        return self.stretch[1] if self.stretch else self.values[0]
+
+
+def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
+    """The overrides that are one value, and the axes among them.
+
+    Raises:
+        UsageError: a key that cannot be an axis (with those that can), a range that is none, an empty value, one twice.
+    """
+    fixed, axes = dict[str, Any](), list[Axis]()
+    for key, text in overrides.items():
+        axis = _axis(key, text) if isinstance(text, str) else None
+        if axis is None:
+            fixed[key] = text
+        else:
+            axes.append(axis)
+    return fixed, axes
+
+
+def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
+    """Every combination of the axes, the last running fastest; or, for `samples`, so many at random of all but seeds.
+
+    A sample has every seed, so that it has an error bar too. The draws are the same each time: they depend on nothing
+    but the axes and their number.
+
+    Raises:
+        UsageError: a stretch without a number of values and without `samples`, or more samples than there are points.
+    """
+    if samples is None:
+        if open_ended := [axis for axis in axes if axis.stretch]:
+            raise UsageError(f"{_said(open_ended[0])}: say how many values, ...:8, or draw some with --samples N")
+        return _product(axes)
+    if samples < 1:
+        raise UsageError(f"--samples {samples}: expected a number above 0")
+    drawn, seeds = [axis for axis in axes if axis.key != SEED], [axis for axis in axes if axis.key == SEED]
+    if not drawn:
+        raise UsageError("--samples draws from axes: give one, such as optim.lr=log:1e-4..1e-2")
+    generator = random.Random(0)
+    if any(axis.stretch for axis in drawn):
+        found = [{axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)]
+    else:
+        every = _product(drawn)
+        if samples > len(every):
+            raise UsageError(f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all")
+        found = [every[index] for index in sorted(generator.sample(range(len(every)), samples))]
+    return [point | seed for point in found for seed in _product(seeds)]
+
+
+def _product(axes: Sequence[Axis]) -> list[Point]:
+    keys = [axis.key for axis in axes]
+    return [dict(zip(keys, each, strict=True)) for each in itertools.product(*(axis.values for axis in axes))]
+
+
+def _draw(axis: Axis, generator: random.Random) -> Any:
+    if axis.stretch is None:
+        return generator.choice(axis.values)
+    scale, first, last = axis.stretch
+    if scale == "lin":
+        return _checked(axis.key, repr(generator.uniform(first, last)))
+    return _checked(axis.key, repr(math.exp(generator.uniform(math.log(first), math.log(last)))))
+
+
+def _axis(key: str, text: str) -> Axis | None:
+    """The axis that the text is; None for one value."""
+    found = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
+    parts = _parts(key, text)
+    if found is None and text.startswith(("log:", "lin:")):
+        raise UsageError(f"{key}={text}: {_RANGES}")
+    if found is None and len(parts) < 2:
+        return None
+    if key not in AXES:
+        try:
+            check(key, text, COMMAND_LINE, from_text=True)
+        except UsageError:
+            why = _WHY_NOT.get(key, "it is not built yet")
+            raise UsageError(f"{key}={text}: {key} cannot be an axis: {why}; axes are {', '.join(AXES)}") from None
+        return None  # text in which commas mean themselves
+    axis = _ranged(key, text, *found.groups()) if found else Axis(key, tuple(_checked(key, part) for part in parts))
+    for index, value in enumerate(axis.values):
+        if value in axis.values[:index]:
+            raise UsageError(f"{key}={text}: {value} is there twice, and its members would be equal")
+    return axis
+
+
+def _parts(key: str, text: str) -> list[str]:
+    """What commas separate; a pair is one part, `0.9,0.95`, and several pairs are `[0.9,0.95],[0.9,0.99]`."""
+    if key == "optim.betas":
+        return re.findall(r"\[[^\]]*\]", text) or [text]
+    return [part.strip() for part in text.split(",")]
+
+
+def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count: str | None) -> Axis:
+    """Of `0..3`, `lin:0..0.2:3`, `log:1e-5..1e-2:8` and, to draw from, the latter two without their number."""
+    if not first.strip() or not last.strip():
+        raise UsageError(f"{key}={text}: {_RANGES}")
+    if scale is None:
+        if not (first.isdecimal() and last.isdecimal()) or count is not None or int(last) < int(first):
+            raise UsageError(f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8")
+        return Axis(key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1)))
+    low, high = _number(key, text, first), _number(key, text, last)
+    if scale == "log" and min(low, high) <= 0:
+        raise UsageError(f"{key}={text}: the ends of a log range are above 0; for others there is lin:")
+    if count is None:
+        require_ends(f"{key}={text}", low, high, 2)
+        values = [_checked(key, end) for end in (first, last)]  # both ends must be what the key takes
+        return Axis(key, (), ("log" if scale == "log" else "lin", float(values[0]), float(values[1])))
+    if not count.isdecimal():
+        raise UsageError(f"{key}={text}: expected a whole number of values after the last colon, not {count!r}")
+    n = int(count)
+    require_ends(f"{key}={text}", low, high, n)
+    numbers = log_range(low, high, n) if scale == "log" else [low + (high - low) * i / max(1, n - 1) for i in range(n)]
+    ends = {0: first, n - 1: last}
+    return Axis(key, tuple(_checked(key, ends.get(i, f"{number:.4g}")) for i, number in enumerate(numbers)))
+
+
+def _number(key: str, text: str, end: str) -> float:
+    try:
+        return float(end)
+    except ValueError:
+        raise UsageError(f"{key}={text}: {end!r} is no number") from None
+
+
+def _checked(key: str, text: str) -> Any:
+    if not text:
+        raise UsageError(f"{key}: an axis with an empty value; give values between the commas")
+    return check(key, text, COMMAND_LINE, from_text=True)
+
+
+def _said(axis: Axis) -> str:
+    assert axis.stretch
+    return f"{axis.key}={axis.stretch[0]}:{axis.stretch[1]:g}..{axis.stretch[2]:g}"

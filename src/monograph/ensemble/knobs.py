@@ -1,0 +1,99 @@
+"""What the members of an ensemble differ in: named values, every combination of them, and ranges of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import ItemsView, Iterable, KeysView, Mapping
+from typing import Any
+
+from monograph.errors import UsageError
+
+
+class Knobs:
+    """One member's values, read by name: `knobs.lr`. They never change; knobs of equal names and values are equal."""
+
+    __slots__ = ("_values",)
+    _values: Mapping[str, Any]
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "_values", values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that is not filled yet
+            raise AttributeError(name)
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"there is no knob {name!r}; there are {', '.join(self._values) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"knobs never change: make new ones, Knobs({name}={value!r})")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        object.__setattr__(self, "_values", state)
+
+    def keys(self) -> KeysView[str]:
+        """The names; with it `dict(knobs)` works."""
+        return self._values.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def items(self) -> ItemsView[str, Any]:
+        """(name, value) pairs, in the order in which they were given."""
+        return self._values.items()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Knobs) and dict(self._values) == dict(other._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values))  # by name alone: values need not be hashable, and 1 equals 1.0
+
+    def __repr__(self) -> str:
+        return f"Knobs({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def grid(**axes: Iterable[Any]) -> list[Knobs]:
+    """Every combination of the axes' values, the last axis running fastest.
+
+        grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0, lr=1e-2 seed=1
+
+    Raises:
+        UsageError: an axis without a value.
+    """
+    values = {name: list(axis) for name, axis in axes.items()}
+    if empty := [name for name, axis in values.items() if not axis]:
+        raise UsageError(f"the axis {empty[0]} has no value: give at least one")
+    return [Knobs(**dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())]
+
+
+def log_range(first: float, last: float, count: int) -> list[float]:
+    """`count` values from `first` to `last`, each the same factor from the one before.
+
+        value_i = first * (last / first)^(i / (count - 1)),  both ends as they were given
+
+    Raises:
+        UsageError: an end that is not above 0, or fewer values than the two ends are.
+    """
+    for end in (first, last):
+        if not (0 < end < math.inf):
+            raise UsageError(f"log_range({first:g}, {last:g}, {count}): {end:g} is no number above 0")
+    require_ends(f"log_range({first:g}, {last:g}, {count})", first, last, count)
+    ratio = math.log(last / first) / max(1, count - 1)
+    return [float(first), *(first * math.exp(ratio * i) for i in range(1, count - 1)), float(last)][:count]
+
+
+def require_ends(what: str, first: float, last: float, count: int) -> None:
+    """Refuse a range whose values would not be different ones from one end to the other.
+
+    Raises:
+        UsageError: naming `what`.
+    """
+    if count < (1 if first == last else 2):
+        raise UsageError(f"{what}: {count} values cannot have both ends; give at least 2")
+    if first == last and count > 1:
+        raise UsageError(f"{what}: both ends are {first:g}, so all its values would be equal")

@@ -1,0 +1,172 @@
+"""Is one better? Two models, two ensembles, or an ensemble's settings, on the same held-out text, with error bars."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from torch import nn
+
+from monograph.data.progress import Progress
+from monograph.data.rows import Rows
+from monograph.ensemble.knobs import Knobs
+from monograph.errors import UsageError
+from monograph.evaluation.documents import Scores, by_document, difference
+from monograph.evaluation.noise import Mean, Table, mean, tabulate
+from monograph.evaluation.text import Evaluates, evaluate_members
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """b - a on the same text.
+
+    Attributes:
+        a: bits per byte, mean over its members.
+        b: likewise.
+        difference: mean of b - a over the pairs, in bits per byte, and its standard error; below 0, b is better.
+        paired_by: "seed" and the like, or "document".
+        parameters: of a and of b, one member each; None where an engine does not say.
+    """
+
+    a: float
+    b: float
+    difference: Mean
+    paired_by: str
+    parameters: tuple[int, int] | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Which is better, at 95 %."""
+        if self.difference.is_noise is None:
+            return "one pair: no error bar"
+        if self.difference.is_noise:
+            return "no difference that could not be chance"
+        return "b is better" if self.difference.value < 0 else "a is better"
+
+    def __str__(self) -> str:
+        error = "" if self.difference.standard_error is None else f" ± {self.difference.standard_error:.3f}"
+        units = {"document": "units of text"}.get(self.paired_by, f"{self.paired_by}s")
+        parts = [f"b - a = {self.difference.value:+.3f}{error} bits/byte ({self.difference.n} {units})", self.verdict]
+        if self.parameters:
+            parts.append(f"{percent(*self.parameters)} parameters")
+        return " · ".join(parts)
+
+
+def percent(one: float, other: float) -> str:
+    """How much more than `one` the `other` is: `+4 %`."""
+    return f"{100 * (other / one - 1):+.0f} %"
+
+
+@overload
+def compare(
+    a: Evaluates, b: Evaluates, held_out: Rows, *, over: str = ..., progress: Progress | None = ...
+) -> Comparison: ...
+@overload
+def compare(a: Evaluates, b: Rows, *, over: str = ..., progress: Progress | None = ...) -> Table: ...
+def compare(
+    a: Evaluates,
+    b: Evaluates | Rows,
+    held_out: Rows | None = None,
+    *,
+    over: str = "seed",
+    progress: Progress | None = None,
+) -> Comparison | Table:
+    """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
+
+    `compare(a, b, held_out)`: engines of several members each, an `Ensemble` over seeds, are paired by seed, so what
+    a seed brings to both cancels; other engines are paired by document (`by_document`), which says how sure the
+    difference of these two trained models is, but not whether another seed would find it.
+
+    `compare(engine, held_out)`: every setting of the ensemble's knobs, mean and standard error over seeds, with those
+    that are tied with the best (`tabulate`).
+
+    Args:
+        a: an engine, or anything else with `evaluate(batch) -> (sum, count)`, of one model or [N] of N members.
+        b: the same, or `held_out` itself.
+        held_out: rows, such as `corpus.held_out`.
+        over: the knob that is a repetition.
+        progress: told how far it is.
+
+    Raises:
+        UsageError: no rows, a loss whose sum says nothing about bytes, or ensembles whose members differ in more than
+            the repeated knob.
+    """
+    if isinstance(b, Rows):
+        knobs = [_named(each) for each in _knobs(a)]
+        if not knobs:
+            raise UsageError("compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)")
+        return tabulate(bits_per_byte(a, b, progress), knobs, over)
+    if held_out is None:
+        raise UsageError("compare needs the text that was held out: compare(a, b, held_out)")
+    return compare_on(a, held_out, b, held_out, over, progress)
+
+
+def compare_on(
+    a: Evaluates, rows_a: Rows, b: Evaluates, rows_b: Rows, over: str = "seed", progress: Progress | None = None
+) -> Comparison:
+    """`compare(a, b, held_out)` where each reads the same documents in rows of its own, as its tokenizer makes them.
+
+    Raises:
+        UsageError: see `compare`; or the documents are not the same.
+    """
+    of_a, of_b = _repetitions(a, over), _repetitions(b, over)
+    pairs = [(of_a[key], of_b[key]) for key in of_a if key in of_b]
+    if len(pairs) > 1:
+        values_a, values_b = bits_per_byte(a, rows_a, progress), bits_per_byte(b, rows_b, progress)
+        both = [(values_a[i], values_b[j]) for i, j in pairs]
+        found, by = mean([second - first for first, second in both]), over
+        first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
+    else:
+        i, j = pairs[0] if pairs else (0, 0)
+        scores_a = _one(by_document(a, rows_a, progress), i)
+        scores_b = _one(by_document(b, rows_b, progress), j)
+        found, by = difference(scores_b, scores_a), "document"
+        first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
+    sizes = _parameters(a), _parameters(b)
+    return Comparison(first, second, found, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
+
+
+def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> list[float]:
+    """Of each member.
+
+    Raises:
+        UsageError: there are no rows, or the loss's sum says nothing about bytes.
+    """
+    found = [each.bits_per_byte for each in evaluate_members(engine, rows, progress=progress)]
+    there = [value for value in found if value is not None]
+    if len(there) < len(found):
+        raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
+    return there
+
+
+def _knobs(engine: Any) -> tuple[Knobs, ...]:
+    return tuple(getattr(engine, "knobs", None) or ())
+
+
+def _named(knobs: Knobs) -> Mapping[str, Any]:
+    return dict(knobs.items())
+
+
+def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
+    """Members by what is repeated; an engine of one model has none."""
+    knobs = [_named(each) for each in _knobs(engine)]
+    found = {each[over]: index for index, each in enumerate(knobs) if over in each}
+    others = {name for each in knobs for name in each if name != over}
+    varied = [name for name in sorted(others) if len({repr(each.get(name)) for each in knobs}) > 1]
+    if varied:
+        raise UsageError(
+            f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"
+        )
+    return found
+
+
+def _one(scores: Scores, member: int) -> Scores:
+    return Scores(scores.bits_UN[:, member : member + 1], scores.bytes_U)
+
+
+def _parameters(engine: Any) -> int | None:
+    """Of one member."""
+    module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
+    return sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else None

@@ -1,0 +1,148 @@
+"""Figures of a sweep: the held-out score against each knob, with error bars, and the curves of all members.
+
+A setting is a mapping with `knobs`, `mean` and `standard_error` (null for one seed), `values` (of its members; null for
+one that diverged), and `standing` ("best", "tied" or ""). A curve has its member's `knobs` and rows of metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from monograph.measure import quantities
+from monograph.measure.figures import ACCENT, GRID, INK, MUTED, STYLE, WARN, Drawing, png, svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Setting = Mapping[str, Any]
+Curve = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+MOST_TICKS = 10
+
+
+def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Drawing]:
+    """One figure for each knob that has several values, and one of all members' curves.
+
+    Args:
+        settings: as above.
+        curves: of the members.
+        key: of the score in a row of metrics.
+        unit: of the score.
+    """
+    import matplotlib
+
+    names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
+    varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
+    panels: dict[str, Callable[[Axes], None]] = {
+        f"against_{name.rpartition('.')[2]}": _against_panel(settings, name, unit) for name in varied
+    }
+    if any(row.get(key) is not None for _, rows in curves for row in rows):
+        panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE)
+        return [_single(name, panel) for name, panel in panels.items()]
+
+
+def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.3, 3.4), layout="constrained")
+    panel(figure.add_subplot())
+    return Drawing(name, png(figure, dpi=200), svg(figure))
+
+
+def _against_panel(settings: Sequence[Setting], name: str, unit: str) -> Callable[[Axes], None]:
+    return lambda axes: _against(axes, settings, name, unit)
+
+
+def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
+    """Every member a dot, every setting its mean and standard error; where a member diverged, a mark on top."""
+    places, labels, is_log = _places([setting["knobs"].get(name) for setting in settings])
+    axes.set_title(f"Held out, {unit}, by {name}")
+    if is_log:
+        axes.set_xscale("log")
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(sorted(set(places)), labels)
+    scored = [setting for setting in settings if setting["mean"] is not None]
+    low, high = _limits([value for setting in scored for value in setting["values"] if value is not None])
+    axes.set_ylim(low, high)
+    for setting, place in zip(settings, places, strict=True):
+        best, tied = setting["standing"] == "best", setting["standing"] == "tied"
+        colour = ACCENT if best or tied else MUTED
+        values = [value for value in setting["values"] if value is not None]
+        axes.plot([place] * len(values), values, "o", color=colour, alpha=0.35, markersize=3, markeredgewidth=0)
+        if setting["mean"] is not None:
+            error = setting["standard_error"] or 0.0
+            axes.errorbar(
+                place, setting["mean"], yerr=error, fmt="o", color=colour, markersize=5 if best else 4, capsize=3,
+                elinewidth=1.2, markerfacecolor=colour if best else "none",
+            )  # fmt: skip
+        if len(values) < len(setting["values"]):
+            axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
+    if len({repr(setting["knobs"]) for setting in scored}) == len(set(places)):
+        order = np.argsort(places)
+        means = [settings[index]["mean"] for index in order]
+        axes.plot(
+            [places[i] for i, m in zip(order, means, strict=True) if m is not None],
+            [m for m in means if m is not None], color=GRID, linewidth=1.4, zorder=0,
+        )  # fmt: skip
+    words = "filled: best; blue: tied with it"
+    if any(None in setting["values"] for setting in settings):
+        words += "; x: a member diverged"
+    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
+
+
+def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
+    """Where values stand on an axis: at themselves where they are numbers above 0 of different sizes, else in order."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    distinct = list(dict.fromkeys(values))
+    if len(numbers) == len(values):
+        distinct = sorted(distinct)
+    step = -(-len(distinct) // MOST_TICKS)
+    labels = [_text(value) if index % step == 0 else "" for index, value in enumerate(distinct)]
+    if len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
+        return [float(value) for value in numbers], labels, True
+    return [float(distinct.index(value)) for value in values], labels, False
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """What the scores span, but not what lies so far off that the rest would be one flat line."""
+    finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
+    low, high = finite[0], min(finite[-1], 1.6 * finite[0])
+    margin = max(0.08 * (high - low), 0.005)
+    return low - margin, high + 2 * margin
+
+
+def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
+    """Held-out scores of every member while it learned, all of the same rows; settings shade from pale to dark."""
+    axes.set_title(f"Held out, {unit}, all members")
+    shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
+    ends = []
+    for knobs, rows in curves:
+        scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
+        fewest = min((row["eval_rows"] for row in scored), default=0)
+        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
+        if not points:
+            continue
+        share = (shades.index(_setting(knobs, varied)) + 1) / len(shades)
+        axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)
+        ends.append(points[-1][1])
+    low, high = _limits(ends)
+    axes.set_ylim(low, low + 1.6 * (high - low))
+    axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+    if len(shades) > 1:
+        words = f"pale: {shades[0]}   dark: {shades[-1]}"
+        axes.text(0.99, 0.98, words, transform=axes.transAxes, va="top", ha="right", fontsize=7.5, color=INK)
+
+
+def _setting(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={_text(knobs.get(name))}" for name in varied)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,48 @@
+"""Which runs a folder holds, in the order in which they were made, and what their run.lock says."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.toml"  # makes a claimed folder a run that has begun
+SWEEP = "sweep.json"  # makes a run's folder a sweep's
+
+
+def runs_in(root: Path) -> list[Path]:
+    """Folders of `root` that are runs which have begun, oldest first."""
+    return [folder for folder in locked_in(root) if (folder / CONFIG).is_file()]
+
+
+def locked_in(root: Path) -> list[Path]:
+    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name."""
+    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (serial(run), _natural(run.name)))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which "a-10" comes after "a-9"."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def serial(folder: Path) -> int:
+    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say."""
+    number = record(folder).get("serial")
+    return number if isinstance(number, int) else 0
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it."""
+    with suppress(OSError):
+        return parsed((folder / "run.lock").read_bytes())
+    return {}
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """The JSON object that a text is; nothing where it is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else {}
+    return {}

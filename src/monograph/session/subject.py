@@ -1,0 +1,66 @@
+"""What is measured on text: a trained model, how it computes, how it reads, and what was held out of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph.config import load as load_settings
+from monograph.data.tokenizer import Tokenizer
+from monograph.device import default_device
+from monograph.errors import UsageError
+from monograph.graph.precision import Precision
+from monograph.loss import Batch, Loss, token_loss
+from monograph.run.folder import Run
+from monograph.run.models import load, load_trained
+
+LONGEST_ROW = 4096
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, how it computes and how it reads text; of a run also the text that was held out."""
+
+    module: nn.Module
+    loss: Loss
+    tokenizer: Tokenizer
+    precision: Precision
+    reading: dict[str, Any]  # arguments of `corpus`
+    averaged: bool = False
+    own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
+    fingerprint: str = ""
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, targets), uncompiled and in the run's own precision."""
+        with self.precision.context(default_device().type):
+            return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+
+
+def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
+    """A run's newest sound model; see `load_trained`."""
+    module, loss, tokenizer, state, averaged = load_trained(run, warn)
+    settings = load_settings(run.config, {}, {})
+    return Subject(
+        module,
+        loss,
+        tokenizer,
+        Precision(settings.train.precision),  # the run's own, or the figures differ
+        {key: getattr(settings.data, key) for key in ("sequence_length", "packing", "text_key", "bad_records")},
+        averaged,
+        {key: getattr(settings.data, key) for key in ("source", "held_out")},
+        state["fingerprint"],
+    )
+
+
+def of_folder(folder: str, data: list[str], warn: Callable[[str], None]) -> Subject:
+    """The model of a Hugging Face folder or weight file; raises UsageError without text to score."""
+    model, tokenizer = load(folder, warn)
+    if not data:
+        raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
+    length = min(model.config.max_position_embeddings, LONGEST_ROW)
+    return Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})

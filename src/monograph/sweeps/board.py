@@ -1,0 +1,217 @@
+"""A sweep as it goes on: what is to be trained, how far it is, what is known of every member."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from monograph.data.corpus import Corpus
+from monograph.device import Device, clock
+from monograph.evaluation import evaluate_members
+from monograph.measure.quantities import count, counted, duration
+from monograph.measure.sweep_report import write_sweep_report
+from monograph.run.crowd import CrowdBlock
+from monograph.run.progress import Progress
+from monograph.session import choices
+from monograph.session.setup import open_corpus, require_possible
+from monograph.sweeps import results
+from monograph.sweeps.crew import Crew
+from monograph.sweeps.folder import Sweep
+from monograph.sweeps.members import TEXT, Member, groups_of, members_of, short
+from monograph.sweeps.results import Outcome
+from monograph.sweeps.widths import CURVE_ROWS, Timing, lengths
+
+
+class Board:
+    """One sweep, told while it goes on.
+
+    Attributes:
+        sweep: its folder.
+        members: all of them; `groups` by what one graph can hold.
+        timings: of each group, once prepared, and `updates` of its members.
+        rate: targets per second of the last updates, over all members that train at once.
+        done: updates of members so far.
+    """
+
+    def __init__(self, sweep: Sweep, progress: Progress):
+        """Read back what earlier processes did."""
+        self.sweep, self.progress = sweep, progress
+        self.members = members_of(sweep.settings, sweep.points)
+        self.groups = groups_of(self.members)
+        self.outcomes = [results.outcome(sweep, member) for member in self.members]
+        self.timings: list[Timing] = []
+        self.updates: list[int] = []
+        self.rate, self.done = 0.0, 0
+        self._began_s = clock()
+        self._training_s = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to train."""
+        return all(each.over for each in self.outcomes)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds so far, over all processes."""
+        earlier: float = self.sweep.record.get("elapsed_s", 0.0)
+        return earlier + clock() - self._began_s
+
+    @property
+    def figures(self) -> str:
+        """Beside the bar."""
+        return count(self.rate, "tok/s") if self.rate else ""
+
+    def prepare(self, device: torch.device, machine: Device) -> None:
+        """Read the text, decide how many members train at once and for how long, and say so.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+            UsageError: settings that cannot be together, or not on this machine.
+        """
+        for member in self.members:
+            require_possible(member.settings, machine)
+            member.settings = choices.sized(member.settings)
+        pairs = zip(self.groups, self._texts(), strict=True)
+        self.timings = [Timing(group, text, device, machine) for group, text in pairs]
+        known = self.sweep.record.get("groups")
+        if known:
+            for group, of in zip(self.groups, known, strict=True):
+                group.rounds, group.why = of["rounds"], of["why"]
+            self.updates = [of["updates"] for of in known]
+        else:
+            self.updates = lengths(
+                self.timings, self.sweep.settings, self.sweep.record.get("least_tokens", 0), self.progress
+            )
+            self.sweep.record["groups"] = [
+                {"rounds": group.rounds, "updates": updates, "why": group.why}
+                for group, updates in zip(self.groups, self.updates, strict=True)
+            ]
+            self.sweep.write()
+        self._tell_plan()
+
+    def _texts(self) -> list[Corpus]:
+        """Of each group, each opened once."""
+        texts: dict[str, Corpus] = {}
+        for group in self.groups:
+            values = group.settings.values()
+            key = repr([values[name] for name in TEXT])
+            if key not in texts:
+                texts[key] = open_corpus(group.settings, self.progress)
+        return [texts[repr([group.settings.values()[name] for name in TEXT])] for group in self.groups]
+
+    def _tell_plan(self) -> None:
+        for group, updates in zip(self.groups, self.updates, strict=True):
+            size = int(group.settings.train.tokens_per_update)
+            seconds = group.compile_s + updates * group.update_s + group.held_out_s
+            self.progress.line(
+                "plan",
+                f"{group.name + ': ' if group.name else ''}{counted(updates, 'update')} of {size:,} tokens = "
+                f"{count(updates * size)} each; {group.why}{', about ' + duration(seconds) if seconds else ''}",
+            )
+
+    def block(self) -> CrowdBlock:
+        """The live bar and table."""
+        per_member = [updates for group, updates in zip(self.groups, self.updates, strict=True) for _ in group.members]
+        self.done = sum(u for u, each in zip(per_member, self._in_groups(), strict=True) if each.over)
+        return CrowdBlock(self.progress.screen, sum(per_member), self.table, self.done)
+
+    def _in_groups(self) -> list[Outcome]:
+        return [self.outcomes[member.index] for group in self.groups for member in group.members]
+
+    def table(self) -> list[str]:
+        """As it stands."""
+        return results.lines(results.compared(self.outcomes), self._lost())
+
+    def _lost(self) -> dict[int, int]:
+        return {each.member.index: each.diverged for each in self.outcomes if each.diverged is not None}
+
+    def all_over(self, members: Sequence[Member]) -> bool:
+        """Whether none of these is left to train."""
+        return all(self.outcomes[member.index].over for member in members)
+
+    def ended(self, members: Sequence[Member]) -> dict[int, int]:
+        """By their place, members that diverged, and after which update."""
+        places = enumerate(self.outcomes[member.index].diverged for member in members)
+        return {place: at for place, at in places if at is not None}
+
+    def trained(self, crew: Crew, updates: int, seconds: float) -> None:
+        """Members were trained for so many updates."""
+        settings = crew.sessions[0].settings
+        targets = crew.sessions[0].corpus.stats.packed_share * int(settings.train.tokens_per_update)
+        self.rate = len(crew.members) * updates * targets / max(seconds, 1e-9)
+        self.done += len(crew.members) * updates
+        self._training_s += seconds
+
+    def evaluate(self, crew: Crew, update: int, *, last: bool) -> None:
+        """Score held-out rows by every member that still learns, note it, show it; at the end all of them too."""
+        self._score(crew, update, CURVE_ROWS)
+        if last:
+            self._score(crew, update, None)
+        self._read(crew)
+
+    def _score(self, crew: Crew, update: int, limit: int | None) -> None:
+        rows = crew.sessions[0].corpus.held_out
+        found = evaluate_members(crew.engine, rows, batch_rows=crew.engine.micro_batch or 16, limit=limit)
+        used = min(limit or len(rows), len(rows))
+        tokens = torch.atleast_1d(crew.engine.step.tokens).tolist()
+        for place, (session, score) in enumerate(zip(crew.sessions, found, strict=True)):
+            if place not in crew.ended:
+                scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
+                session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
+
+    def _read(self, crew: Crew) -> None:
+        for member in crew.members:
+            self.outcomes[member.index] = results.outcome(self.sweep, member)
+
+    def ends(self, crew: Crew) -> None:
+        """The members came to their end: say so in their metrics, as any run does."""
+        self._read(crew)
+        for place, session in enumerate(crew.sessions):
+            if place not in crew.ended:
+                known = {
+                    "dtype": session.settings.train.precision, "params": session.params,
+                    "eval_weights": "averaged" if session.settings.optim.ema != "none" else "last",
+                }  # fmt: skip
+                rows = self.outcomes[crew.members[place].index].rows
+                found = results.summary(rows, session.run, known)
+                session.run.log({"update": found["update"], "summary": found})
+        self._read(crew)
+
+    def keep_time(self) -> None:
+        """Write down what this process did, for the next one or for the end."""
+        record = self.sweep.record
+        record["elapsed_s"] = self.spent_s
+        record["training_s"] = record.get("training_s", 0.0) + self._training_s
+        self._began_s, self._training_s = clock(), 0.0
+        self.sweep.write()
+
+    def finish(self) -> dict[str, Any]:
+        """Compare, write tables and figures, say what came of it; the JSON object of the contract."""
+        table = results.compared(self.outcomes)
+        self.sweep.record["tokens"] = sum(
+            next((row["tokens"] for row in reversed(each.rows) if "train_loss" in row), 0) for each in self.outcomes
+        )
+        found = results.whole(self.sweep, self.outcomes, table)
+        told_of_wide = []
+        if table.best:
+            self.sweep.link_best(table.best.member)
+            told_of_wide = self.sweep.write_wide(dict(table.best.setting.knobs))
+        self.sweep.record["result"] = found
+        self.sweep.write()
+        path = self.sweep.write_table(found["members"])
+        report = self.sweep.run.report
+        with self.progress.stage("report", f"{report}, {path}"):
+            told = [*results.lines(table, self._lost()), table.how]
+            curves = [({short(k): v for k, v in each.member.knobs.items()}, each.rows) for each in self.outcomes]
+            write_sweep_report(self.sweep.run.folder, found, results.drawn(table), curves, told)
+        self.progress.gap()
+        for number, line in enumerate(told):
+            self.progress.line("members" if number == 0 else "", line)
+        self.progress.line("best", results.verdict(table))
+        for line in told_of_wide:
+            self.progress.line("width", line)
+        spent = duration(self.sweep.record.get("elapsed_s", 0.0))
+        self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
+        return found

@@ -1,0 +1,189 @@
+"""A sweep's folder: a run's, with sweep.json (what was asked, what came of it), a table, and a run for each member."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from monograph.config import Settings
+from monograph.config import load as load_settings
+from monograph.config.axes import SEED, Point
+from monograph.errors import InputRefused, UsageError
+from monograph.run.folder import DEFAULT_ROOT, Run
+from monograph.run.register import SWEEP, runs_in
+from monograph.session.choices import write_config, write_whole
+from monograph.session.width import carried
+from monograph.sweeps.members import ORIGIN, Member, described
+
+SCHEMA = "monograph.sweep/1"
+# What a member of a first sweep learns from at least, however slow the machine: with much less the best rate is that of
+# the first few updates.
+DEFAULT_TOKENS = 100_000
+
+
+class Sweep:
+    """A sweep on disk; `lock` it before writing anything.
+
+    Attributes:
+        run: the folder, which is a run's for the purposes of `last`, of its lock and of its config.toml.
+        record: what sweep.json says: `asked` (a digest of settings and points), `points`, of a first sweep
+            `least_tokens`, later `rounds` and `updates` of the groups, what earlier processes did, and the result.
+    """
+
+    def __init__(self, run: Run, record: dict[str, Any]):
+        self.run, self.record = run, record
+
+    @classmethod
+    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
+        """A new sweep, or the one in `out` if it is the same one; of a proxy, `target` is the wide run.
+
+        Raises:
+            UsageError: `out` holds another sweep.
+            InputRefused: `out` cannot be used, or its sweep.json is damaged.
+        """
+        if out is not None and (out / SWEEP).is_file():
+            found = cls.open(out)
+            if found.record["asked"] != asked(settings, points):
+                raise UsageError(
+                    f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
+                    f"`monograph sweep --out {out}`, or name a new folder"
+                )
+            return found
+        record: dict[str, Any] = {
+            "schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points],
+        }  # fmt: skip
+        if settings.origins.get("train.minutes") == ORIGIN:
+            record["least_tokens"] = DEFAULT_TOKENS
+        sweep = cls(Run.create(out), record)
+        with sweep.run.lock(new=True):
+            record["target"] = target.to_toml() if target else None
+            sweep.write()
+            write_config(sweep.run, settings)
+        return sweep
+
+    @classmethod
+    def open(cls, folder: Path | None = None) -> Sweep:
+        """The sweep in a folder, or the newest in runs/.
+
+        Raises:
+            InputRefused: there is none, or its record is damaged.
+        """
+        if folder is None:
+            sweeps = [each for each in runs_in(DEFAULT_ROOT) if (each / SWEEP).is_file()]
+            if not sweeps:
+                raise InputRefused(f"no sweep in {DEFAULT_ROOT}/ yet: start one with `monograph sweep`")
+            folder = sweeps[-1]
+        path = folder / SWEEP
+        if not path.is_file():
+            raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
+        try:
+            record = json.loads(path.read_bytes())
+            record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError):
+            raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None
+        return cls(Run(folder), record)
+
+    @property
+    def settings(self) -> Settings:
+        """What all members share, as it was asked for."""
+        return load_settings(self.run.config, {}, {})
+
+    @property
+    def wide(self) -> Path:
+        """Where the settings of the wide run are, with the best knobs, once they are known."""
+        return self.run.folder / "wide.toml"
+
+    def write_wide(self, best: Point) -> list[str]:
+        """Carry the best knobs to the wide run that the members are a proxy of; what a person should know of it."""
+        if not self.record.get("target"):
+            return []
+        write_whole(self.wide, self.record["target"])
+        target = load_settings(self.wide, {}, {}).resolve(best, "sweep")
+        write_whole(self.wide, target.to_toml())
+        updates = self.record["groups"][0]["updates"]
+        return carried(target, self.settings, target.train.updates or updates, updates)
+
+    @property
+    def points(self) -> list[Point]:
+        """What each member varies."""
+        points: list[Point] = self.record["points"]
+        return points
+
+    def member(self, index: int) -> Run:
+        """A member's run folder, there or not."""
+        return Run(self.run.folder / "members" / f"{index:03d}")
+
+    @contextmanager
+    def holding(self, members: Sequence[Member]) -> Iterator[list[Run]]:
+        """The runs of members, made if they are not there, locked for the `with` block."""
+        with ExitStack() as locks:
+            runs = []
+            for each in members:
+                run = self.member(each.index)
+                if not run.begun:
+                    run = Run.create(run.folder)
+                locks.enter_context(run.lock(new=not run.begun))
+                runs.append(run)
+            yield runs
+
+    def write(self) -> None:
+        """Write sweep.json, whole or not at all; raises DiskFull."""
+        write_whole(self.run.folder / SWEEP, json.dumps(self.record, indent=1) + "\n")
+
+    def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
+        """Write sweep.csv: a line for each member, a column for each knob and result."""
+        text, path = io.StringIO(), self.run.folder / "sweep.csv"
+        knobs = list(dict.fromkeys(key for member in members for key in member["knobs"]))
+        results = [key for key in members[0] if key != "knobs"]
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["member", *knobs, *results])
+        for index, member in enumerate(members):
+            own = [member["knobs"].get(key) for key in knobs]
+            table.writerow([index, *(" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in own),
+                            *(member[key] for key in results)])  # fmt: skip
+        write_whole(path, text.getvalue())
+        return path
+
+    def link_best(self, index: int) -> None:
+        """Let `best` name the best member; where there are no links it has its number only."""
+        link = self.run.folder / "best"
+        with suppress(OSError):
+            temporary = link.with_name(f".best.{os.getpid()}")
+            temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
+            temporary.replace(link)
+
+
+def seeds_of_best(folder: Path) -> dict[int, Run]:
+    """The runs of a sweep's best setting, by seed, but for those that diverged.
+
+    Raises:
+        InputRefused: the sweep did not come to its end, or all of it diverged.
+    """
+    sweep = Sweep.open(folder)
+    result = sweep.record.get("result") or {}
+    best, members = result.get("best"), result.get("members", [])
+    if not best:
+        raise InputRefused(f"{folder}: a sweep without a best setting yet: `monograph sweep --out {folder}` goes on")
+    return {
+        each["knobs"].get(SEED, index): sweep.member(index)
+        for index, each in enumerate(members)
+        if each["diverged"] is None and {k: v for k, v in each["knobs"].items() if k != SEED} == best["knobs"]
+    }
+
+
+def asked(settings: Settings, points: Sequence[Point]) -> str:
+    """SHA-256 of what a sweep was asked to do: equal for equal settings and points, whatever their origin."""
+    text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _point(point: dict[str, Any]) -> Point:
+    """A point as it was: JSON has no tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in point.items()}

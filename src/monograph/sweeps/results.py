@@ -1,0 +1,182 @@
+"""What came of a sweep: each member's numbers from its run, the settings compared, and how that is written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monograph.config.axes import SEED
+from monograph.evaluation.noise import Setting, Table, tabulate, written
+from monograph.run.folder import Run
+from monograph.session.story import standard_json
+from monograph.sweeps.folder import SCHEMA, Sweep
+from monograph.sweeps.members import Member, described, short, shown
+
+BITS, NATS = "eval_bits_per_byte", "eval_loss"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One member's end, or where it stands.
+
+    Attributes:
+        member: who.
+        run: its folder.
+        rows: its metrics.
+        diverged: the update after which it learned nothing more; None if it did not diverge.
+        evaluation: its last held-out scores; empty before the first.
+        summary: of a run that came to its end.
+    """
+
+    member: Member
+    run: Run
+    rows: list[dict[str, Any]]
+    diverged: int | None
+    evaluation: dict[str, Any]
+    summary: dict[str, Any] | None
+
+    @property
+    def over(self) -> bool:
+        """Whether it needs no more training."""
+        return self.summary is not None or self.diverged is not None
+
+    def score(self, key: str) -> float | None:
+        """Its last score; None if it diverged or has none yet."""
+        value: float | None = self.evaluation.get(key)
+        return None if self.diverged is not None else value
+
+
+def outcome(sweep: Sweep, member: Member) -> Outcome:
+    """A member's numbers, read from its run; raises InputRefused where its metrics are damaged."""
+    run = sweep.member(member.index)
+    rows = run.rows()
+    diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
+    evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
+    summary = rows[-1].get("summary") if rows else None
+    return Outcome(member, run, rows, diverged, evaluation, summary)
+
+
+def compared(outcomes: Sequence[Outcome]) -> Table:
+    """The settings, by bits per byte; by the loss where that says nothing about bytes."""
+    key, unit = scored_by(outcomes)
+    values = [each.score(key) for each in outcomes]
+    return tabulate(values, [each.member.knobs for each in outcomes], SEED, unit)
+
+
+def scored_by(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """The key of the score that decides, and its unit."""
+    there = [each.evaluation for each in outcomes if each.evaluation]
+    in_bits = all(each.get(BITS) is not None for each in there)
+    return (BITS, "bits/byte") if in_bits else (NATS, "nats")
+
+
+def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
+    """The table as aligned lines: knobs, mean ± standard error over seeds, and how each stands to the best.
+
+    `diverged` is the update after which a member learned nothing more, by its number.
+    """
+    keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
+    rows = [[*map(short, keys), table.unit, ""]]
+    for setting in table.settings:
+        unscored = setting.mean is None and not any(member in diverged for member in setting.members.values())
+        value = "" if unscored else written(setting.mean)
+        knobs = [shown(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
+        rows.append([*knobs, value, _standing(table, setting, diverged)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
+    words = []
+    if table.best and setting is table.best.setting:
+        words.append("best")
+    elif setting.tied and setting.difference:
+        words.append(f"tied (+{setting.difference.value:.3f})")
+    lost = [diverged[member] for member in setting.members.values() if member in diverged]
+    if lost:
+        each = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
+        words.append(f"{each} at update {', '.join(map(str, lost))}")
+    return ", ".join(words)
+
+
+def verdict(table: Table) -> str:
+    """Which setting is best, and whether that could be chance."""
+    if table.best is None:
+        return "every member diverged: lower the learning rates"
+    best = table.best.setting
+    name = described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
+    tied = [described(dict(each.knobs)) for each in table.settings if each.tied]
+    if tied:
+        return f"{name}; {'; '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the noise: either is fine"
+    return name
+
+
+def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """(members, best) as `--json` gives them."""
+    members = []
+    for each in outcomes:
+        folders = sorted(each.run.checkpoints.glob("step-*"))
+        scores = {key: each.evaluation.get(key) for key in (NATS, BITS)}
+        last: dict[str, Any] = next((row for row in reversed(each.rows) if "train_loss" in row), {})
+        members.append({
+            "knobs": dict(each.member.knobs), **standard_json(scores), "train_loss": last.get("train_loss"),
+            "diverged": each.diverged, "run": str(each.run.folder),
+            "checkpoint": str(folders[-1]) if folders else None,
+        })  # fmt: skip
+    if table.best is None:
+        return members, None
+    best, ties = table.best.setting, [dict(each.knobs) for each in table.settings if each.tied]
+    mean = best.mean
+    return members, {
+        "knobs": dict(best.knobs), "member": table.best.member, "mean": mean.value if mean else None,
+        "standard_error": mean.standard_error if mean else None, "unit": table.unit, "tied": ties,
+        "noise": table.noise, **{key: members[table.best.member][key] for key in ("run", "checkpoint")},
+    }  # fmt: skip
+
+
+def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The last row of a member's metrics, which says that its run came to its end, as of any run."""
+    trained = [row for row in session_rows if "train_loss" in row]
+    scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
+    rates = [row["tokens_per_s"] for row in trained if row.get("tokens_per_s")]
+    return {
+        "schema": "monograph.train/1",
+        "run": str(run.folder),
+        "update": trained[-1]["update"],
+        "tokens": trained[-1]["tokens"],
+        "train_loss": trained[-1]["train_loss"],
+        **{key: scored.get(key) for key in (NATS, BITS)},
+        "tokens_per_s": statistics.median(rates) if rates else None,
+        **known,
+    }
+
+
+def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
+    """The object of `--json`, which sweep.json holds too."""
+    members, best = as_json(outcomes, table)
+    spent, tokens = sweep.record.get("training_s", 0.0), sweep.record.get("tokens", 0)
+    return {
+        "schema": SCHEMA,
+        "run": str(sweep.run.folder),
+        "members": members,
+        "best": best,
+        "wall_s": sweep.record.get("elapsed_s"),
+        "tokens_per_s": tokens / spent if spent else None,
+    }
+
+
+def drawn(table: Table) -> list[dict[str, Any]]:
+    """The settings as `monograph.measure.sweep_figures` draws them."""
+    best = table.best.setting if table.best else None
+    return [
+        {
+            "knobs": {short(key): value for key, value in each.knobs.items()},
+            "mean": each.mean.value if each.mean else None,
+            "standard_error": each.mean.standard_error if each.mean else None,
+            "values": [table.values[member] for member in each.members.values()],
+            "standing": "best" if each is best else "tied" if each.tied else "",
+        }
+        for each in table.settings
+    ]

@@ -1,0 +1,229 @@
+"""How many members of a group train at once: measured, one member first, then what the planner wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.config.keys import DEFAULT_MINUTES
+from monograph.data.corpus import Corpus
+from monograph.device import Device, clock, compiler_obstacle
+from monograph.ensemble import Ensemble
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.evaluation import evaluate_members
+from monograph.graph.inspect import buffers_kept
+from monograph.loss import Batch
+from monograph.measure.quantities import counted, duration
+from monograph.planner.width import Timed, choose, next_width, rounds, update_s
+from monograph.resident import Resident
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session.setup import Made, seconds_per_update
+from monograph.sweeps.crew import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.members import Group, Member
+
+CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
+
+
+class Timing:
+    """The widths of one group, timed; what was built and captured last is kept, to train with.
+
+    Attributes:
+        timed: by width.
+        most: members that fit at once.
+        refused: why no graph holds several, in one line; empty if one does or it was not tried.
+        row_s: seconds that a held-out row takes, of all members of a width.
+        kept: the first members and an engine of them that is captured, by width.
+    """
+
+    def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
+        """Nothing is built yet."""
+        self.group, self.text, self.device, self.machine = group, text, device, machine
+        self.timed: dict[int, Timed] = {}
+        self.row_s: dict[int, float] = {}
+        self.most, self.refused = len(group.members), ""
+        self.kept: dict[int, tuple[list[Made], Resident]] = {}
+
+    def measure(self, updates: int, progress: Progress) -> None:
+        """Time every width that the planner wants to know for runs of so many updates.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+        """
+        while (width := next_width(self.timed, len(self.group.members), self.most, updates)) is not None:
+            if width == 1:
+                self.timed[1] = self._time(1, progress)
+                continue
+            try:
+                self.timed[width] = self._time(width, progress)
+            except OutOfDeviceMemory as error:
+                self.most = width - 1
+                progress.line("memory", f"{width} members at once: {error}")
+            except (UsageError, InputRefused) as error:
+                self.most, self.refused = 1, str(error)
+
+    def decide(self, updates: int) -> None:
+        """Fix the group's rounds."""
+        found = choose(self.timed, len(self.group.members), updates)
+        alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
+        self.group.rounds = rounds(len(self.group.members), found.members)
+        self.group.why = alone if self.refused else found.why
+        self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
+        self.group.compile_s = max(0.0, found.total_s - updates * self.group.update_s)
+        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
+        self.group.held_out_s = rows * sum(self.row_s.get(size, self.row_s[1]) for size in self.group.rounds)
+        for width in [width for width in self.kept if width not in self.group.rounds]:
+            del self.kept[width]
+
+    def crew(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> Crew:
+        """Members of a round, ready to train from their beginning.
+
+        The first ones have the engine that was timed; who comes alone after them takes it over. Another round of
+        several is built and captured anew, which the compiler's cache makes short.
+        """
+        size, first = len(members), members[0] is self.group.members[0]
+        if first and size in self.kept:
+            made, engine = self.kept[size]
+            return crew_of(members, runs, of_length(made, updates), self.text, engine)
+        made = of_length(models_of(members, self.text, self.machine), updates)
+        engine = engine_of(made, several(made), self.device)
+        if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
+            engine = self.kept[1][1]
+        else:
+            capture(engine, first_window(made, self.text), made[0].settings, progress)
+            self.kept |= {1: (made, engine)} if size == 1 else {}
+        return crew_of(members, runs, made, self.text, engine)
+
+    def _time(self, width: int, progress: Progress) -> Timed:
+        members = self.group.members[:width]
+        made = models_of(members, self.text, self.machine)
+        if width == 1 and (plan := made[0].planned):
+            free = planner.budget(self.machine)
+            self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
+        window = first_window(made, self.text)
+        engine = engine_of(made, several(made), self.device)
+        began = clock()
+        capture(engine, window, made[0].settings, progress)
+        compile_s = clock() - began
+        with buffers_kept(engine.model):
+            seconds = timed_update(engine, window)
+            size = engine.micro_batch or CURVE_ROWS
+            began = clock()
+            evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
+            self.row_s[width] = (clock() - began) / size
+        self.kept[width] = made, engine
+        return Timed(seconds, compile_s)
+
+
+def capture(engine: Resident, window: Batch, settings: Settings, progress: Progress) -> None:
+    """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
+    size = engine.size if isinstance(engine, Ensemble) else 1
+    if settings.train.compile == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
+        return
+    what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
+    by_block = settings.train.compile == "blocks" and not isinstance(engine, Ensemble)
+    with progress.stage("compile", what) as stage, buffers_kept(engine.model):
+        reason = engine.capture(window, scope="blocks" if by_block else "whole")
+        stage.result = reason or "0 graph breaks"
+
+
+def timed_update(engine: Resident, window: Batch) -> float:
+    """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+
+    def alone() -> None:
+        engine.accumulate(window)
+        engine.step.discard()
+        engine.step.apply()  # without targets the device refuses it
+
+    def together() -> None:
+        engine.accumulate(window)
+        engine.update()  # of members that are frozen it is made, and thrown away
+
+    if not isinstance(engine, Ensemble):
+        return seconds_per_update(engine, alone)
+    frozen, index = engine.step.frozen, engine.index
+    frozen.fill_(True)
+    seconds = seconds_per_update(engine, together)
+    frozen.fill_(False)
+    engine.step.index = index
+    return seconds
+
+
+def several(made: Sequence[Made]) -> bool:
+    """Whether the members have different seeds, and so windows of their own."""
+    return len({one.settings.train.seed for one in made}) > 1
+
+
+def first_window(made: Sequence[Made], text: Corpus) -> Batch:
+    """The first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
+    windows = []
+    for one in made if several(made) else made[:1]:
+        batches = text.batches(int(one.settings.train.tokens_per_update), seed=one.settings.train.seed)
+        windows.append(next(batches))
+        batches.close()
+    return stacked(windows, range(len(windows))) if several(made) else windows[0]
+
+
+def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, progress: Progress) -> list[int]:
+    """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
+
+    Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
+    `least_tokens`.
+    """
+    train = settings.train
+    for timing in timings:
+        if given := _given(timing):
+            timing.measure(given, progress)
+            timing.decide(given)
+    open_ended = [timing for timing in timings if not _given(timing)]
+    if not open_ended:
+        return [_given(timing) for timing in timings]
+    budget_s = planner.UPDATES_SHARE * 60 * (train.minutes or DEFAULT_MINUTES)
+    for timing in open_ended:
+        timing.measure(1, progress)  # one member, whatever the length
+    tokens = _tokens_in(open_ended, budget_s, alone=True)
+    for timing in open_ended:
+        updates = max(1, round(tokens / _size(timing)))
+        timing.measure(updates, progress)
+        timing.decide(updates)
+    tokens = _tokens_in(open_ended, budget_s, alone=False)
+    if tokens < least_tokens:
+        longer = duration(budget_s * least_tokens / tokens)
+        progress.line("time", f"{longer} instead of {train.minutes:g} min: what a rate can be judged by")
+        tokens = least_tokens
+    found = []
+    for timing in timings:
+        found.append(_given(timing) or planner.updates_for(tokens, _size(timing), _most(timing)))
+    return found
+
+
+def _given(timing: Timing) -> int:
+    """Updates that the group's own settings name; 0 where they name a time."""
+    train = timing.group.settings.train
+    if train.updates:
+        return train.updates
+    size = int(train.tokens_per_update)
+    if train.tokens:
+        return max(1, round(train.tokens / size))
+    rows = timing.text.train.per_epoch * (train.epochs or 0)
+    return -(-rows // (size // timing.group.settings.data.sequence_length)) if rows else 0
+
+
+def _size(timing: Timing) -> int:
+    return int(timing.group.settings.train.tokens_per_update)
+
+
+def _most(timing: Timing) -> int:
+    rows = _size(timing) // timing.group.settings.data.sequence_length
+    return planner.MOST_EPOCHS * -(-timing.text.train.per_epoch // rows)
+
+
+def _tokens_in(timings: Sequence[Timing], seconds: float, *, alone: bool) -> float:
+    """Tokens that every member can learn from in so many seconds of all groups together."""
+    per_token = sum(
+        (len(t.group.members) * t.timed[1].update_s if alone else t.group.update_s) / _size(t) for t in timings
+    )
+    return seconds / per_token

@@ -1,0 +1,226 @@
+"""Run: pytest tests/commands/test_sweep.py (sweep and compare, as typed; killed, stopped, gone on with)"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, over, rows, sound, with_texts
+
+AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
+SHORT = over(TINY, "train.updates=20", "train.save_every=5", "optim.name=adamw")
+LONG = [*over(SHORT, "train.updates=300"), *AXES, "--out", "s"]
+RESULT = "schema run members best wall_s tokens_per_s"
+MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A folder with a sweep in it that came to its end."""
+    folder = with_texts(tmp_path_factory.mktemp("sweep"))
+    done = server.run(folder, "sweep", *SHORT, *AXES, "--json")
+    assert done.code == 0, done.err
+    (folder / "out").write_text(done.out)
+    (folder / "err").write_text(done.err)
+    return folder
+
+
+def result(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def test_a_sweep_says_what_it_does_and_what_came_of_it(place: Path) -> None:
+    said, found = (place / "err").read_text(), result((place / "out").read_text())
+    assert "plan      20 updates of 128 tokens = 2.56 k each; 6 members" in said and "measured at 1, 6" in said
+    assert "lr      bits/byte" in said and re.search(r"0\.1 +\d\.\d+ ± \d\.\d+   best", said)
+    assert "paired over seeds" in said and "\nbest      lr=0.1" in said
+    assert "monograph train --from last/best --minutes 5" in said.replace(f"{sys.executable} -m ", "")
+    assert list(found) == RESULT.split() and found["schema"] == "monograph.sweep/1"
+    assert [list(member) for member in found["members"]] == [MEMBER.split()] * 6
+    knobs = [(member["knobs"]["optim.lr"], member["knobs"]["train.seed"]) for member in found["members"]]
+    assert knobs == [(lr, seed) for lr in (1e-3, 1e-2, 1e-1) for seed in (0, 1)]
+    assert found["best"]["knobs"] == {"optim.lr": 0.1} and found["tokens_per_s"] > 0
+    run = place / found["run"]
+    assert json.loads((run / "sweep.json").read_text())["result"] == found
+    table = list(csv.DictReader((run / "sweep.csv").read_text().splitlines()))
+    assert [float(row["optim.lr"]) for row in table] == [lr for lr, _ in knobs]
+    assert {path.name for path in (run / "figures").iterdir()} == {"against_lr.png", "curves.png"}
+    assert "<svg" in (run / "report.html").read_text()
+
+
+def test_members_are_ordinary_runs(place: Path, server: CommandServer) -> None:
+    found = result((place / "out").read_text())
+    best, member = found["best"], found["members"][found["best"]["member"]]
+    scores = result(server.run(place, "evaluate", "last/best", "--json").out)
+    assert scores["bits_per_byte"] == pytest.approx(member["eval_bits_per_byte"], rel=1e-6)
+    assert server.run(place, "generate", "last/best", "alpha ", "--max-tokens", "4").code == 0
+    assert server.run(place, "check", best["run"]).code == 0
+    assert server.run(place, "export", best["run"], "--to", "hf").code == 0
+    again = server.run(place, "train", "--resume", best["run"], figures=0)
+    assert again.code == 0 and "came to its end after 20 updates" in again.err
+    branch = server.run(
+        place, "train", "--from", f"{found['run']}/members/003", "train.updates=4", "--out", "b", figures=0
+    )
+    assert branch.code == 0 and sound(place / "b") == 4, branch.err
+
+
+def test_a_member_is_the_run_that_train_makes_of_its_config(place: Path, server: CommandServer) -> None:
+    """Law 5 at the level of the command: fp32, uncompiled; six members in one graph against one run alone."""
+    folder = place / result((place / "out").read_text())["run"] / "members" / "003"
+    done = server.run(place, "train", str(folder / "config.toml"), "texts", "--out", "solo", "--json", figures=0)
+    assert done.code == 0, done.err
+    ours, alone = rows(folder), rows(place / "solo")
+    for key in ("update", "tokens", "lr", "skipped"):
+        assert [row[key] for row in ours] == [row[key] for row in alone]
+    assert [row["train_loss"] for row in ours] == pytest.approx([row["train_loss"] for row in alone], rel=1e-5)
+    assert result(done.out)["eval_loss"] == pytest.approx(rows(folder, "eval_loss")[-1]["eval_loss"], rel=1e-5)
+
+
+def test_a_member_is_verified_against_itself_alone(place: Path, server: CommandServer) -> None:
+    done = server.run(place, "sweep", "--verify", "3", "--json", figures=0)
+    assert done.code == 0, done.err
+    found = result(done.out)["verify"]
+    assert found["equal"] and found["updates"] == 20 and found["difference"] <= found["bound"] < 1e-2
+    assert "member 3 against the same run alone, 20 updates" in done.err
+
+
+def test_the_same_command_again_changes_nothing(place: Path, server: CommandServer) -> None:
+    found = result((place / "out").read_text())
+    done = server.run(place, "sweep", "--out", found["run"], "--json", figures=0)
+    assert done.code == 0 and result(done.out)["members"] == found["members"]
+    assert "data  " not in done.err, "no text is read"
+    done = server.run(place, "sweep", *SHORT, "optim.lr=1e-3,1e-2", "--out", found["run"])
+    assert done.code == 2 and "holds another sweep" in done.err
+
+
+def test_a_sweep_is_no_run(place: Path, server: CommandServer) -> None:
+    for command in (["generate", "last", "a"], ["train", "--from", "last"], ["evaluate", "last"], ["check", "last"]):
+        done = server.run(place, *command)
+        assert done.code == 3 and "is a sweep: name one of its runs, such as last/best" in done.err, done.err
+
+
+def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: Path) -> None:
+    """Law 10: killed in mid-air, and the members' metrics and weights are the bits of a sweep that was not."""
+    command = server.start(here, "sweep", *LONG, figures=0)
+    command.until(lambda: any((here / "s/members/005/checkpoints").glob("step-000000[1-9]*")))
+    command.signal(signal.SIGKILL)
+    assert command.wait().signal == signal.SIGKILL
+    done = server.run(here, "sweep", *LONG, "--json", figures=0)
+    assert done.code == 0, done.err
+    whole = here / "whole"
+    whole.mkdir()
+    for name in ("sweep.json", "config.toml", "run.lock"):  # so that as many train at once
+        shutil.copy(here / "s" / name, whole)
+    assert server.run(here, "sweep", "--out", "whole", figures=0).code == 0
+    for index in range(6):
+        one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
+        kept = [[(row["update"], row["train_loss"], row["lr"]) for row in rows(run)] for run in (one, other)]
+        assert kept[0] == kept[1] and len(kept[0]) == 300
+        files = [(run / "checkpoints/step-00000300/model.safetensors").read_bytes() for run in (one, other)]
+        assert files[0] == files[1]
+
+
+def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, here: Path) -> None:
+    command = server.start(here, "sweep", *LONG, figures=0)
+    command.until(lambda: (here / "s/members/005/metrics.jsonl").exists())
+    command.signal(signal.SIGINT)
+    done = command.wait()
+    assert done.code == 75, done.err
+    said = re.fullmatch(r"saved at update (\d+) of 300; continue: (.+)", done.err.splitlines()[-1])
+    assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} == {int(said[1])}
+    _, again = said[2].split("monograph ")
+    done = server.run(here, *shlex.split(again), figures=0)
+    assert done.code == 0 and "best" in done.err
+    assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, 301))
+
+
+def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandServer, here: Path) -> None:
+    fewer = over(SHORT, "train.updates=60", "optim.lr=1e-2,1e30", "train.seed=0,1")
+    done = server.run(here, "sweep", *fewer, "--out", "s", "--json", figures=0)
+    assert done.code == 0, done.err
+    found = result(done.out)
+    lost = [member["diverged"] for member in found["members"]]
+    assert lost[:2] == [None, None] and lost[2] == lost[3] and lost[2] is not None and lost[2] < 5
+    assert f"1e+30   diverged        diverged at update {lost[2]}, {lost[3]}" in done.err
+    assert found["best"]["knobs"] == {"optim.lr": 1e-2} and found["best"]["tied"] == []
+    tame = [each.replace("1e30", "2e-2") for each in fewer]
+    assert server.run(here, "sweep", *tame, "--out", "t", figures=0).code == 0
+    for index in (0, 1):
+        pair = [[row["train_loss"] for row in rows(here / name / f"members/00{index}")] for name in ("s", "t")]
+        assert pair[0] == pytest.approx(pair[1], rel=1e-5), "as beside a member that learns"
+    again = server.run(here, "sweep", "--out", "s", "--json", figures=0)
+    assert again.code == 0 and result(again.out)["members"] == found["members"]
+
+
+def test_every_member_diverged(server: CommandServer, here: Path) -> None:
+    done = server.run(here, "sweep", *over(SHORT, "train.updates=60"), "optim.lr=1e29,1e30", "--out", "s", figures=0)
+    assert done.code == 5 and "every member of s diverged: lower optim.lr" in done.err
+
+
+def test_settings_that_change_shapes_make_groups(server: CommandServer, here: Path) -> None:
+    axes = ["optim.name=adamw,muon", "model.hidden_size=16,32", "train.seed=0,1"]
+    few = [each for each in SHORT if not each.startswith(("optim.name", "model.hidden_size"))]
+    done = server.run(here, "sweep", *few, *axes, "--out", "s", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert len(re.findall(r"^plan +name=\w+ hidden_size=\d+: ", done.err, re.MULTILINE)) == 4
+    members = result(done.out)["members"]
+    assert len(members) == 8 and all(member["diverged"] is None for member in members)
+    assert len(re.findall(r"^ +(adamw|muon) +(16|32) ", done.err, re.MULTILINE)) >= 3
+
+
+def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> None:
+    found = result((place / "out").read_text())
+    runs = [member["run"] for member in found["members"]]
+    done = server.run(place, "compare", runs[0], runs[4], "--json")
+    assert done.code == 0, done.err
+    compared = result(done.out)
+    [each] = compared["differences"]
+    assert compared["schema"] == "monograph.compare/1" and each["paired_by"] == "document" and each["is_noise"] is False
+    expected = found["members"][4]["eval_bits_per_byte"] - found["members"][0]["eval_bits_per_byte"]
+    assert each["difference"] == pytest.approx(expected, rel=1e-5)
+    assert f"{runs[4]} is better" in done.out and "+0 % parameters" in done.out
+    other = server.run(place, "sweep", *over(SHORT, "optim.name=muon"), "optim.lr=0.1", "train.seed=0,1", "--out", "m")
+    assert other.code == 0
+    done = server.run(place, "compare", found["run"], "m", "--json")
+    assert result(done.out)["differences"][0]["paired_by"] == "seed" and "(2 seeds)" in done.out, done.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "words"),
+    [
+        (["sweep", *SHORT, "optim.lrr=1,2"], 2, "did you mean optim.lr?"),
+        (["sweep", *SHORT, "optim.lr=,"], 2, "optim.lr: an axis with an empty value"),
+        (["sweep", *SHORT, "optim.lr=log:1e-3..:4"], 2, "a range has two ends"),
+        (["sweep", *SHORT, "optim.lr=1e-3,0.001"], 2, "there twice, and its members would be equal"),
+        (["sweep", *SHORT, "train.minutes=1,2"], 2, "train.minutes cannot be an axis"),
+        (["sweep", *SHORT, "data.held_out=0"], 2, "data.held_out is given twice"),
+        (["sweep", *over(SHORT, "data.held_out=0"), "train.seed=0,1"], 2, "members are compared on held-out text"),
+        (["sweep", *SHORT, "optim.lr=log:1e-3..1e-1"], 2, "--samples N"),
+        (["sweep", *SHORT, *AXES, "--samples", "9"], 2, "the axes have 3 points in all"),
+        (["sweep", *SHORT, *AXES, "--verify", "6"], 2, "--verify 6: the sweep has members 0 to 5"),
+        (["sweep", "--verify", "0"], 3, "no sweep in runs/ yet"),
+        (["sweep", *over(SHORT, "model.num_attention_heads=2,3"), "train.seed=0,1"], 3, "num_attention_heads = 3"),
+        (["sweep", "nothere.txt", *AXES], 3, "nothere.txt: no such file or folder"),
+        (["compare", "texts"], 2, "compare takes two runs or more"),
+        (["compare", "texts", "nothere"], 3, "texts is not a run"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    typed: list[str], code: int, words: str, server: CommandServer, here: Path
+) -> None:
+    done = server.run(here, *typed)
+    last = done.err.splitlines()[-1]
+    assert done.code == code and words in last and last.startswith("error: "), done.err
+    assert sum(line.startswith("error") for line in done.err.splitlines()) == 1
+    assert not [*here.glob("runs/*")]

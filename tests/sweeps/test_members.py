@@ -1,0 +1,46 @@
+"""Run: pytest tests/sweeps/test_members.py"""
+
+from __future__ import annotations
+
+import pytest
+
+from monograph.config import load
+from monograph.config.axes import AXES
+from monograph.errors import UsageError
+from monograph.sweeps.members import described, groups_of, members_of, short, shown
+
+SETTINGS = load(None, {"train.updates": 5}, {})
+
+
+def test_a_member_has_its_own_values_over_those_of_all() -> None:
+    members = members_of(SETTINGS, [{"optim.lr": 1e-3, "train.seed": 1}, {"optim.lr": 1e-2, "train.seed": 1}])
+    assert [m.settings.optim.lr for m in members] == [1e-3, 1e-2] and [m.index for m in members] == [0, 1]
+    assert all(m.settings.train.updates == 5 and m.settings.train.seed == 1 for m in members)
+
+
+def test_members_that_are_equal_are_refused() -> None:
+    with pytest.raises(UsageError, match="members 0 and 2 are equal: lr=0.001"):
+        members_of(SETTINGS, [{"optim.lr": 1e-3}, {"optim.lr": 2e-3}, {"optim.lr": 1e-3}])
+
+
+def test_what_no_graph_can_hold_together_makes_groups() -> None:
+    points = [
+        {"optim.lr": lr, "model.preset": preset, "train.seed": seed}
+        for lr in (1e-3, 1e-2) for preset in ("nano", "micro") for seed in (0, 1)
+    ]  # fmt: skip
+    groups = groups_of(members_of(SETTINGS, points))
+    assert [group.name for group in groups] == ["preset=nano", "preset=micro"]
+    assert [[m.index for m in group.members] for group in groups] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    groups[0].rounds = [3, 1]
+    assert [[m.index for m in crew] for crew in groups[0].crews()] == [[0, 1, 4], [5]]
+
+
+def test_a_keys_short_name_is_its_own() -> None:
+    assert len({short(key) for key in AXES}) == len(AXES)
+
+
+def test_values_as_people_read_them() -> None:
+    assert described({"optim.lr": 0.00123456, "optim.betas": (0.9, 0.95), "model.tie_word_embeddings": True}) == (
+        "lr=0.001235 betas=0.9,0.95 tie_word_embeddings=true"
+    )
+    assert described({}) == "nothing varied" and shown("wsd") == "wsd"

@@ -1,0 +1,89 @@
+"""Run: pytest tests/sweeps/test_results.py (what came of a sweep, read from its runs, and how it is written)"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monograph.config import load
+from monograph.sweeps import results
+from monograph.sweeps.folder import Sweep
+from monograph.sweeps.members import members_of
+
+SETTINGS = load(None, {"train.updates": 50}, {})
+POINTS: list[dict[str, Any]] = [{"optim.lr": lr, "train.seed": seed} for lr in (1e-3, 2e-3, 4e-3) for seed in (0, 1)]
+BITS = [2.0, 2.2, 1.95, 2.11, None, 3.0]
+
+
+def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
+    sweep = Sweep.create(folder / "s", SETTINGS, POINTS, None)
+    members = members_of(SETTINGS, POINTS)
+    with sweep.holding(members) as runs:
+        for run, value in zip(runs, bits, strict=True):
+            run.log({"update": 50, "tokens": 900, "train_loss": 1.0, "skipped": False, "tokens_per_s": 10.0})
+            if value is None:
+                run.log({"update": 51, "diverged": 31})
+            elif not math.isnan(value):
+                run.log({"update": 50, "eval_loss": value / 2, "eval_bits_per_byte": value, "eval_rows": 9})
+                run.log({"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})})
+    return [results.outcome(sweep, member) for member in members]
+
+
+def test_what_each_member_came_to(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, BITS)
+    assert [each.over for each in found] == [True] * 6 and found[4].diverged == 31
+    assert [each.score("eval_loss") for each in found] == [1.0, 1.1, 0.975, 1.055, None, 1.5]
+    assert found[0].summary and found[0].summary["update"] == 50 and found[0].summary["dtype"] == "fp32"
+
+
+def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, BITS)
+    lines = results.lines(results.compared(found), {4: 31})
+    assert [line.split() for line in lines] == [
+        ["lr", "bits/byte"],
+        ["0.001", "2.100", "±", "0.100", "tied", "(+0.070)"],
+        ["0.002", "2.030", "±", "0.080", "best"],
+        ["0.004", "3.000", "1", "of", "2", "diverged", "at", "update", "31"],
+    ]
+    assert len({line.index(value) for line, value in zip(lines, ("bits", "2.1", "2.0", "3.0"), strict=True)}) == 1
+    assert results.verdict(results.compared(found)) == "lr=0.002; lr=0.001 is within the noise: either is fine"
+
+
+def test_members_that_have_no_score_yet_are_blank(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, [2.0, 2.2, *[math.nan] * 4])
+    assert [each.over for each in found] == [True, True, False, False, False, False]
+    lines = results.lines(results.compared(found), {})
+    assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == ["0.002"]
+
+
+def test_every_member_diverged(tmp_path: Path) -> None:
+    table = results.compared(outcomes(tmp_path, [None] * 6))
+    assert results.lines(table, dict.fromkeys(range(6), 31))[1].endswith("diverged at update 31, 31")
+    assert "every member diverged" in results.verdict(table)
+
+
+def test_where_the_loss_says_nothing_about_bytes_it_is_the_score(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, [2.0] * 6)
+    for each in found:
+        each.evaluation["eval_bits_per_byte"] = None
+    table = results.compared(found)
+    assert table.unit == "nats" and table.values == (1.0,) * 6
+
+
+def test_as_json(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, BITS)
+    members, best = results.as_json(found, results.compared(found))
+    assert members[2]["knobs"] == POINTS[2] and members[2]["eval_bits_per_byte"] == 1.95
+    assert members[4]["diverged"] == 31 and members[4]["checkpoint"] is None
+    assert best and best["knobs"] == {"optim.lr": 2e-3} and best["member"] == 2 and best["tied"] == [{"optim.lr": 1e-3}]
+    assert best["mean"] == pytest.approx(2.03) and best["run"].endswith("members/002")
+    assert results.as_json(found, results.compared(outcomes(tmp_path / "other", [None] * 6)))[1] is None
+
+
+def test_as_it_is_drawn(tmp_path: Path) -> None:
+    drawn = results.drawn(results.compared(outcomes(tmp_path, BITS)))
+    assert [each["standing"] for each in drawn] == ["tied", "best", ""]
+    assert drawn[2]["values"] == [None, 3.0] and drawn[0]["knobs"] == {"lr": 1e-3}

@@ -1,0 +1,115 @@
+"""Run: pytest tests/sweeps/test_widths.py (how many at once and how long, from times that a test makes up)"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from monograph.config import load
+from monograph.device import describe
+from monograph.errors import InputRefused, OutOfDeviceMemory
+from monograph.planner.width import Timed
+from monograph.run.progress import Progress
+from monograph.sweeps.members import Group, groups_of, members_of
+from monograph.sweeps.widths import Timing, lengths
+
+TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
+
+
+def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[Group]:
+    settings = load(None, {"train.updates": updates} if updates else {"train.minutes": 2.0}, {})
+    settings = settings.resolve({"train.tokens_per_update": 1024}, "test")
+    points: list[dict[str, Any]] = [{"optim.lr": 1e-3 * (i + 1)} for i in range(lr)]
+    for key, values in axes.items():
+        points = [point | {key.replace("__", "."): value} for value in values for point in points]
+    return groups_of(members_of(settings, points))
+
+
+def timing(group: Group, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> Timing:
+    """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
+    made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
+
+    def time(width: int, progress: Progress) -> Timed:
+        made.row_s[width] = 0.001 * width
+        made.kept[width] = ([], object())
+        return Timed(seconds(width), 20.0)
+
+    monkeypatch.setattr(made, "_time", time)
+    return made
+
+
+def progress() -> Progress:
+    return Progress(io.StringIO())
+
+
+def said(told: Progress) -> str:
+    return " ".join(told.screen._stream._stream.getvalue().split())  # type: ignore[union-attr]
+
+
+def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    [group] = groups(5000, 16)
+    found = timing(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
+    assert lengths([found], group.settings, 0, progress()) == [5000]
+    assert group.rounds == [16] and found.kept.keys() == {16}, "what is not used is let go"
+    assert group.update_s == pytest.approx(0.02) and group.compile_s == 0
+    assert group.held_out_s == pytest.approx((6 * 16 + 100) * 0.016)
+
+
+def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups, one twice as slow; .95 · 120 s = members · (.1 + .2) s · updates."""
+    both = groups(None, 4, optim__name=["adamw", "muon"])
+    timings = [timing(both[0], lambda k: 0.1 * k, monkeypatch), timing(both[1], lambda k: 0.2 * k, monkeypatch)]
+    found = lengths(timings, both[0].settings, 0, progress())
+    assert found[0] == found[1] and found[0] in (94, 95) and [group.rounds for group in both] == [[1] * 4, [1] * 4]
+
+
+def test_every_member_learns_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = groups(None, 2, train__tokens_per_update=[1024, 4096])
+    timings = [timing(group, lambda k: 0.1 * k, monkeypatch) for group in both]
+    small, large = lengths(timings, both[0].settings, 0, progress())
+    assert small == pytest.approx(4 * large, rel=0.02)
+    assert 0.2 * (small + large) == pytest.approx(0.95 * 120, rel=0.02)
+
+
+def test_a_first_sweep_learns_from_enough_however_slow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    [group] = groups(None, 8)
+    told = progress()
+    assert lengths([timing(group, lambda k: 2.0 * k, monkeypatch)], group.settings, 102_400, told) == [100]
+    assert "26 min 40 s instead of 2 min" in said(told)
+
+
+def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(width: int) -> float:
+        if width > 4:
+            raise OutOfDeviceMemory("one row does not fit")
+        return 0.1
+
+    [group], told = groups(1000, 8), progress()
+    lengths([timing(group, seconds, monkeypatch)], group.settings, 0, told)
+    assert group.rounds == [4, 4] and "8 members at once: one row does not fit" in said(told)
+
+
+def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(width: int) -> float:
+        raise OutOfDeviceMemory("nothing fits 1.00 GiB")
+
+    [group] = groups(1000, 8)
+    with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
+        lengths([timing(group, seconds, monkeypatch)], group.settings, 0, progress())
+
+
+def test_what_no_graph_holds_trains_one_after_another_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(width: int) -> float:
+        if width > 1:
+            raise InputRefused("rnn is an nn.LSTM, which torch cannot batch")
+        return 0.1
+
+    [group] = groups(1000, 8)
+    lengths([timing(group, seconds, monkeypatch)], group.settings, 0, progress())
+    assert group.rounds == [1] * 8
+    assert group.why == "8 members, one after another: rnn is an nn.LSTM, which torch cannot batch"

@@ -1,0 +1,123 @@
+"""Run: pytest tests/test_axes.py (what a sweep varies: lists, ranges, samples, and what is none)"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from monograph.config import KEYS
+from monograph.config.axes import _WHY_NOT, AXES, Axis, axes_of, points
+from monograph.errors import UsageError
+
+
+def values(key: str, text: str) -> tuple[object, ...]:
+    fixed, axes = axes_of({key: text})
+    assert not fixed
+    return axes[0].values
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("train.seed", "0,1", (0, 1)),
+        ("train.seed", "0..3", (0, 1, 2, 3)),
+        ("optim.lr", "1e-3,auto", (1e-3, "auto")),
+        ("optim.weight_decay", "lin:0..0.2:3", (0.0, 0.1, 0.2)),
+        ("optim.lr", "log:0.001..0.1:3", (0.001, 0.01, 0.1)),
+        ("optim.lr", "log:1e-1..1e-3:3", (0.1, 0.01, 0.001)),
+        ("optim.betas", "[0.9,0.95],[0.9,0.99]", ((0.9, 0.95), (0.9, 0.99))),
+        ("optim.warmup_updates", "lin:0..20:3", (0, 10, 20)),
+        ("optim.grad_clip", "none,1", ("none", 1.0)),
+        ("model.preset", "nano,micro", ("nano", "micro")),
+        ("model.tie_word_embeddings", "true,false", (True, False)),
+        ("train.tokens_per_update", "1Ki,2Ki", (1024, 2048)),
+    ],
+)
+def test_axes(key: str, text: str, expected: tuple[object, ...]) -> None:
+    assert values(key, text) == expected
+
+
+def test_the_ends_of_a_range_are_what_was_typed() -> None:
+    found = values("optim.lr", "log:1.2345678e-5..9.8765432e-2:8")
+    assert (found[0], found[-1], len(found)) == (1.2345678e-5, 9.8765432e-2, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("optim.betas", "0.9,0.95"), ("data.source", "a,b.txt"), ("data.source", "../texts"), ("train.seed", "3"),
+     ("optim.lr", "auto"), ("data.tokenizer", "bpe:300")],
+)  # fmt: skip
+def test_one_value_is_no_axis(key: str, text: str) -> None:
+    assert axes_of({key: text}) == ({key: text}, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("optim.lr", "log:1e-5..:8", "a range has two ends"),
+        ("optim.lr", "log:..1e-2:8", "a range has two ends"),
+        ("optim.lr", "log:1e-2:8", "a range has two ends"),
+        ("train.seed", "0..", "a range has two ends"),
+        ("train.seed", "3..1", "expected whole numbers"),
+        ("optim.lr", "0.1..0.2", "expected whole numbers"),
+        ("optim.lr", "log:0..1:3", "above 0"),
+        ("optim.lr", "log:1e-3..1e-2:x", "whole number of values"),
+        ("optim.lr", "log:1e-3..1e-2:1", "at least 2"),
+        ("optim.lr", "log:1e-3..1e-3:4", "would be equal"),
+        ("optim.lr", "log:a..b:4", "'a' is no number"),
+        ("optim.lr", "1e-3,,1e-2", "empty value"),
+        ("optim.lr", ",", "empty value"),
+        ("optim.lr", "1e-3,0.001", "there twice"),
+        ("optim.lr", "1e-3,-1", "optim.lr = \"-1\": expected a number above 0"),
+        ("optim.warmup_updates", "lin:0..1:3", "whole number"),
+        ("train.minutes", "1,2", "train.minutes cannot be an axis: how much a member learns in a time is the machine"),
+        ("train.keep", "2,3", "axes are optim.lr"),
+        ("lora.rank", "4,8", "not built yet"),
+        ("model.vocab_size", "300,400", "the tokenizer's"),
+    ],
+)  # fmt: skip
+def test_what_is_no_axis_is_refused(key: str, text: str, words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        axes_of({key: text})
+    assert words in str(refusal.value) and key in str(refusal.value)
+
+
+def test_every_key_is_an_axis_or_has_a_reason() -> None:
+    assert set(AXES) | set(_WHY_NOT) == {key for key in KEYS if not key.startswith("lora.")}
+    assert not set(AXES) & set(_WHY_NOT)
+
+
+def test_points_are_the_product() -> None:
+    axes = [Axis("optim.lr", (1.0, 2.0)), Axis("train.seed", (0, 1))]
+    assert points(axes) == [{"optim.lr": lr, "train.seed": seed} for lr in (1.0, 2.0) for seed in (0, 1)]
+    assert points([]) == [{}]
+
+
+def test_samples_are_the_same_each_time_and_have_every_seed() -> None:
+    _, axes = axes_of({"optim.lr": "log:1e-5..1e-1", "optim.weight_decay": "0,0.1", "train.seed": "0..2"})
+    found = points(axes, 40)
+    assert found == points(axes, 40)
+    assert [point["train.seed"] for point in found] == [0, 1, 2] * 40
+    logs = [math.log10(point["optim.lr"]) for point in found[::3]]
+    assert min(logs) >= -5 and max(logs) <= -1 and len(set(logs)) == 40
+    assert sum(each < -3 for each in logs) in range(10, 31), "even in the logarithm"
+    assert {point["optim.weight_decay"] for point in found} == {0.0, 0.1}
+
+
+def test_samples_of_listed_values_are_different_points() -> None:
+    _, axes = axes_of({"optim.lr": "log:1e-4..1e-2:4", "optim.eps": "1e-8,1e-7"})
+    found = points(axes, 5)
+    assert len({tuple(point.values()) for point in found}) == 5
+    with pytest.raises(UsageError, match="the axes have 8 points"):
+        points(axes, 9)
+
+
+@pytest.mark.parametrize(
+    ("axes", "samples", "words"),
+    [({"optim.lr": "log:1e-4..1e-2"}, None, "say how many values"), ({"train.seed": "0,1"}, 2, "give one"),
+     ({"optim.lr": "1,2"}, 0, "above 0")],
+)  # fmt: skip
+def test_samples_that_cannot_be_drawn(axes: dict[str, str], samples: int | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        points(axes_of(axes)[1], samples)
