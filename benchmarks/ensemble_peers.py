@@ -1,13 +1,15 @@
 """N small models at once, beside what else one would do: one after another, eager or compiled, or `torch.func` by hand.
 
 Inference and a training step (forward, backward, AdamW with each member's own learning rate; by hand with one for all),
-interleaved; ratios are how many times faster the ensemble is, in CPU time. The strongest of the others is the one to
-compare with. On a GPU a loop captured as a CUDA graph is among them.
+interleaved; ratios are how many times faster the ensemble is, in CPU time with one thread and on the clock with more,
+or on a GPU. The strongest of the others is the one to compare with. On a GPU a loop captured as a CUDA graph is among
+them.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -254,29 +256,29 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--round-s", type=float, default=0.3, help="a round repeats a way for about so long")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="each by itself")
     parser.add_argument("--case", help="only those whose name holds this")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     if args.smoke:
-        args.rounds, args.round_s = 2, 0.0
-    settings = {"rounds": args.rounds, "round_s": args.round_s, "threads": args.threads}
+        args.rounds, args.round_s, args.threads = 2, 0.0, [1]
+    settings = {"rounds": args.rounds, "round_s": args.round_s}
     found = harness.result("ensemble-peers", settings)
     harness.print_machine(found)
     rows = []
-    for name, case in cases(args.smoke).items():
-        for train in (False, True):
-            if args.case and args.case not in name:
-                continue
-            torch.compiler.reset()
-            torch.manual_seed(0)
-            one = measured(name, case, train, args)
-            found["cases"].append(one)
-            kind = "cpu" if default_device().type == "cpu" else "wall"
-            shown = [harness.shown(ratios[kind]) for ratios in one["faster_than"].values()]
-            rows.append([f"{name}, N = {case.members}, {'training' if train else 'inference'}", *shown])
-            harness.write(args.out, found)
-            print(rows[-1][0], *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)))
+    for threads, (name, case), train in itertools.product(args.threads, cases(args.smoke).items(), (False, True)):
+        if args.case and args.case not in name:
+            continue
+        torch.set_num_threads(threads)
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        one = measured(name, case, train, args) | {"threads": threads}
+        found["cases"].append(one)
+        kind = "cpu" if threads == 1 and default_device().type == "cpu" else "wall"
+        shown = [harness.shown(ratios[kind]) for ratios in one["faster_than"].values()]
+        label = f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
+        rows.append([label, *shown])
+        harness.write(args.out, found)
+        print(label, *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)), flush=True)
     harness.print_table(["times faster than", *found["cases"][0]["faster_than"]], rows)
 
 

@@ -6,6 +6,7 @@ Usage: python docs/make_numbers.py         (rewrites them between the markers; t
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PEERS, GENERATE, SIBLINGS = (ROOT / "docs" / f"{name}.md" for name in ("peers", "generate", "siblings"))
+TRANSFER = ROOT / "docs" / "transfer.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
@@ -144,6 +146,13 @@ def siblings(found: Found) -> str:
     return "; ".join(lines)
 
 
+def transfer(found: Found) -> str:
+    """How far the best learning rate moves between the narrowest and the widest model, in factor-2 steps."""
+    widths = found["settings"]["widths"]
+    steps = "; ".join(f"{drift['way']} {drift['steps']:+.1f}" for drift in found["drifts"])
+    return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -170,6 +179,10 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
         "([how](docs/siblings.md))",
         siblings,
+    ),
+    "transfer": (
+        "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
+        transfer,
     ),
     "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
 }
@@ -287,9 +300,30 @@ def fusing() -> str:
     return "\n".join(lines)
 
 
+def carrying() -> str:
+    """The losses of every rate at every width, of benchmarks/transfer.py, and where their vertices are."""
+    result = RESULTS / "transfer.json"
+    if not result.exists():
+        return "Not measured yet."
+    found = json.loads(result.read_text())
+    rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
+    lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
+    for case in found["cases"]:
+        means = [statistics.mean(losses) for losses in case["losses"]]
+        shown = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
+        lines.append(f"| {case['way']} | {case['width']} | {' | '.join(shown)} | 2^{case['vertex_log2']:.1f} |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
-    return {README: [table()], PEERS: [peers(), quality()], GENERATE: [generating()], SIBLINGS: [fusing()]}
+    return {
+        README: [table()],
+        PEERS: [peers(), quality()],
+        GENERATE: [generating()],
+        SIBLINGS: [fusing()],
+        TRANSFER: [carrying()],
+    }
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class WidthTransfer:
 
     @property
     def width_ratio(self) -> float:
-        """M of the residual stream: hidden_size over the base's."""
+        """The residual stream's m: hidden_size over the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
     def factors(self) -> dict[str, Factors]:

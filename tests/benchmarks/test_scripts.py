@@ -277,3 +277,24 @@ def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     assert settings.data.tokenizer == f"bpe:{default.vocabulary}"
     assert settings.train.tokens_per_update == default.tokens_per_update
     assert (settings.train.updates, settings.train.seed) == (3, 7)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+def test_ensemble_peers(script, monkeypatch, tmp_path):
+    """Eagerly: `torch.func` by hand warns of its loops, and that is what is compared with."""
+    peers = script("ensemble_peers")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(peers.Ensemble, "capture", lambda self, window: None)
+    monkeypatch.setattr(peers.Ensemble, "compile", lambda self: self)
+    found = smoke(peers, monkeypatch, tmp_path / "found.json")
+    assert [case["members"] for case in found["cases"]] == [2] * 6
+    for case in found["cases"]:
+        assert set(case["faster_than"]) == {"loop", "compiled loop", "torch.func"}
+        assert all(ratios["cpu"]["median"] > 0 for ratios in case["faster_than"].values())
+
+
+def test_crossover(script, uncompiled, monkeypatch, tmp_path):
+    crossover = script("crossover")
+    monkeypatch.setattr(crossover.Ensemble, "capture", lambda self, window: None)
+    [case] = smoke(crossover, monkeypatch, tmp_path / "found.json")["cases"]
+    assert set(case["gain"]) == {"1", "16"} and case["gain"]["1"] == 1 and case["chosen"] in (1, 16)

@@ -16,6 +16,7 @@ from monograph.graph.siblings import fuse_siblings
 from monograph.loop import train
 from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW, Muon
+from monograph.resident import Resident
 from zoo import MLP, of_classes, zoo
 
 
@@ -180,6 +181,21 @@ def test_stacking_takes_one_parameter_more_than_the_members():
     stacked = 4 * 64 * 64 * 4
     assert live.peak_bytes <= (8 + 1.05) * stacked and live.kept_bytes <= 8.05 * stacked
     assert members[3][7].weight.data_ptr() == stack.module[7].weight[3].data_ptr()
+
+
+def test_training_takes_as_much_as_the_members_each_alone():
+    batch = {"inputs": torch.randn(4, 64), "labels": torch.zeros(4, dtype=torch.int64)}
+
+    def kept(count, train_all):
+        members = [nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(count)]
+        with LiveBytes() as live:
+            engines = train_all(members)
+            for engine in engines:
+                list(train(engine, [batch]))
+        return live.kept_bytes
+
+    alone = kept(1, lambda members: [Resident(members[0], loss=of_classes)])
+    assert kept(8, lambda members: [Ensemble(members, loss=of_classes)]) <= 8 * 1.05 * alone
 
 
 def test_members_are_live_views_and_their_states_are_ordinary():

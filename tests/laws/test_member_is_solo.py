@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import ragged, tiny_llama
 from monograph import compat
@@ -243,3 +244,27 @@ def test_loss_scale_and_skips_are_each_members_own():
     scales = engine.step.loss_scale.tolist()
     assert scales[1] < scales[0] == scales[2] == 2.0**16
     assert engine.step.skipped.tolist() == [0, 2, 0]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that reach a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "our llama", "llama, padded", "t5", "vit"])
+def test_more_members_are_no_more_operators(name):
+    kind, counts = ZOO[name], []
+    for size in (2, 7):
+        engine = Ensemble([kind.build(seed).train() for seed in range(size)], loss=kind.loss, clip=1.0)
+        list(train(engine, [kind.batch(0)]))
+        with Operators() as operators:
+            list(train(engine, [kind.batch(1)]))
+        counts.append(operators.count)
+    assert counts[0] == counts[1] > 0

@@ -22,6 +22,7 @@ from monograph.run.folder import Run
 from monograph.session.choices import branched, settings_of, sized, write_config
 from monograph.session.planning import asked_of, shape_of
 from monograph.session.session import make_optimizer
+from monograph.session.setup import require_possible
 from monograph.session.width import carried, proxy_of, transfer_of
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
@@ -53,7 +54,7 @@ def test_what_is_no_width_is_refused(value: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optim.lr": "auto"}, "carries the learning rate that is best at a hidden_size of 64: give it as optim.lr"),
+        ({"optim.lr": "auto"}, "carries a learning rate that was found on a narrower model: give it as optim.lr"),
         (
             {"optim.transfer": "width:48"},
             "optim.transfer = width:48: hidden_size = 48 as a base.*64, 128",
@@ -72,7 +73,15 @@ def test_what_cannot_be_carried_is_refused(
     if not changes.keys() & {"model.preset", "model.init"}:
         given = WIDE | given
     with pytest.raises(UsageError, match=said):
+        require_possible(load(None, given, {}), named("H100"))
         sized(load(None, given, {}))
+
+
+def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
+    given = sized(settings(optim__transfer="width", optim__lr="auto"))
+    config = shape_of(given)
+    assert asked_of(given, config, named("H100")).optim.groups
+    assert shape_of(proxy_of(given, config)).hidden_size == 64
 
 
 def test_the_optimizer_has_the_rates_of_the_table() -> None:

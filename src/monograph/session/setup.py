@@ -30,7 +30,7 @@ from monograph.session import randomness
 from monograph.session.attention import choose_kernel
 from monograph.session.planning import planned, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
-from monograph.session.width import transfer_of
+from monograph.session.width import require_rate, transfer_of
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -42,6 +42,7 @@ def require_possible(settings: Settings, machine: Device) -> None:
         UsageError: naming what to use.
     """
     require_together(settings)
+    require_rate(settings)
     name = settings.train.precision
     obstacle = None if name == "auto" else Precision(name).obstacle(machine)
     if obstacle:

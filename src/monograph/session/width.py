@@ -49,18 +49,24 @@ def fixed_transfer(settings: Settings, config: LlamaConfig | None) -> str:
     """`optim.transfer` with its width named, as a run records it.
 
     Raises:
-        UsageError: see `transfer_of`; or no learning rate, since nothing is known of the base's.
+        UsageError: see `transfer_of`.
     """
     transfer = transfer_of(settings, config)
-    if transfer is None:
-        return "none"
-    width = transfer.base.hidden_size
-    if settings.optim.lr == "auto":
+    return f"{WIDTH}:{transfer.base.hidden_size}" if transfer else "none"
+
+
+def require_rate(settings: Settings) -> None:
+    """Refuse to train with transfer and no learning rate: what is best for the base is not known.
+
+    Raises:
+        UsageError: saying so.
+    """
+    if settings.optim.transfer != "none" and settings.optim.lr == "auto":
+        origin = settings.origins.get("optim.transfer", "default")
         raise UsageError(
-            f"optim.transfer = {settings.optim.transfer} carries the learning rate that is best at a hidden_size of "
-            f"{width}: give it as optim.lr (`monograph sweep` finds it)"
+            f"{origin}: optim.transfer = {settings.optim.transfer} carries a learning rate that was found on a "
+            "narrower model: give it as optim.lr (`monograph sweep` finds it)"
         )
-    return f"{WIDTH}:{width}"
 
 
 def same_transfer(given: str, own: str) -> bool:
@@ -69,10 +75,11 @@ def same_transfer(given: str, own: str) -> bool:
 
 
 def proxy_of(settings: Settings, config: LlamaConfig) -> Settings:
-    """The narrow run on which a wide one's rate is found: the same but for the model's width, and tokens per update.
+    """The narrow run on which a wide one's rate is found: the same, tokens per update included, but for the width.
 
     Args:
-        settings: of the wide run; tokenizer and tokens per update fixed, transfer on.
+        settings: of the wide run, transfer on; what depends on the model's size (tokenizer, tokens per update)
+            fixed, or the narrow run would choose its own. The learning rate may be open.
         config: its model's shape.
 
     Raises:
