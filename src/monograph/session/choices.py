@@ -21,7 +21,7 @@ from monograph.run.models import Recipe, run_named, tokenizer_of
 from monograph.run.progress import Progress
 from monograph.run.register import SWEEP
 from monograph.session.session import Session
-from monograph.session.setup import calibrate, remember
+from monograph.session.speed import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open

@@ -1,9 +1,8 @@
-"""From settings to a session that is ready to train: model and engine, the trial, the capture, the calibration."""
+"""From settings to a session that is ready to train: model and engine, the trial, the capture."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +11,12 @@ from torch import nn
 from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
-from monograph.data.place import calibration_file
-from monograph.device import Device, clock, compiler_obstacle, describe, synchronize
+from monograph.device import Device, clock, compiler_obstacle
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Loss
-from monograph.measure.calibration import Calibration, peak_flops
-from monograph.measure.footprint import Work
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -32,12 +28,11 @@ from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.attention import choose_kernel
-from monograph.session.planning import asked_of, planned, require_together, shape_before
+from monograph.session.planning import planned, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
 from monograph.session.width import require_rate, transfer_of
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
@@ -230,57 +225,6 @@ def _prepare(session: Session, progress: Progress) -> None:
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
-
-
-def calibrate(session: Session) -> float:
-    """Seconds that an update of the session takes; see `seconds_per_update`."""
-    engine, window = session.engine, next(session.open_batches(0))
-
-    def update() -> None:
-        engine.accumulate(window)
-        engine.step.discard()
-        engine.step.apply()
-
-    with session.undisturbed():
-        return seconds_per_update(engine, update)
-
-
-def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
-    """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
-
-    A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
-
-    Args:
-        engine: whose counters stay as they are.
-        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
-            the same.
-    """
-    kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
-        synchronize(engine.step.device)
-        began = clock()
-        update()
-        synchronize(engine.step.device)
-        times.append(clock() - began)
-    for name, counter in engine.step.counters.items():
-        counter.copy_(kept[name])
-    return sorted(times)[len(times) // 4]
-
-
-def remember(session: Session, seconds: float) -> None:
-    """Keep what an update takes on this machine, so that the next plan knows it."""
-    engine, settings = session.engine, session.settings
-    if not isinstance(engine.model, Llama):
-        return
-    machine, rows = describe(), session.batches.rows_per_window
-    asked = asked_of(settings, engine.model.config, machine)
-    work = Work(
-        asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
-        asked.remats[0], rows, asked.packed, asked.clip, machine.type,
-    )  # fmt: skip
-    rate = peak_flops(machine, asked.precisions)[work.precision]
-    Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
 def _fitting(

@@ -21,7 +21,8 @@ from monograph.planner.width import Timed, choose, next_width, rounds, update_s
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.setup import Made, seconds_per_update
+from monograph.session.setup import Made
+from monograph.session.speed import seconds_per_update
 from monograph.sweeps.crew import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.members import Group, Member
 

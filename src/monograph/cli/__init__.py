@@ -1,0 +1,100 @@
+"""The command line: arguments in, one command called, one exit code out. No arithmetic; no torch before a command."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+import typer
+import typer.main
+
+from monograph import interrupts
+from monograph.cli.typed import app
+from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError, bug_report
+
+__all__ = ["app", "main"]
+
+# Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
+_BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command that `arguments` (default: the process's) name, and exits with the contract's code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
+    # (docs/log.md). libgomp reads this when torch is imported, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        code = _run(_with_resume_value(given))
+        sys.stdout.flush()
+    except _BadCommandLine as error:
+        code = _fail(_wrong_arguments(error), UsageError.exit_code)
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        code = stop.exit_code
+    except MonographError as error:
+        code = _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        interrupts.while_ending()
+        code = _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        code = _unforeseen(error, given)
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """One command, its exceptions untouched: typer's own `main` would turn some of them into exit codes of its own."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("monograph", list(arguments)) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as exit_:
+        return exit_.exit_code
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` with no run after it means `--resume last`; typer has no options whose value may be left out."""
+    if "--resume" not in arguments:
+        return arguments
+    position = arguments.index("--resume") + 1
+    following = arguments[position] if position < len(arguments) else "-"
+    is_run = not following.startswith("-") and "=" not in following and not following.endswith(".toml")
+    return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
+
+
+def _wrong_arguments(error: Any) -> str:
+    possible = getattr(error, "possibilities", None) or ()
+    if near := difflib.get_close_matches(getattr(error, "option_name", ""), possible, n=1):
+        return f"{error.message}; did you mean {near[0]}?"
+    text = "; text that begins with a dash goes after --" if hasattr(error, "option_name") else ""
+    return error.format_message().rstrip(".") + text
+
+
+def _fail(message: str, code: int) -> int:
+    """One line on stderr, its first word red on a terminal."""
+    from monograph.run.screen import takes_colour
+
+    label = "\033[31merror:\033[0m" if takes_colour(sys.stderr) else "error:"
+    print(label, " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _unforeseen(error: Exception, arguments: list[str]) -> int:
+    """What no room foresaw: a full disk or a forbidden path is said as such, anything else is a bug of ours."""
+    if os.environ.get("MONOGRAPH_DEBUG"):
+        traceback.print_exc()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
+    if isinstance(error, PermissionError):
+        return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
+    summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
+    return 1

@@ -1,0 +1,67 @@
+"""What an update takes on this machine: timed on a few that are thrown away, and kept for the next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from monograph.data.place import calibration_file
+from monograph.device import clock, describe, synchronize
+from monograph.measure.calibration import Calibration, peak_flops
+from monograph.measure.footprint import Work
+from monograph.model.llama import Llama
+from monograph.resident import Resident
+from monograph.session.planning import asked_of
+from monograph.session.session import Session
+
+CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
+
+
+def calibrate(session: Session) -> float:
+    """Seconds that an update of the session takes; see `seconds_per_update`."""
+    engine, window = session.engine, next(session.open_batches(0))
+
+    def update() -> None:
+        engine.accumulate(window)
+        engine.step.discard()
+        engine.step.apply()
+
+    with session.undisturbed():
+        return seconds_per_update(engine, update)
+
+
+def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
+    """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
+
+    A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
+
+    Args:
+        engine: whose counters stay as they are.
+        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
+            the same.
+    """
+    kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
+        synchronize(engine.step.device)
+        began = clock()
+        update()
+        synchronize(engine.step.device)
+        times.append(clock() - began)
+    for name, counter in engine.step.counters.items():
+        counter.copy_(kept[name])
+    return sorted(times)[len(times) // 4]
+
+
+def remember(session: Session, seconds: float) -> None:
+    """Keep what an update takes on this machine, so that the next plan knows it."""
+    engine, settings = session.engine, session.settings
+    if not isinstance(engine.model, Llama):
+        return
+    machine, rows = describe(), session.batches.rows_per_window
+    asked = asked_of(settings, engine.model.config, machine)
+    work = Work(
+        asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
+        asked.remats[0], rows, asked.packed, asked.clip, machine.type,
+    )  # fmt: skip
+    rate = peak_flops(machine, asked.precisions)[work.precision]
+    Calibration(calibration_file()).note(machine, work, seconds, rate)
