@@ -20,6 +20,7 @@ from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.choices import write_config
+from monograph.session.session import make_schedule
 from monograph.session.setup import make_engine, make_model
 from monograph.sweeps import crew
 from monograph.sweeps.crew import Crew
@@ -33,7 +34,7 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 POINTS: list[dict[str, Any]] = [
     {"optim.lr": 1e-2, "optim.weight_decay": 0.1, "train.seed": 0},
-    {"optim.lr": 3e-2, "optim.weight_decay": 0.0, "train.seed": 1},
+    {"optim.lr": 3e-2, "optim.weight_decay": 0.0, "train.seed": 1, "optim.warmup_updates": 0},
     {"optim.lr": 1e-2, "optim.weight_decay": 0.3, "train.seed": 1},
 ]
 
@@ -68,7 +69,7 @@ def alone(member: Member, text: Corpus) -> list[float]:
     """As `monograph train` would train it: its own engine, its own order of rows."""
     made = crew.of_length([make_model(member.settings, text, describe())], UPDATES)
     engine = make_engine(made[0], torch.device("cpu"))
-    crew.schedule(engine, made)
+    engine.step.schedule = make_schedule(made[0].settings, UPDATES)
     batches = text.batches(128, seed=member.settings.train.seed)
     found = [float(update.loss) for update in train(engine, batches, UPDATES)]
     batches.close()
