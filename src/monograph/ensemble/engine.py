@@ -74,7 +74,7 @@ class Ensemble(Resident):
             schedule: factor of the learning rate by update index, or one for each member.
             clip: largest gradient norm of a member.
             precision: the compute dtype.
-            remat: the share of its activations that a captured graph keeps for the backward pass, of all layers at once;
+            remat: the share of its activations that a captured graph keeps for the backward pass, of all layers;
                 the rest it computes again, by torch's own choice. Less is not always less memory: try 0.5.
             micro_batch: rows per micro-batch; None: the whole window at once.
             each: the windows hold different rows for each member, [N, R, ...]; else all train on the same, [R, ...].
