@@ -161,9 +161,9 @@ class Ensemble(Resident):
         """
         if scope != "whole":
             raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
-        # One graph of forward and backward pass has nothing between them to keep or not.
+        # One graph of forward and backward pass has nothing between them to keep or not; a GPU replays micro-steps.
         whole = self._rows(window) <= (self.micro_batch or self._rows(window))
-        self._in_one_graph = whole and self.step.kept_share == 1
+        self._in_one_graph = whole and self.step.kept_share == 1 and self.step.recorder is None
         reason = super().capture(window, backend, scope)
         if reason and self._in_one_graph:
             self._in_one_graph = False
