@@ -9,7 +9,7 @@ from monograph.measure.lifetimes import Kernel, scheduled
 
 
 def kernel(name, reads, size_bytes=100, fused=True):
-    return Kernel(name, torch.empty(0), size_bytes, frozenset(reads), fused)
+    return Kernel(name, torch.empty(size_bytes), size_bytes, frozenset(reads), fused)
 
 
 def names(kernels):
@@ -48,6 +48,61 @@ def test_a_loop_keeps_what_it_reads_to_its_end():
     ]
     *_, out = scheduled(written, {"out"}, {})
     assert set(out.last_reads) == {"scores", "weighted", "sum"}
+
+
+def gated(needed):
+    """A gated layer's backward pass: two results of one loop, the second of which reads a product of `needed`."""
+    return [
+        kernel("gate", [], fused=False),
+        kernel("first", ["gate"]),
+        kernel("of first", ["first"], 10, fused=False),
+        kernel("up", needed, fused=False),
+        kernel("second", ["gate", "up"]),
+    ]
+
+
+def test_a_loop_waits_for_what_its_other_results_need():
+    found = scheduled(gated([]), {"of first", "second"}, {})
+    assert names(found) == ["gate", "up", "first", "second", "of first"]
+    # Not if that needs the loop itself, directly or not.
+    for needed in (["first"], ["of first"]):
+        assert names(scheduled(gated(needed), {"of first", "second"}, {})) == names(gated(needed))
+
+
+def test_of_a_callers_own_tensor_two_loops_may_read_different_parts():
+    """As chunks of a loss do of the targets; what a graph has been given to free it reads whole."""
+    for owned, order in (({}, ["first", "up", "second"]), ({0: 100}, ["up", "first", "second"])):
+        written = [kernel("first", [0]), kernel("up", [], fused=False), kernel("second", [0, "up"])]
+        assert names(scheduled(written, {"first", "second"}, owned)) == order
+
+
+def test_loops_are_not_joined_where_memory_would_not_be_used_again():
+    """Each alone reads a large buffer, of which the second could be where the first was."""
+    for size_bytes, order in ((100, ["a", "b", "first", "second"]), (5000, ["a", "first", "b", "second"])):
+        written = [
+            kernel("shared", [], 100, fused=False),
+            kernel("a", [], size_bytes, fused=False),
+            kernel("first", ["a", "shared"], 10),
+            kernel("b", [], size_bytes, fused=False),
+            kernel("second", ["b", "shared"], 10),
+        ]
+        assert names(scheduled(written, {"first", "second"}, {}))[1:] == order
+
+
+def test_loops_are_not_joined_over_a_long_way():
+    for between, near in ((50, True), (70, False)):
+        products = [kernel(f"product {index}", [], 1, fused=False) for index in range(between)]
+        written = [*gated([])[:2], *products, *gated([])[3:]]
+        found = names(scheduled(written, {"first", "second", *names(products)}, {}))
+        assert (found.index("second") == found.index("first") + 1) == near
+
+
+def test_what_several_of_a_loop_read_is_not_written_over():
+    *_, first, second, _ = scheduled(gated([]), {"of first", "second"}, {})
+    assert first.over is None and second.over == "up" and second.last_reads == ["gate"]
+    # Alone with it the second writes over it.
+    *_, second = scheduled(gated(["first"]), {"of first", "second"}, {})
+    assert second.over == "gate" and second.last_reads == ["up"]
 
 
 def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
