@@ -139,6 +139,7 @@ def drifts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({
             "way": way, "vertices_log2": places, "steps": places[-1] - places[0],
             "losses": [case["loss"] for case in own_cases], "within_goal": abs(places[-1] - places[0]) <= DRIFT,
+            "bracketed": all(case["bracketed"] for case in own_cases),
         })  # fmt: skip
     return found
 

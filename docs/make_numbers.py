@@ -149,7 +149,10 @@ def siblings(found: Found) -> str:
 def transfer(found: Found) -> str:
     """How far the best learning rate moves between the narrowest and the widest model, in factor-2 steps."""
     widths = found["settings"]["widths"]
-    steps = "; ".join(f"{drift['way']} {drift['steps']:+.1f}" for drift in found["drifts"])
+    steps = "; ".join(
+        f"{drift['way']} {drift['steps']:+.1f}" if drift["bracketed"] else f"{drift['way']}: not within the rates tried"
+        for drift in found["drifts"]
+    )
     return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
 
 
@@ -311,7 +314,8 @@ def carrying() -> str:
     for case in found["cases"]:
         means = [statistics.mean(losses) for losses in case["losses"]]
         shown = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
-        lines.append(f"| {case['way']} | {case['width']} | {' | '.join(shown)} | 2^{case['vertex_log2']:.1f} |")
+        place = f"2^{case['vertex_log2']:.1f}" if case["bracketed"] else "outside"
+        lines.append(f"| {case['way']} | {case['width']} | {' | '.join(shown)} | {place} |")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -192,6 +193,7 @@ def test_training_takes_as_much_as_the_members_each_alone():
             engines = train_all(members)
             for engine in engines:
                 list(train(engine, [batch]))
+            gc.collect()
         return live.kept_bytes
 
     alone = kept(1, lambda members: [Resident(members[0], loss=of_classes)])

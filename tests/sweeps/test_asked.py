@@ -29,7 +29,8 @@ def begun(name: str, **values: object) -> Run:
 def test_axes_and_values() -> None:
     found = asked.asked([*SHAPE, "optim.lr=1e-3,1e-2", "train.seed=0..2", "optim.eps=1e-9"], None)
     assert len(found.points) == 6 and found.points[4] == {"optim.lr": 1e-2, "train.seed": 1}
-    assert found.settings.optim.eps == 1e-9 and found.settings.optim.lr == 1e-3 and found.target is None
+    assert found.settings.optim.eps == 1e-9 and found.target is None
+    assert found.settings.optim.lr == 1e-3, "an axis' first value stands for it in what all members share"
 
 
 def test_without_an_axis_rates_about_the_known_one_and_two_seeds() -> None:

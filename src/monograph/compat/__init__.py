@@ -24,9 +24,10 @@ from monograph.compat.operators import (
     without_fast_path,
     writes_in_place,
 )
-from monograph.compat.partitioner import partitioned, stored_by_graph
+from monograph.compat.partitioner import activations_kept, partitioned, stored_by_graph
 
 __all__ = [
+    "activations_kept",
     "allow_stashes_in_recomputed",
     "allow_variants",
     "as_if_compiling",

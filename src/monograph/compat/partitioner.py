@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -74,3 +75,15 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         keep_inference_input_mutations=True,
     )
+
+
+@contextmanager
+def activations_kept(share: float) -> Iterator[None]:
+    """In the block graphs are compiled so that their backward pass is left at most this share of the activations."""
+    if share == 1:
+        yield
+        return
+    import torch._functorch.config as config
+
+    with config.patch(activation_memory_budget=share):
+        yield

@@ -21,6 +21,7 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import unique_state
 from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
@@ -58,6 +59,7 @@ class Ensemble(Resident):
         schedule: Schedule | Sequence[Schedule] | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
+        remat: Remat.Budget = Remat.Budget(1.0),  # noqa: B008 - it never changes
         micro_batch: int | None = None,
         each: bool = False,
     ):
@@ -72,6 +74,8 @@ class Ensemble(Resident):
             schedule: factor of the learning rate by update index, or one for each member.
             clip: largest gradient norm of a member.
             precision: the compute dtype.
+            remat: the share of its activations that a captured graph keeps for the backward pass, of all layers;
+                the rest it computes again, by torch's own choice. Less is not always less memory: try 0.5.
             micro_batch: rows per micro-batch; None: the whole window at once.
             each: the windows hold different rows for each member, [N, R, ...]; else all train on the same, [R, ...].
 
@@ -102,6 +106,7 @@ class Ensemble(Resident):
             schedules=schedules,
             clip=clip,
             precision=precision,
+            remat=remat,
             each=each,
         )
         self._hold(micro_batch, row_dim=1 if each else 0)
@@ -156,7 +161,9 @@ class Ensemble(Resident):
         """
         if scope != "whole":
             raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
-        self._in_one_graph = self._rows(window) <= (self.micro_batch or self._rows(window))
+        # One graph of forward and backward pass has nothing between them to keep or not.
+        whole = self._rows(window) <= (self.micro_batch or self._rows(window))
+        self._in_one_graph = whole and self.step.kept_share == 1
         reason = super().capture(window, backend, scope)
         if reason and self._in_one_graph:
             self._in_one_graph = False

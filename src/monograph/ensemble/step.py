@@ -17,6 +17,7 @@ from monograph.ensemble import numbers
 from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
 from monograph.loss import CountedLoss, Loss, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule
@@ -42,6 +43,7 @@ class EnsembleStep(Step):
         schedules: Sequence[Schedule],
         clip: float | None,
         precision: Precision | None,
+        remat: Remat.Budget,
         each: bool,
     ):
         """Prepare a step; the arguments are those of `monograph.Ensemble`, one optimizer and one schedule a member."""
@@ -52,6 +54,9 @@ class EnsembleStep(Step):
             raise UsageError(
                 f"an ensemble keeps its moments in fp32, not {optims[0].state!r}: leave the optimizer's state"
             )
+        if not isinstance(remat, Remat.Budget):
+            raise UsageError(f"an ensemble recomputes by Remat.Budget(share), not {remat}")
+        self.kept_share = remat.fraction
         device = members.seeds.device
         compat.quiet_layout_of_stacked_gradients()
         self.frozen = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
@@ -66,8 +71,14 @@ class EnsembleStep(Step):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The precision's context and the members'."""
-        with self.members.context(), super().context():
+        """The precision's context and the members', in which a graph is compiled with its budget.
+
+        Raises:
+            UsageError: something is to be recomputed and nothing is captured.
+        """
+        if self.kept_share < 1 and self.scope == "none" and torch.is_grad_enabled():
+            raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
+        with self.members.context(), super().context(), compat.activations_kept(self.kept_share):
             yield
 
     @property
