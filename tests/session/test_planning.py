@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from monograph.config import load
 from monograph.device import named
@@ -70,7 +69,7 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder
         given = given.resolve({"model.init": str(tmp_path)}, "test")
     text, host = SimpleNamespace(vocab_size=4096), replace(CARD, type="cpu")
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
-        setup.make_engine(given, text, torch.device("cpu"), host)
+        setup.make_model(given, text, host)
 
 
 def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():

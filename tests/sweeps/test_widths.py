@@ -83,6 +83,13 @@ def test_a_first_sweep_learns_from_enough_however_slow_the_machine(monkeypatch: 
     assert "26 min 40 s instead of 2 min" in said(told)
 
 
+def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two minutes 16 members would have 3 updates each of 2 s, and nothing would pay; they get 100."""
+    [group] = groups(None, 16)
+    lengths([timing(group, lambda k: 2.0, monkeypatch)], group.settings, 102_400, progress())
+    assert group.rounds == [16]
+
+
 def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(width: int) -> float:
         if width > 4:

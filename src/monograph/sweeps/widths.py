@@ -185,7 +185,7 @@ def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, pr
     budget_s = planner.UPDATES_SHARE * 60 * (train.minutes or DEFAULT_MINUTES)
     for timing in open_ended:
         timing.measure(1, progress)  # one member, whatever the length
-    tokens = _tokens_in(open_ended, budget_s, alone=True)
+    tokens = max(least_tokens, _tokens_in(open_ended, budget_s, alone=True))
     for timing in open_ended:
         updates = max(1, round(tokens / _size(timing)))
         timing.measure(updates, progress)
