@@ -83,12 +83,7 @@ class Ensemble(Resident):
             UsageError: not as many knobs, optimizers or schedules as members, or what they cannot differ in differs.
             InputRefused: the members differ in structure.
         """
-        names = [dict(vars(of)) if hasattr(of, "__dict__") else dict(of) for of in knobs or ()]
-        members = [build(of) for of in knobs or ()] if callable(build) else list(build)
-        if knobs is None:
-            names = [{} for _ in members]
-        if len(names) != len(members):
-            raise UsageError(f"{len(names)} knobs for {len(members)} members: give one each, as `grid` does")
+        members, names = _built(build, knobs)
         self.knobs: tuple[Mapping[str, Any], ...] = tuple(names)
         self.members = tuple(members)
         self.stack = Stack(members)
@@ -242,6 +237,18 @@ class Ensemble(Resident):
 
     def _recompute(self) -> bool:
         return False  # torch's checkpoint does not run inside of vmap
+
+
+def _built(
+    build: Sequence[nn.Module] | Callable[[Any], nn.Module], knobs: Sequence[Any] | None
+) -> tuple[list[nn.Module], list[dict[str, Any]]]:
+    """The members, and what is varied of each by name."""
+    members = [build(of) for of in knobs or ()] if callable(build) else list(build)
+    if knobs is None:
+        return members, [{} for _ in members]
+    if len(knobs) != len(members):
+        raise UsageError(f"{len(knobs)} knobs for {len(members)} members: give one each, as `grid` does")
+    return members, [dict(vars(of)) if hasattr(of, "__dict__") else dict(of) for of in knobs]
 
 
 def _run(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
