@@ -156,6 +156,21 @@ def transfer(found: Found) -> str:
     return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
 
 
+def ensemble(found: Found) -> str:
+    """How many times faster N members are together than by the best other way, one thread."""
+    lines = []
+    for case in found["cases"]:
+        if case["threads"] == 1:
+            way, best = min(
+                ((way, ratios["cpu"]["median"]) for way, ratios in case["faster_than"].items()),
+                key=lambda each: each[1],
+            )
+            kind = "training" if case["train"] else "inference"
+            loop = case["faster_than"]["loop"]["cpu"]["median"]
+            lines.append(f"{case['name']}, N = {case['members']}, {kind}: loop {loop:.1f} ×, {way} {best:.1f} ×")
+    return "; ".join(lines)
+
+
 RIVALS = ("trainer", "lightning", "litgpt")
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
@@ -182,6 +197,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
         "([how](docs/siblings.md))",
         siblings,
+    ),
+    "ensemble_peers": (
+        "N small models trained as one against an eager loop and the best other way (below 1: slower), one thread "
+        "([how](docs/ensemble.md#what-it-saves))",
+        ensemble,
     ),
     "transfer": (
         "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",

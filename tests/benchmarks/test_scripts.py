@@ -298,3 +298,10 @@ def test_crossover(script, uncompiled, monkeypatch, tmp_path):
     monkeypatch.setattr(crossover.Ensemble, "capture", lambda self, window: None)
     [case] = smoke(crossover, monkeypatch, tmp_path / "found.json")["cases"]
     assert set(case["gain"]) == {"1", "16"} and case["gain"]["1"] == 1 and case["chosen"] in (1, 16)
+
+
+def test_ensemble_compile(script, monkeypatch, tmp_path):
+    compile_ = script("ensemble_compile")
+    monkeypatch.setattr(compile_.Ensemble, "capture", lambda self, window: None)
+    found = smoke(compile_, monkeypatch, tmp_path / "found.json")
+    assert [case["members"] for case in found["cases"]] == [2, 3]

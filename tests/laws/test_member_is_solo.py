@@ -76,7 +76,7 @@ class Alone:
 PLAIN = nn.functional.scaled_dot_product_attention
 
 
-def compared(kind, each: bool, backend: str | None, clip=1.0) -> None:
+def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2, clip=1.0) -> None:
     """Train both ways, and compare all there is to see."""
     own = [[kind.batch(100 * i * each + step) for i in range(N)] for step in range(UPDATES)]
     windows = [stacked(batches) if each else batches[0] for batches in own]
@@ -84,7 +84,7 @@ def compared(kind, each: bool, backend: str | None, clip=1.0) -> None:
     alone = copy.deepcopy(members)
     schedule = warmup_cosine(2, 5)
     engine = Ensemble(
-        members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=ROWS // 2, each=each
+        members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=micro_batch, each=each
     )
     if backend:
         assert engine.capture(windows[0], backend) is None
@@ -95,7 +95,7 @@ def compared(kind, each: bool, backend: str | None, clip=1.0) -> None:
     for i, (of, model) in enumerate(zip(KNOBS, alone, strict=True)):
         options = {name: value for name, value in vars(of).items() if name != "seed"}
         solo = Alone(
-            model, kind.loss, of.seed, optim=AdamW(**options), schedule=schedule, clip=clip, micro_batch=ROWS // 2
+            model, kind.loss, of.seed, optim=AdamW(**options), schedule=schedule, clip=clip, micro_batch=micro_batch
         )
         for step, update in enumerate(train(solo.engine, [batches[i] for batches in own])):
             assert relative_error(seen[step].loss[i], update.loss) < BOUND
@@ -115,8 +115,13 @@ def test_it_trains_as_alone(name, each):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_it_trains_as_alone_in_one_graph(name):
+def test_it_trains_as_alone_captured(name):
     compared(ZOO[name], True, "aot_eager")
+
+
+@pytest.mark.parametrize("name", ["our llama", "conv", "bert, padded"])
+def test_it_trains_as_alone_with_the_update_in_the_same_graph(name):
+    compared(ZOO[name], False, "aot_eager", micro_batch=ROWS)
 
 
 @pytest.mark.parametrize("each", [False, True])
