@@ -136,4 +136,66 @@ def test_mkl_is_slow_on_amd_with_avx512(processor, slow, monkeypatch):
     assert device.mkl_is_slow() == (slow and torch.backends.mkl.is_available())
     if not slow:
         monkeypatch.setattr(matmul, "mkl_is_slow", device.mkl_is_slow)
-        assert matmul.passes() is None
+        product = make_fx(torch.bmm)(torch.ones(3, 64, 64), torch.ones(3, 64, 64)).graph
+        matmul.rewrite(product)
+        assert len(product.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)) == 1
+
+
+def stacks(sizes, turned=(False, False), batch=5):
+    rows, summed, columns = sizes
+    torch.manual_seed(0)
+    left = torch.randn(batch, summed, rows).mT if turned[0] else torch.randn(batch, rows, summed)
+    right = torch.randn(batch, columns, summed).mT if turned[1] else torch.randn(batch, summed, columns)
+    return left, right
+
+
+@needs_avx512
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 17, 5), (32, 64, 128), (64, 512, 100)])
+def test_batched_products_are_as_exact_as_the_reference(sizes, turned):
+    left, right = stacks(sizes, turned)
+    product = matmul.batched(left, right)
+    assert product.is_contiguous()
+    assert error_within(product, left @ right, left.double() @ right.double())
+    shared = left[:1].expand_as(left)
+    assert error_within(matmul.batched(shared, right), shared @ right, shared.double() @ right.double())
+
+
+@needs_avx512
+def test_batched_products_are_the_same_bits_on_several_threads():
+    left, right = stacks((64, 64, 128), batch=7)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = matmul.batched(left, right)
+        torch.set_num_threads(3)
+        assert torch.equal(matmul.batched(left, right), alone)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(matmul.small(*pair), each) for *pair, each in zip(left, right, alone, strict=True))
+
+
+def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():
+    def turned(left, right):
+        return torch.bmm(left, right).permute(0, 2, 1)
+
+    def read_both_ways(left, right):
+        product = torch.bmm(left, right)
+        return product, product.permute(0, 2, 1)
+
+    left, right = stacks((33, 64, 40))
+    for function, of_bmm in ((turned, True), (read_both_ways, False)):
+        traced = make_fx(function)(left, right)
+        matmul._turn(
+            traced.graph, traced.graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default)[-1]
+        )
+        traced.recompile()
+        output = traced.graph.output_node().args[0]
+        assert output.target is torch.ops.aten.bmm.default if of_bmm else len(output) == 2
+        found, expected = traced(left, right), function(left, right)
+        if of_bmm:
+            assert found.is_contiguous()
+        else:
+            found, expected = found[1], expected[1]
+        exact = (left.double() @ right.double()).mT
+        assert error_within(found.contiguous(), expected.contiguous(), exact.contiguous())

@@ -121,7 +121,7 @@ def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             turned.append(graph.call_function(torch.ops.aten.permute.default, (operand, [0, 2, 1])))
             turned[-1].meta["val"] = operand.meta["val"].mT
         new = graph.call_function(torch.ops.aten.bmm.default, tuple(turned))
-    new.meta["val"] = torch.bmm(turned[0].meta["val"], turned[1].meta["val"])
+    new.meta["val"] = node.meta["val"].contiguous()
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     graph.erase_node(product)
