@@ -120,7 +120,6 @@ class Session:
             "data": self.batches.state(),
             "random": randomness.state(self.engine.step.device),
             "micro_batch": self.engine.micro_batch,
-            "attention": self.kernel,
             "length": self.length,
             "cooled": self.cooled,
             "budget_s": self.budget_s,
@@ -130,6 +129,7 @@ class Session:
             "tokenizer": digest_of(self.corpus.tokenizer),
             "settings": self.settings.fingerprint,
             "recipe": self.recipe._asdict(),
+            **({"attention": self.kernel} if self.kernel else {}),  # which no run had before kernels were measured
             "model_config": self._model_config(),
             "versions": _versions(),
         }
