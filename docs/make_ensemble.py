@@ -5,12 +5,11 @@ Usage: python docs/make_ensemble.py           (tests/ensemble/test_page.py compa
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-from monograph.measure import figures
+from monograph.measure import look
 from monograph.measure.theme import themed
 
 DOCS = Path(__file__).resolve().parent
@@ -55,24 +54,20 @@ def crossover(found: Found) -> str:
 
 def drawn(found: Found) -> str:
     """The gain against the size of a member: all in one graph, and as recommended."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(figures.STYLE)
-        from matplotlib.figure import Figure
-
+    with look.style():
         figure = Figure(figsize=(6.2, 3.2), layout="constrained")
         axes = figure.subplots()
         cases = found["cases"]
         sizes = [case["parameters"] for case in cases]
-        axes.axhline(1, color=figures.MUTED, linewidth=0.8)
+        axes.axhline(1, color=look.MUTED, linewidth=0.8)
         widest = max(cases[0]["gain"], key=int)
-        look: Any = {"color": figures.WARN, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-        axes.plot(sizes, [case["gain"][widest] for case in cases], label=f"all {widest} in one graph", **look)
+        marks: Any = {"color": look.WARN, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
+        axes.plot(sizes, [case["gain"][widest] for case in cases], label=f"all {widest} in one graph", **marks)
         best = [case["gain"][str(case["chosen"])] for case in cases]
-        look |= {"color": figures.ACCENT, "linestyle": "none", "marker": "D", "markersize": 6, "fillstyle": "none"}
-        axes.plot(sizes, best, label="recommended, and how many at once", **look)
+        marks |= {"color": look.ACCENT, "linestyle": "none", "marker": "D", "markersize": 6, "fillstyle": "none"}
+        axes.plot(sizes, best, label="recommended, and how many at once", **marks)
         for case, gain in zip(cases, best, strict=True):
             place = (case["parameters"], gain)
             axes.annotate(str(case["chosen"]), place, (0, 7), textcoords="offset points", ha="center", fontsize=8)
@@ -84,10 +79,7 @@ def drawn(found: Found) -> str:
         axes.set_title(f"Faster than {found['settings']['members']} members one after another")
         axes.set_xlabel("parameters of a member", fontsize=8, loc="right")
         axes.legend(frameon=False, fontsize=8)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    return themed(svg[svg.index("<svg") :])
+        return themed(look.svg(figure))
 
 
 def made() -> tuple[str, str]:

@@ -5,12 +5,11 @@ Usage: python docs/make_remat.py           (tests/graph/test_remat_page.py compa
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-from monograph.measure import figures
+from monograph.measure import look
 from monograph.measure.theme import themed
 
 DOCS = Path(__file__).resolve().parent
@@ -20,9 +19,9 @@ BEGIN, END = "<!-- made by docs/make_remat.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a case of the result file
 # The lines of the picture: whose points, what they are called, and how they are drawn.
 LINES = (
-    ("torch, whole", "torch's budget, one graph", figures.WARN, "-"),
-    ("spread, whole", "over the blocks, one graph", figures.ACCENT, "-"),
-    ("spread, blocks", "over the blocks, a graph for each", figures.ACCENT, (0, (2, 1.5))),
+    ("torch, whole", "torch's budget, one graph", look.WARN, "-"),
+    ("spread, whole", "over the blocks, one graph", look.ACCENT, "-"),
+    ("spread, blocks", "over the blocks, a graph for each", look.ACCENT, (0, (2, 1.5))),
 )
 # With no bytes to share out every policy is `Remat.Full`, with all of them `Remat.Off`.
 ENDS = {0.0: "full", 1.0: "none"}
@@ -77,31 +76,24 @@ def policies(found: Found) -> str:
 
 def drawn(found: Found) -> str:
     """Bytes against the share, and against the FLOPs that are computed again."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(figures.STYLE)
-        from matplotlib.figure import Figure
-
+    with look.style():
         figure = Figure(figsize=(7.3, 3.1), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         shares = sorted({case["share"] for case in found["cases"]})
         for label, words, colour, style in LINES:
             points = [at(found, label, share) for share in shares]
             mebibytes = [case["peak_bytes"] / 2**20 for case in points]
-            look: Any = {"color": colour, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-            left.plot(shares, mebibytes, label=words, **look)
-            right.plot([100 * case["recomputed_flops"] for case in points], mebibytes, **look | {"linewidth": 0.9})
+            marks: Any = {"color": colour, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
+            left.plot(shares, mebibytes, label=words, **marks)
+            right.plot([100 * case["recomputed_flops"] for case in points], mebibytes, **marks | {"linewidth": 0.9})
         left.set_title("Peak of a micro-step, MiB")
         left.set_xlabel("share of the bytes that may be kept", fontsize=8, loc="right")
         right.set_xlabel("FLOPs of products computed again, %", fontsize=8, loc="right")
         left.set_ylim(0, None)
         left.legend(frameon=False, fontsize=8, loc="lower right")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    return themed(svg[svg.index("<svg") :])
+        return themed(look.svg(figure))
 
 
 def main() -> None:

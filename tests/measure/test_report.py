@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from monograph.errors import DiskFull
-from monograph.measure import figures
+from monograph.measure import figures, look
 from monograph.measure.report import write_report
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
@@ -126,7 +126,7 @@ def test_figures_are_drawings_whose_colours_follow_the_page(folder: Path, page: 
     assert page.tags["svg"] == 5
     source = (folder / "report.html").read_text()
     drawings = source[source.index('<div class="drawings">') :]
-    assert not [colour for colour in (figures.INK, figures.MUTED, figures.ACCENT) if colour in drawings]
+    assert not [colour for colour in (look.INK, look.MUTED, look.ACCENT) if colour in drawings]
     assert "prefers-color-scheme: dark" in source
 
 
@@ -179,7 +179,7 @@ def test_no_label_lies_on_a_line_or_another_label(panel: Any, ends: list[float])
     keys = ("train_loss", "grad_norm", "tokens_per_s")
     rows = [{"tokens": 512 * at} | dict.fromkeys(keys, value) for at, value in enumerate(ends, 1)]
     with matplotlib.rc_context():
-        matplotlib.rcParams.update(figures.STYLE)
+        matplotlib.rcParams.update(look.STYLE)
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
         panel(axes := figure.add_subplot(), rows)
         figure.draw_without_rendering()

@@ -18,7 +18,7 @@ from monograph import compat
 from monograph.ensemble.dropout import Dropout
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
-from monograph.graph.inspect import buffers_kept
+from monograph.graph.inspect import buffers_kept, running
 
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
@@ -29,12 +29,12 @@ class Members:
 
         out[i] = function(member i, inputs[i])     or function(member i, inputs) where all have the same
 
-    Nothing is looped over, so the number of kernels does not depend on N; one member alone is called as it is.
+    Nothing is looped over, so the number of kernels does not depend on N.
 
     Attributes:
         stack: the members.
         seeds: [N] int64, of their dropout.
-        draw: 0-d int64, how many passes in training mode were begun: each drops other elements.
+        draw: 0-d int64, how many micro-batches were trained on: each drops other elements.
     """
 
     def __init__(self, stack: Stack, seeds: Tensor):
@@ -84,19 +84,20 @@ class Members:
         Raises:
             InputRefused: it does in any case, or cannot be batched for another reason.
         """
-        failures = []
+        module, failures = self.stack.module, []
         for compiling in (False, True):
-            try:
-                with torch.no_grad(), buffers_kept(self.stack.module):
+            with torch.no_grad(), buffers_kept(module), running(module) as inside:
+                try:
                     with compat.as_if_compiling() if compiling else nullcontext():
                         batched(*arguments)
-            except (RuntimeError, ValueError) as failure:
-                failures.append(failure)
-            else:
-                return compiling
-        if (reason := _reason(failures[0])) is None:
-            raise failures[0]
-        raise InputRefused(reason) from failures[0]
+                except (RuntimeError, ValueError) as failure:
+                    failures.append((failure, f"in {inside[-1]}" if inside else "outside of the module"))
+                else:
+                    return compiling
+        first, where = failures[0]
+        if (reason := _reason(first)) is None:
+            raise first
+        raise InputRefused(f"the members cannot be batched: {where}: {reason}") from first
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -234,5 +235,5 @@ def _reason(error: BaseException) -> str | None:
     text = str(error)
     for symptom, reason in _REASONS.items():
         if symptom in text:
-            return f"the members cannot be batched: {reason} ({text.splitlines()[0][:120]})"
+            return f"{reason} ({text.splitlines()[0][:120]})"
     return None

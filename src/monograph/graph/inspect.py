@@ -38,6 +38,30 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
+def running(module: nn.Module) -> Iterator[list[str]]:
+    """In the block the list names the module's parts whose forward pass is running, innermost last, `name (Class)`.
+
+    What raised stays in it.
+    """
+    stack: list[str] = []
+    names = {child: name or type(module).__name__ for name, child in module.named_modules()}
+
+    def enter(child: nn.Module, _inputs: object) -> None:
+        stack.append(f"{names[child]} ({type(child).__name__})")
+
+    def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
+        stack.pop()
+
+    handles = [child.register_forward_pre_hook(enter) for child in names]
+    handles += [child.register_forward_hook(leave) for child in names]
+    try:
+        yield stack
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Whatever runs in the block, the module's buffers (running means and the like) are afterwards what they were."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]

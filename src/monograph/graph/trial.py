@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, MonographError
-from monograph.graph.inspect import buffers_kept
+from monograph.graph.inspect import buffers_kept, running
 
 
 @dataclass(frozen=True)
@@ -117,28 +117,13 @@ def _zero(parameters: list[tuple[str, nn.Parameter]]) -> None:
 @contextmanager
 def _naming_failures(module: nn.Module) -> Iterator[None]:
     """Turn an exception of the forward pass into one line that names the innermost module it came from."""
-    running: list[str] = []
-    names = {child: name or type(module).__name__ for name, child in module.named_modules()}
-
-    def enter(child: nn.Module, _inputs: object) -> None:
-        running.append(f"{names[child]} ({type(child).__name__})")
-
-    def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
-        running.pop()
-
-    children = list(module.modules())
-    handles = [c.register_forward_pre_hook(enter) for c in children] + [
-        c.register_forward_hook(leave) for c in children
-    ]
-    try:
-        yield
-    except (MonographError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        where = f"in {running[-1]}" if running else "in the loss function"
-        raise InputRefused(
-            f"the trial step failed {where}: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with running(module) as inside:
+        try:
+            yield
+        except (MonographError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            where = f"in {inside[-1]}" if inside else "in the loss function"
+            raise InputRefused(
+                f"the trial step failed {where}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error

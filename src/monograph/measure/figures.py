@@ -7,10 +7,7 @@ A metrics row is a dictionary; the figures read `tokens` (seen so far), `train_l
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,50 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.measure import quantities
+from monograph.measure.look import ACCENT, INK, MUTED, WARN, png, style, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
-# Distinct colours, each one role, so that a page can put its own colour in an SVG's place
-INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "xtick.major.width": 0.7,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
-    "figure.facecolor": PAPER,
-    "axes.facecolor": "none",
-    "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "monograph",  # equal runs give equal files
-}
 _SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the rest are smaller
 _POINTS = 1200  # per line: more than a figure has pixels
 
@@ -79,9 +40,6 @@ def draw(
     metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
 ) -> tuple[bytes, list[Drawing]]:
     """The sheet of all figures as PNG, under `title` and `subtitle`, and each figure that `metrics` has rows for."""
-    # Imported here: it takes a good part of a second, and most commands draw nothing
-    import matplotlib
-
     panels: dict[str, Callable[[Axes], None]] = {
         "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
         "loss": lambda axes: _loss(axes, metrics),
@@ -99,9 +57,7 @@ def draw(
     there = {name: bool(len(_series(metrics, needs.get(name, "tokens_per_s"))[0])) for name in panels}
     there["memory"] = _ledger(metrics) is not None
     present = {name: draw for name, draw in panels.items() if there[name]}
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
-        matplotlib.rcParams.update(STYLE)
+    with style():
         return _sheet(present, title, subtitle), [_single(name, draw) for name, draw in present.items()]
 
 
@@ -269,28 +225,3 @@ def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) 
             text, (1, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
             fontsize=8.5, color=colour, fontweight=weight, annotation_clip=False,
         )  # fmt: skip
-
-
-@contextmanager
-def _tight() -> Iterator[None]:
-    """A run of a few updates has labels that leave no room for a panel: the figure is cramped, and says so itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="constrained_layout not applied")
-        yield
-
-
-def png(figure: Figure, dpi: int) -> bytes:
-    """A figure as a PNG file."""
-    buffer = io.BytesIO()
-    with _tight():
-        figure.savefig(buffer, format="png", dpi=dpi)
-    return buffer.getvalue()
-
-
-def svg(figure: Figure) -> str:
-    """A figure as an SVG element, with a transparent background."""
-    buffer = io.StringIO()
-    with _tight():
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]

@@ -11,7 +11,8 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.measure import quantities
-from monograph.measure.figures import ACCENT, GRID, INK, MUTED, WARN, Drawing, Row, draw
+from monograph.measure.figures import Drawing, Row, draw
+from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
 from monograph.measure.page import PAGE
 
 Summary = Mapping[str, Any]

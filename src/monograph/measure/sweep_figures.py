@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.measure import quantities
-from monograph.measure.figures import ACCENT, GRID, INK, MUTED, STYLE, WARN, Drawing, png, svg
+from monograph.measure.figures import Drawing
+from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN, png, style, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +33,6 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
         key: of the score in a row of metrics.
         unit: of the score.
     """
-    import matplotlib
-
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
     varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
     panels: dict[str, Callable[[Axes], None]] = {
@@ -41,9 +40,7 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
     }
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
+    with style():
         return [_single(name, panel) for name, panel in panels.items()]
 
 

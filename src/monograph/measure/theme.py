@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from monograph.measure.figures import ACCENT, GRID, INK, MUTED, WARN
+from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
 
 # The colour that is drawn with, its name, and what stands for it on a dark page.
 _COLOURS = (
@@ -17,7 +17,7 @@ _COLOURS = (
 
 
 def themed(svg: str) -> str:
-    """A figure drawn by matplotlib in the colours of `monograph.measure.figures`, with a transparent background."""
+    """A figure drawn by matplotlib in the colours of `monograph.measure.look`, with a transparent background."""
     there = [each for each in _COLOURS if each[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)

@@ -1,0 +1,85 @@
+"""How figures look, and how they become files."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Distinct colours, each one role, so that a page can put its own colour in an SVG's place
+INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "xtick.major.width": 0.7,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "savefig.facecolor": PAPER,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "monograph",  # equal runs give equal files
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """In the block figures are drawn as all of this project's are."""
+    import matplotlib  # here, as it takes a good part of a second, and most commands draw nothing
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+@contextmanager
+def _tight() -> Iterator[None]:
+    """A run of a few updates has labels that leave no room for a panel: the figure is cramped, and says so itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
+        yield
+
+
+def png(figure: Figure, dpi: int) -> bytes:
+    """A figure as a PNG file."""
+    buffer = io.BytesIO()
+    with _tight():
+        figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element, with a transparent background."""
+    buffer = io.StringIO()
+    with _tight():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
