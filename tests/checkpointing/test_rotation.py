@@ -36,8 +36,8 @@ def test_what_cannot_be_stored_is_refused_before_the_disk_is_touched(tmp_path: P
         save(tmp_path / "checkpoints", Checkpoint(1, {}, {}, {"generator": object()}))
     with pytest.raises(TypeError, match="spectrum: dtype torch.complex64"):
         save(tmp_path / "checkpoints", Checkpoint(1, {"spectrum": torch.zeros(2, dtype=torch.complex64)}, {}, {}))
-    with pytest.raises(UsageError, match="keep = 1: expected at least 2"):
-        save(tmp_path / "checkpoints", checkpoint(1), keep=1)
+    with pytest.raises(UsageError, match="keep = 0: expected at least 1"):
+        save(tmp_path / "checkpoints", checkpoint(1), keep=0)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -105,8 +105,12 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
     two_saves(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1234))
     monkeypatch.setattr(blocks, "write_file", lambda *arguments: pytest.fail("written"))
-    with pytest.raises(DiskFull, match=rf"{tmp_path}: .*update 3: No space.*needs \d,\d+ bytes, 1,234 are free"):
+    with pytest.raises(
+        DiskFull, match=rf"{tmp_path}: .*update 3: No space.*needs \d,\d+ bytes, 1,234 are free.*earlier"
+    ):
         save(tmp_path, checkpoint(3))
+    with pytest.raises(DiskFull, match="update 0: No space.*1,234 are free.*nothing is lost: make room there"):
+        save(tmp_path, checkpoint(0))
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 

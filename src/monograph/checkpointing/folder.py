@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -18,11 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from monograph.checkpointing import blocks, layout
+from monograph.checkpointing.large import LargeFile
 from monograph.errors import InputRefused
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
 MOST_MANIFEST_BYTES = 64 * 1024 * 1024
+LARGE_BYTES = 2**30  # of a file whose tensors are read one by one: its memory and theirs would be needed at once
 # `.replaced` is what a folder is called for the moment in which its successor of the same update takes its place.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
@@ -105,6 +108,8 @@ def verify(folder: Path) -> None:
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint into plain memory of its own, verifying the very bytes that are handed out.
 
+    Of files beyond LARGE_BYTES all bytes are verified now, and again when a tensor is asked for, which may then raise.
+
     Raises:
         CheckpointDamaged: as `verify`.
     """
@@ -181,11 +186,16 @@ def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
         raise CheckpointDamaged(path, "a JSON object", f"something else ({error})") from error
 
 
-def _load_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
+def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
     with _opened(path, entry.bytes) as descriptor:
+        if entry.bytes > LARGE_BYTES:
+            _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
         try:
             start = os.pread(descriptor, layout.LENGTH_BYTES, 0)
             prefix = os.pread(descriptor, layout.header_bytes(start, entry.bytes), 0)
+            if entry.bytes > LARGE_BYTES:
+                found = layout.entries(prefix, entry.bytes)
+                return LargeFile(descriptor, found, len(prefix), functools.partial(_require_block, path, entry))
             tensors = layout.decode(prefix, entry.bytes)
         except layout.LayoutError as error:
             # The header is read before its digest can be known: say the digests if they explain it.
@@ -197,6 +207,13 @@ def _load_tensors(path: Path, entry: FileEntry) -> dict[str, Tensor]:
         if again != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")
     return tensors
+
+
+def _require_block(path: Path, entry: FileEntry, index: int, content: bytes) -> None:
+    """The same for one block that was read."""
+    expected, actual = list(entry.sha256), list(entry.sha256)
+    actual[index] = hashlib.sha256(content).hexdigest()
+    _require(path, expected, actual)
 
 
 @contextmanager

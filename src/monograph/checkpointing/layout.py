@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +78,27 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     return length
 
 
+class Entry(NamedTuple):
+    """One tensor of a file: `begin` and `end` count from the first tensor's first byte."""
+
+    name: str
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: list[int]
+
+
 def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
     """Allocate the tensors that a file's first `header_bytes` describe, in the order of their bytes, yet to be filled.
+
+    Raises:
+        LayoutError: as `entries`.
+    """
+    return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries(prefix, file_bytes)}
+
+
+def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
+    """The tensors that a file's first `header_bytes` describe, in the order of their bytes.
 
     Raises:
         LayoutError: unless the tensors' bytes follow each other to the file's end without gap or overlap, so that what
@@ -88,17 +107,20 @@ def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
     try:
         header = json.loads(prefix[LENGTH_BYTES:].decode())
         header.pop("__metadata__", None)
-        entries = sorted((_entry(name, value) for name, value in header.items()), key=lambda entry: entry[2:4])
+        found = sorted(
+            (_entry(name, value) for name, value in header.items()), key=lambda entry: (entry.begin, entry.end)
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LayoutError(f"an unreadable header ({error})") from error
     at = 0
-    for name, size, begin, end, _dtype, _shape in entries:
+    for name, begin, end, dtype, shape in found:
+        size = math.prod(shape) * dtype.itemsize
         if (begin, end) != (at, at + size):
             raise LayoutError(f"tensor {name} at bytes {begin} to {end} where {at} to {at + size} was expected")
         at = end
     if len(prefix) + at != file_bytes:
         raise LayoutError(f"tensors of {at} bytes in a file of {file_bytes} bytes with a header of {len(prefix)}")
-    return {name: torch.empty(shape, dtype=dtype) for name, _size, _begin, _end, dtype, shape in entries}
+    return found
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -106,10 +128,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _entry(name: str, value: dict[str, Any]) -> tuple[str, int, int, int, torch.dtype, list[int]]:
+def _entry(name: str, value: dict[str, Any]) -> Entry:
     dtype, shape, (begin, end) = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
     if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:
         raise ValueError(f"tensor {name} has an impossible shape")  # an empty one's strides would overflow too
-    return name, math.prod(shape) * dtype.itemsize, begin, end, dtype, shape
+    return Entry(name, begin, end, dtype, shape)

@@ -32,7 +32,7 @@ from monograph.checkpointing.folder import (
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
 
-FEWEST_KEPT = 2
+FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"
 
 Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # file name -> its length in bytes and its pieces
@@ -48,18 +48,18 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     Args:
         checkpoints: the run's folder of checkpoints, made if it is not there.
         checkpoint: tensors may live on a device, be strided or share storage; they must not change during the call.
-        keep: how many to keep, at least 2.
+        keep: how many to keep, at least 1; with 1 there is nothing to fall back on if that one is damaged later.
 
     Returns:
         The checkpoint's folder, durable.
 
     Raises:
         DiskFull: nothing that was there before has been touched; also for any other failure to write.
-        UsageError: keep < 2.
+        UsageError: keep < 1.
         TypeError: a state that is not JSON, a tensor of a dtype that safetensors does not have.
     """
     if keep < FEWEST_KEPT:
-        raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}: a damaged checkpoint needs a predecessor")
+        raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}")
     text = json.dumps(dict(checkpoint.state), indent=1).encode()
     files = {
         MODEL: layout.encode(checkpoint.model),
@@ -76,10 +76,13 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         _publish(temporary, final)
     except OSError as error:
         _remove(temporary)
+        kept = (
+            "earlier checkpoints are untouched" if checkpoint.update else "nothing was trained yet, so nothing is lost"
+        )
         raise DiskFull(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
             f" {error.strerror} (it needs {_length(files):,} bytes, {_free(checkpoints):,} are free);"
-            " earlier checkpoints are untouched: resume when this is mended"
+            f" {kept}: make room there or mend it, then resume"
         ) from error
     # The new checkpoint is durable: a failure to remove an old one does not undo that, and the next save tries again.
     with suppress(OSError):

@@ -173,8 +173,8 @@ def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The averaged weights of a run that kept an average, by the parameters' names; of another run none."""
-    kept = checkpoint.optimizer.items()
-    return {name.removeprefix("ema."): tensor for name, tensor in kept if name.startswith("ema.")}
+    kept = [name for name in checkpoint.optimizer if name.startswith("ema.")]
+    return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
 
 
 def own_tokenizer(run: Run) -> Tokenizer:
