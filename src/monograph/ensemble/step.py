@@ -67,7 +67,8 @@ class EnsembleStep(Step):
     def laid_out(self) -> list[Plane]:
         """The stacked parameters in planes [N, size]."""
         of_members = [optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)]
-        return planes(trainable(self.model), numbers.kinds(of_members, self.frozen.device), lead=1)
+        made = planes(trainable(self.model), numbers.kinds(of_members, self.frozen.device), lead=1)
+        return [self.begun(plane) for plane in made]
 
     @contextmanager
     def context(self) -> Iterator[None]:

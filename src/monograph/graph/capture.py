@@ -69,7 +69,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     """The same with another compiler of functions, and nothing replayed."""
-    names = step.CAPTURED if scope == "whole" else ("apply",)
+    names = step.CAPTURED if scope == "whole" else step.CAPTURED_BESIDE_BLOCKS
     new: list[tuple[Any, str, Any]] = [(step, name, compiler(getattr(step, name))) for name in names]
     if scope == "blocks":
         new += _parts(step, compiler)

@@ -49,6 +49,11 @@ class Precision:
         """Whether the loss is scaled, so that small gradients do not vanish."""
         return self.name == "fp16"
 
+    @property
+    def rounds(self) -> bool:
+        """Whether what is computed with are the bf16 roundings of fp32 weights, which are then kept `settled`."""
+        return self.name == "bf16"
+
     def products(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of matrix products of tensors of `dtype` outside of `context`, where autocast does not choose."""
         return dtype if self.name == "fp32" else self.dtype

@@ -194,17 +194,44 @@ class Llama(nn.Module):
             raise ValueError("a cache holds one document per row: give positions, not segments")
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        hidden_BTD, of_blocks = self.begin(tokens_BT, segments, positions)
+        for index, (block, further) in enumerate(zip(self.model.layers, of_blocks, strict=True)):
+            layer_cache = None
+            if cache is not None:
+                layer_cache = LayerCache(cache, index, positions.expand_as(tokens_BT), self.config.window(index))
+            hidden_BTD = block(hidden_BTD, *further, layer_cache)
+        return self.end(hidden_BTD)
+
+    def begin(
+        self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, list[tuple[CosSin, Mask]]]:
+        """What comes before the blocks: the embedded tokens, and what each block takes beside its hidden states.
+
+        The arguments are those of `forward`. `forward(x) = end(blocks of begin(x))`; who runs the blocks themselves, as
+        streaming does, needs of this module only `parts_before` here and `parts_after` in `end` and the loss.
+        """
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         cos_sin_B1TF, layer_masks = self.attention_inputs(tokens_BT, segments, positions)
         hidden_BTD = self.model.embed_tokens(tokens_BT)
         if torch.is_autocast_enabled(hidden_BTD.device.type):
             # Autocast leaves the embedding in fp32, and with it the residual stream, the largest traffic of the pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
-        for index, (block, mask) in enumerate(zip(self.model.layers, layer_masks, strict=True)):
-            layer_cache = None
-            if cache is not None:
-                layer_cache = LayerCache(cache, index, positions.expand_as(tokens_BT), self.config.window(index))
-            hidden_BTD = block(hidden_BTD, cos_sin_B1TF, mask, layer_cache)
+        return hidden_BTD, [(cos_sin_B1TF, mask) for mask in layer_masks]
+
+    def end(self, hidden_BTD: Tensor) -> Tensor:
+        """What comes after the blocks: the last norm."""
         return self.model.norm(hidden_BTD)
+
+    @property
+    def parts_before(self) -> list[nn.Module]:
+        """Whose parameters `begin` reads."""
+        return [self.model.embed_tokens]
+
+    @property
+    def parts_after(self) -> list[nn.Module]:
+        """Whose parameters `end` and the head read."""
+        return [self.model.norm, self.lm_head]
 
     def attention_inputs(
         self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor

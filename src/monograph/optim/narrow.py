@@ -46,9 +46,9 @@ def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Ten
         buffers[key].copy_(torch.where(accepted, tensor, buffers[key]))
 
 
-def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int) -> Noise:
-    """Three independent random words [N] in [0, 2^32), int64: a pure function of (seed, update, plane, index)."""
-    index_N = torch.arange(len(like_N), device=like_N.device)
+def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
+    """Three independent random words [N] in [0, 2^32), int64: a function of (seed, update, plane, start + index)."""
+    index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
     return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:3]
@@ -68,6 +68,38 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     """
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def settled(master: Tensor) -> Tensor:
+    """What lies halfway between two bf16 numbers, and would be rounded down, moved by its last bit towards zero.
+
+        b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000
+
+    Its rounding to bf16 stays what it was, and `split` needs no 65,537th value. One master of 131,072 is moved, by
+    2^-24 of itself.
+
+    Args:
+        master: fp32, any shape.
+    """
+    bits = master.view(torch.int32)
+    return (bits - ((bits & 0x1FFFF) == 0x8000).to(torch.int32)).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A settled fp32 tensor as (hi, lo): hi = its rounding to bf16, to the nearest, ties to even; lo int16, the rest.
+
+        hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of the master
+
+    The largest finite numbers have hi = inf, so finiteness is judged on what `join` gives.
+    """
+    bits = master.view(torch.int32)
+    hi = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)
+
+
+def join(hi: Tensor, lo: Tensor) -> Tensor:
+    """The fp32 tensor that `split` was given, bit for bit."""
+    return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
 def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

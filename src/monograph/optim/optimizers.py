@@ -166,7 +166,9 @@ def update_(
         adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
     else:
         muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
-    words = noise(param, optim.seed, applied, plane.number) if optim.state in ("bf16", "all-bf16") else None
+    words = (
+        noise(param, optim.seed, applied, plane.number, plane.start) if optim.state in ("bf16", "all-bf16") else None
+    )
     if optim.state != "fp32":
         for number, (name, values) in enumerate(moments.items(), start=1):
             pack_(state, name, values, accepted, None if words is None else words[number])
@@ -216,7 +218,8 @@ def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: 
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
         usual = weight_decay if parameter.ndim >= 2 else 0.0
-        kinds[name] = Kind(group.lr, usual if group.weight_decay is None else group.weight_decay, eps=group.eps)
+        decay = usual if group.weight_decay is None else group.weight_decay
+        kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=parameter.ndim < 2)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds

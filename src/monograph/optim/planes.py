@@ -7,11 +7,12 @@ their gradients are views of it. One update is then a handful of large operation
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class Kind(NamedTuple):
         matrix: (rows, cols) of a matrix that Muon updates; None: AdamW.
         momentum: Muon's.
         eps: factor of the optimizer's eps.
+        vector: whether it has one dimension or none, as gains and biases have.
     """
 
     lr: Knob
@@ -38,6 +40,7 @@ class Kind(NamedTuple):
     matrix: tuple[int, int] | None = None
     momentum: Knob = 0.0
     eps: Knob = 1.0
+    vector: bool = False
 
 
 class Slot(NamedTuple):
@@ -61,6 +64,8 @@ class Plane:
         grad: [size] in the dtype that the parameters had, also where they are kept in bf16 now; the parameters' `.grad`
             are views of it.
         number: which of the module's planes it is.
+        parts: how many elements each part of the module has in it, one after another: see `planes`.
+        start: where in that plane of the module it begins, if it is only a stretch of one.
         state: the optimizer's buffers by name, each [size], or [size / 256] where a number belongs to a block.
     """
 
@@ -69,6 +74,8 @@ class Plane:
     param: Tensor
     grad: Tensor
     number: int = 0
+    parts: tuple[int, ...] = ()
+    start: int | Tensor = 0
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +121,11 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def planes(
-    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], state: str = "fp32", lead: int = 0
+    parameters: Mapping[str, nn.Parameter],
+    kinds: Mapping[str, Kind],
+    state: str = "fp32",
+    lead: int = 0,
+    parts: Mapping[str, Any] | None = None,
 ) -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
@@ -127,11 +138,19 @@ def planes(
         state: the optimizer's: with "8bit" parameters begin at blocks of 256 elements, zeros between them; with
             "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
         lead: 1 for parameters that are stacked, [N, ...], which planes then are too.
+        parts: of which part of the module each parameter is, by name, any value; parameters in a row of one part are
+            one of the plane's `parts`. None: the module is one part.
     """
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    return [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
+    made = [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
+    for plane in made:
+        ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
+        of_part = itertools.groupby(zip(plane.slots, ends, strict=True), lambda each: (parts or {}).get(each[0].name))
+        reached = [0, *(list(group)[-1][1] for _, group in of_part)]
+        plane.parts = tuple(end - begin for begin, end in itertools.pairwise(reached))
+    return made
 
 
 def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int) -> Plane:

@@ -17,30 +17,29 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute, siblings
+from monograph.graph.inspect import parts
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import CountedLoss, Loss, pair, token_loss
-from monograph.ops.once import once
 from monograph.optim import (
     AdamW,
     Optimizer,
     Plane,
     checked,
     hidden_matrices,
-    initialise,
     planes,
     trainable,
     unlinked,
-    update_,
 )
 from monograph.schedule import Schedule, constant
+from monograph.step.deciding import Deciding, reciprocal
 from monograph.step.result import Update
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
 
 
-class Step:
+class Step(Deciding):
     """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
 
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
@@ -54,6 +53,7 @@ class Step:
     """
 
     CAPTURED: tuple[str, ...] = ("forward", "apply", "evaluate")
+    CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("apply",)
 
     def __init__(
         self,
@@ -95,10 +95,8 @@ class Step:
         recompute.follow(model, self.remat)
         self.settled_for: bool | None = None
         self.planes = self.laid_out()
-        for plane in self.planes:
-            initialise(plane, self.optim)
         self.holds_average = False
-        self.device = self.planes[0].param.device
+        self.device = self.place()
         self.index = 0
         of_members = self.planes[0].param.shape[:-1]
         zeros = functools.partial(torch.zeros, of_members, device=self.device)
@@ -126,9 +124,13 @@ class Step:
     def laid_out(self) -> list[Plane]:
         """The trainable parameters in planes."""
         in_order = siblings.side_by_side(self.model, trainable(self.model))
-        made = planes(in_order, self.optim.kinds(self.model), self.optim.state)
+        made = planes(in_order, self.optim.kinds(self.model), self.optim.state, parts=parts(self.model))
         siblings.settle(self.model)
-        return made
+        return [self.begun(plane) for plane in made]
+
+    def place(self) -> torch.device:
+        """Where it computes."""
+        return self.planes[0].param.device
 
     def context(self) -> AbstractContextManager[None]:
         """The context in which the loss is called."""
@@ -139,10 +141,6 @@ class Step:
         lr = self.optim.lr * self.schedule(self.index)
         self.lr.fill_(lr)
         return lr
-
-    def accepts(self, grad_norm: Tensor) -> Tensor:
-        """Whether the present gradient makes an update, bool."""
-        return grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
 
     def summed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The batch's loss and its targets."""
@@ -158,7 +156,7 @@ class Step:
         total = torch.ones((), device=self.device)
         if batches and counts[0] is not None:
             total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
-        self.seed.copy_(_reciprocal(total) * self.loss_scale)
+        self.seed.copy_(reciprocal(total) * self.loss_scale)
 
     def settle(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
@@ -167,12 +165,6 @@ class Step:
             with self.context():
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
-
-    @property
-    def counters(self) -> dict[str, Tensor]:
-        """The 0-d tensors that the updates write and a run's state holds, by name."""
-        names = ("applied", "tokens", "skipped", *(("loss_scale", "good") if self.precision.scaled else ()))
-        return {name: getattr(self, name) for name in names}
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
@@ -200,6 +192,11 @@ class Step:
             for plane, param in zip(self.planes, trained, strict=True):
                 plane.param.copy_(param)
             self.holds_average = False
+
+    @contextmanager
+    def assembled(self) -> Iterator[None]:
+        """In the block the module can be called as it is, all of its weights in one place. Only to look at."""
+        yield
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
@@ -232,27 +229,11 @@ class Step:
 
     def apply_(self, grads: Sequence[Tensor]) -> Tensor:
         """Clip and apply the summed gradients, [size] for each plane; returns their norm before clipping."""
-        counted = isinstance(self.loss, CountedLoss)
-        scale = (torch.ones_like(self.lr) if counted else _reciprocal(self.count)) / self.loss_scale
-        squares = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float64).square() for grad in grads]
-        grad_norm = torch.stack(squares).sum(0).sqrt() * scale
-        accepted = self.accepts(grad_norm)
-        if self.clip is not None:
-            scale = scale * (self.clip / (grad_norm + 1e-6)).clamp_max(1.0)
-        self.applied.add_(accepted)
-        self.tokens.add_(torch.where(accepted, self.count, 0))
-        self.skipped.add_(~accepted)
-        if self.precision.scaled:
-            self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
+        squares = [each for plane, grad in zip(self.planes, grads, strict=True) for each in self.squares(plane, grad)]
+        grad_norm, scale, accepted = self.decide(squares)
         for plane, total in zip(self.planes, grads, strict=True):
-            grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
-            compute = self.precision.products(grad.dtype)
-            update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
+            self.renew(plane, total, scale, accepted)
         return grad_norm
-
-
-def _reciprocal(count: Tensor) -> Tensor:
-    return 1.0 / count.clamp_min(1).to(torch.float64)
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────

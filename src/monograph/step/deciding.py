@@ -1,0 +1,91 @@
+"""What an update decides and does to planes: clipping, acceptance, counters, and the optimizer's own update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from monograph.graph.precision import Precision
+from monograph.loss import CountedLoss, Loss
+from monograph.ops.once import once
+from monograph.optim import Optimizer, Plane, initialise, settled, update_
+
+
+class Deciding:
+    """The part of a step that knows gradients and planes but no module, and is the same wherever the planes are.
+
+    Attributes:
+        lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
+            updates so far. 0-d tensors on the device, or [N] of N members.
+    """
+
+    loss: Loss
+    optim: Optimizer
+    clip: float | None
+    precision: Precision
+    lr: Tensor
+    loss_sum: Tensor
+    count: Tensor
+    applied: Tensor
+    tokens: Tensor
+    skipped: Tensor
+    good: Tensor
+    loss_scale: Tensor
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """The 0-d tensors that the updates write and a run's state holds, by name."""
+        names = ("applied", "tokens", "skipped", *(("loss_scale", "good") if self.precision.scaled else ()))
+        return {name: getattr(self, name) for name in names}
+
+    def begun(self, plane: Plane) -> Plane:
+        """The plane as it is before the first update."""
+        if self.settles(plane):
+            plane.param.copy_(settled(plane.param))
+        initialise(plane, self.optim)
+        return plane
+
+    def settles(self, plane: Plane) -> bool:
+        """Whether the plane's weights are kept where their bf16 rounding and the rest are 32 bits: see `settled`."""
+        return self.precision.rounds and plane.param.dtype == torch.float32
+
+    def accepts(self, grad_norm: Tensor) -> Tensor:
+        """Whether the present gradient makes an update, bool."""
+        return grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
+
+    def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
+        """The sum of squares of each of the plane's parts, fp64."""
+        found = grad.split(plane.parts, dim=-1)
+        return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64).square() for part in found]
+
+    def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """From the squares of all parts, and count it: (norm, factor of the summed gradient, whether it is applied)."""
+        counted = isinstance(self.loss, CountedLoss)
+        scale = (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
+        # One by one: the bits of a sum of many depend on who computes it.
+        grad_norm = functools.reduce(torch.add, squares).sqrt() * scale
+        accepted = self.accepts(grad_norm)
+        if self.clip is not None:
+            scale = scale * (self.clip / (grad_norm + 1e-6)).clamp_max(1.0)
+        self.applied.add_(accepted)
+        self.tokens.add_(torch.where(accepted, self.count, 0))
+        self.skipped.add_(~accepted)
+        if self.precision.scaled:
+            self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
+        return grad_norm, scale, accepted
+
+    def renew(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        """Update a plane by its summed gradient."""
+        grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
+        compute = self.precision.products(grad.dtype)
+        update_(plane, self.optim, grad, lr=self.lr, applied=self.applied, accepted=accepted, compute=compute)
+        if self.settles(plane):
+            plane.param.copy_(settled(plane.param))
+
+
+def reciprocal(count: Tensor) -> Tensor:
+    """1 / count in fp64; 1 of none."""
+    return 1.0 / count.clamp_min(1).to(torch.float64)
