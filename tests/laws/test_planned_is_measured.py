@@ -50,6 +50,12 @@ CAPTURED = {
     "a graph per block, recomputed in part": Work(
         shape(num_hidden_layers=6), 8, 48, AdamW(), compile="blocks", remat=0.5, packed=False
     ),
+    "one graph, bf16, gradients of a tied embedding that are larger than all that is stored": Work(
+        shape(vocab_size=4000, num_hidden_layers=2), 3, 32, AdamW(), precision="bf16", packed=False
+    ),
+    "bf16, a loss in four chunks": Work(
+        shape(vocab_size=8000, num_hidden_layers=1), 32, 48, AdamW(), precision="bf16", compile="blocks", packed=False
+    ),
 }
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from monograph.measure.lifetimes import Kernel, scheduled
@@ -115,3 +117,61 @@ def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
 def test_what_nobody_reads_is_gone_at_once():
     (only,) = scheduled([kernel("copy", [], fused=False)], set(), {})
     assert only.last_reads == ["copy"]
+
+
+def test_what_was_changed_in_place_is_not_written_over():
+    """As the embedding's gradient, rows of which are added up at their places, is not by its sum with a tied head's."""
+    written = [kernel("zeros", []), kernel("added", ["zeros"]), kernel("sum", ["added"])]
+    for changes, over in (("zeros", None), (None, "added")):
+        written[1].changes = changes
+        found = scheduled([replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {})
+        assert found[1].over == "zeros" and found[2].over == over
+        assert found[2].last_reads == (["added"] if over is None else [])
+
+
+def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
+    written = [
+        kernel("total", [], fused=False),
+        Kernel("inside", torch.empty(60), 60, frozenset(["total"]), fused=False, hidden=True),
+        Kernel("added", torch.empty(100), 100, frozenset(["total", "inside"]), fused=False, changes="total"),
+        kernel("scaled", ["added"]),
+    ]
+    _, inside, added, scaled = scheduled(written, {"scaled"}, {})
+    assert added.over == "total" and added.last_reads == ["inside"] and not inside.last_reads
+    assert scaled.over is None and scaled.last_reads == ["added"]
+
+
+def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
+    first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    assert second.over == "a"
+    second = replace(second, over=None, beside=frozenset(["a"]))
+    _, second = scheduled([kernel("a", [], fused=False), second], {"b"}, {})
+    assert second.over is None and second.last_reads == ["a"]
+
+
+def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_the_peak():
+    for size_bytes, kept in ((90, True), (150, False)):
+        written = [
+            kernel("a", [], fused=False),
+            kernel("b", ["a"], 110, fused=False),
+            kernel("between", ["b"], size_bytes, fused=False),
+            kernel("less", ["between"], 10, fused=False),
+            kernel("c", ["less"], fused=False),
+            kernel("most", [], 250, fused=False),
+        ]
+        found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
+        assert found["c"].over == ("a" if kept else None) and ("a" in found["b"].last_reads) != kept
+
+
+def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused():
+    """The compiler does not know of it: so the memory is there beside it."""
+    written = [
+        kernel("a", [], fused=False),
+        kernel("b", ["a"], 110, fused=False),
+        replace(kernel("inside", ["b"], 500, fused=False), hidden=True),
+        kernel("of b", ["b", "inside"], 10, fused=False),
+        kernel("c", ["of b"], fused=False),
+        kernel("most", [], 200, fused=False),
+    ]
+    found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
+    assert found["c"].over == "a" and "a" not in found["b"].last_reads

@@ -128,10 +128,13 @@ def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
-    """What the product of two matrices on a CPU takes beside its result: oneDNN copies a left that is transposed."""
+    """What an fp32 product of two matrices on a CPU takes beside its result: oneDNN copies a left that is transposed.
+
+    In bf16 it takes parts of it at a time, some hundred kB.
+    """
     (rows, depth), columns = left_NK.shape, right_KM.shape[1]
-    large = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
-    by_onednn = left_NK.dtype == torch.bfloat16 or (left_NK.dtype == torch.float32 and large)
+    by_onednn = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
+    by_onednn &= left_NK.dtype == torch.float32
     return left_NK.numel() * left_NK.element_size() if by_onednn and left_NK.stride(-1) != 1 else 0
 
 

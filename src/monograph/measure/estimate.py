@@ -1,8 +1,10 @@
 """Peak memory of a training step in closed form: microseconds, for a search; `footprint` has the verdict.
 
 static     = P (bytes of weights + 4 gradients + bytes of optimizer state)
-stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`)
-head       = logits of a chunk and their gradient, the head's gradient twice, the hidden states' gradient
+stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`); captured in a low
+             precision, a block that recomputes nothing keeps its weights, rounded, as well
+head       = the hidden states' gradient, and the larger of: logits of a chunk and their gradient, the head's gradient,
+             and its weights, rounded, or in fp32 what a chunk adds to it; the head's gradient twice
 peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
                           an update's intermediates: eager of the largest plane, captured of Muon's)
 """
@@ -102,8 +104,14 @@ def _kept(work: Work, remat: str | float) -> Choice:
     curve = Recording(0, 0, 0, _products(work)).curve()
     if remat == "pointwise":
         return curve[-1]
-    beyond_input = stored_numbers(work, "none") - work.config.hidden_size
+    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / (work.rows * work.length)
     return within(curve, int(float(remat) * beyond_input)) or curve[0]
+
+
+def _rounded(work: Work) -> int:
+    """A captured block's weights that its products read in another dtype than they are kept in."""
+    as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16"
+    return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
 
 
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
@@ -113,13 +121,14 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     rule, _, state = optimizer.partition(":")
     weight = 2 if state == "all-bf16" else 4
     static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
-    stored = config.num_hidden_layers * stored_numbers(work, work.remat) * number * tokens
+    kept = stored_numbers(work, work.remat) * tokens + _rounded(work) * (work.remat == "none")
+    stored = config.num_hidden_layers * kept * number
     if work.remat == "offload":
         stored = ON_THEIR_WAY * config.hidden_size * number * tokens
     block = stored_numbers(work, "none") * number * tokens
     head = config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = logits + 8 * head + 2 * tokens * config.hidden_size * number
+    loss = max(logits + (4 + number) * head, 8 * head) + 2 * tokens * config.hidden_size * number
     stack = _largest_stack(config) if rule == "muon" else 0
     if work.compile == "none":
         after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))

@@ -45,12 +45,14 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
     """The kernels in the order of the graph's nodes, and what the caller keeps."""
     reads: dict[Node, frozenset[Name]] = {}
     loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # of an elementwise node: buffers, and the views between
+    behind: dict[Node, dict[Name, set[int]]] = {}  # of what it reads: bytes of the dear values between, 0 for none
     found: list[Kernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             reads[node], loads[node] = frozenset([arguments]), frozenset([(arguments,)])
+            behind[node] = {arguments: {0}}
             arguments += 1
             continue
         through = frozenset[Name]().union(*(reads[each] for each in node.all_input_nodes))
@@ -61,24 +63,61 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             returned = through
         elif bases := _changed(node):
             total, left, right = (each.meta["val"] for each in (*bases, node.kwargs["left"], node.kwargs["right"]))
-            size_bytes = inner_bytes(total, left, right, device_type)
-            found.append(Kernel(node.name, total, size_bytes, through, fused=False))
-            reads[node] = frozenset[Name]().union(*(reads[each] for each in bases))
+            product, inside = f"{node.name}'s product", inner_bytes(total, left, right, device_type)
+            found.append(Kernel(product, total, inside, through, fused=False, hidden=True))
+            changes = _only(reads[bases[0]], node)
+            found.append(Kernel(node.name, total, total.nbytes, through | {product}, fused=False, changes=changes))
+            reads[node], loads[node], behind[node] = _written_here(node)
         elif _is_view(node) or not (_is_written(node) or _is_passed_twice(node, len(loads[node]))):
-            reads[node] = through
+            reads[node], behind[node] = through, _behind(node, behind)
             if _is_store(node) and found:
                 found[-1].reads |= through
         else:
             if copy_bytes := _copied_bytes(node, device_type):
                 copied = f"{node.name}'s copy"
-                found.append(Kernel(copied, _tensors(node)[0], copy_bytes, frozenset(), fused=False))
+                found.append(Kernel(copied, _tensors(node)[0], copy_bytes, frozenset(), fused=False, hidden=True))
                 through |= {copied}
             outputs = _tensors(node)
             size_bytes = sum(each.untyped_storage().nbytes() for each in outputs)
-            fused = not _is_extern(node) or _name(node) in _WRITES_AT_PLACES
-            found.append(Kernel(node.name, outputs[0], size_bytes, through, fused))
-            reads[node], loads[node] = frozenset([node.name]), frozenset([(node.name,)])
+            at_places = _name(node) in _WRITES_AT_PLACES
+            base = _only(reads[node.all_input_nodes[0]], node) if at_places else None
+            fused = not _is_extern(node) or at_places
+            between = _behind(node, behind)
+            beside = frozenset(name for name, of in between.items() if of not in ({0}, {size_bytes}))
+            within = max(set[int]().union(*between.values()), default=0)
+            found.append(Kernel(node.name, outputs[0], size_bytes, through, fused, base, beside, within))
+            reads[node], loads[node], behind[node] = _written_here(node)
     return found, set(returned)
+
+
+def _written_here(node: Node) -> tuple[frozenset[Name], frozenset[tuple[Name, ...]], dict[Name, set[int]]]:
+    """What a reader of a written node reads: itself."""
+    return frozenset([node.name]), frozenset([(node.name,)]), {node.name: {0}}
+
+
+def _only(names: frozenset[Name], node: Node) -> Name:
+    """The one of these names, which a node changes; where it changes a value of several, itself."""
+    return next(iter(names)) if len(names) == 1 else node.name
+
+
+def _behind(node: Node, behind: dict[Node, dict[Name, set[int]]]) -> dict[Name, set[int]]:
+    """For what a node reads, the bytes of each value of its own that lies between, 0 where it is read directly.
+
+    A value that is dear and read twice is a buffer of its own until its loop is made, and the reader of what lies
+    behind it: only where all are of one size is a result written over the first.
+    """
+    if len(node.users) > 1 and _name(node) in _DEAR and _on_cpu(node):
+        [value] = _tensors(node)
+        return {name: {value.nbytes} for each in node.all_input_nodes for name in behind[each]}
+    found: dict[Name, set[int]] = {}
+    for each in node.all_input_nodes:
+        for name, sizes in behind[each].items():
+            found[name] = found.get(name, set()) | sizes
+    return found
+
+
+def _on_cpu(node: Node) -> bool:
+    return bool(_tensors(node)) and _tensors(node)[0].device.type == "cpu"
 
 
 def _copied_bytes(node: Node, device_type: str) -> int:
@@ -100,7 +139,7 @@ def _is_passed_twice(node: Node, loads: int) -> bool:
 
     A CPU does not compute it again where that is dear. On a GPU a kernel holds the row.
     """
-    if len(node.users) < 2 or not _tensors(node) or node.meta["val"].device.type != "cpu":
+    if len(node.users) < 2 or not _on_cpu(node):
         return False
     reduced = [_name(each) in _REDUCTIONS for each in _readers(node)]
     return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
@@ -127,12 +166,14 @@ def _is_store(node: Node) -> bool:
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """What `add_product_` of `monograph.ops.cross_entropy`, the one operator that works in place, needs beside."""
+    """What `add_product_` of `monograph.ops.cross_entropy`, the one operator that works in place, needs beside.
+
+    A part of the product; and where a CPU adds it to numbers of another dtype, a copy of it in theirs.
+    """
     rows = min(total_VD.shape[-2], max(1, BLOCK_BYTES[device_type] // (4 * total_VD.shape[-1])))
-    product = rows * total_VD.shape[-1] * right_CD.element_size()
-    if device_type != "cpu" or left_CV.dtype == torch.float32:  # by MKL, as it is not captured
-        return product
-    return product + workspace_bytes(left_CV[..., :rows].mT, right_CD)
+    numbers = rows * total_VD.shape[-1]
+    cast = device_type == "cpu" and right_CD.dtype != total_VD.dtype
+    return numbers * (right_CD.element_size() + total_VD.element_size() * cast)
 
 
 def _changed(node: Node) -> list[Node]:

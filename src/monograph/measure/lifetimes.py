@@ -7,6 +7,7 @@ first (`fuse_nodes`); and results are written over what they alone of their loop
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ class Kernel:
         reads: arguments and earlier kernels.
         fused: elementwise, a reduction, or a write at computed places: it may be written over an argument of the same
             size that dies with it, if no other of its loop reads that.
+        changes: it works in place: it is written over what it changes, and what reads it is not written over it.
+        beside: what it reads and is not written over all the same.
+        within_bytes: of values between, for which the compiler expects memory and then needs none.
+        hidden: memory inside of the operator that follows, of which the compiler does not know.
         over: the argument or kernel that it is written over, whose memory becomes its own.
         last_reads: the others whose memory is given back after it.
     """
@@ -40,6 +45,10 @@ class Kernel:
     size_bytes: int
     reads: frozenset[Name]
     fused: bool
+    changes: Name | None = None
+    beside: frozenset[Name] = frozenset()
+    within_bytes: int = 0
+    hidden: bool = False
     over: Name | None = None
     last_reads: list[Name] = field(default_factory=list)
 
@@ -57,16 +66,56 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
     last = {name: at for at, kernel in enumerate(ordered) for name in (*kernel.reads, kernel.name)}
     readers = Counter((loops[at], name) for at, kernel in enumerate(ordered) for name in kernel.reads)
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
+    changed = {kernel.name for kernel in ordered if kernel.changes is not None}
     for name in sizes:  # in this order, so that equal blocks choose alike
         if name not in last or name in returned:
             continue
         reader = ordered[last[name]]
-        free = reader.over is None and readers[loops[last[name]], name] == 1
-        if reader.fused and free and name != reader.name and sizes[name] == reader.size_bytes:
+        free = reader.over is None and readers[loops[last[name]], name] == 1 and name not in reader.beside | changed
+        if reader.changes == name:
+            reader.over = name
+        elif reader.fused and free and name != reader.name and sizes[name] == reader.size_bytes:
             reader.over = name
         else:
             ordered[loops[last[name]]].last_reads.append(name)
+    ends = {name: loops[at] for name, at in last.items() if name not in returned}
+    _reuse(ordered, _expected(ordered, ends, arguments))
     return ordered
+
+
+def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
+    """Keep dead buffers for later ones of the same kind, where that does not raise the peak that the compiler expects.
+
+    It does not know what operators need inside, so that the real peak may be higher for it: `should_reuse_buffer`.
+    """
+    most, freed = max(expected, default=0), dict[tuple[object, int], list[tuple[int, Name]]]()
+    kinds = {kernel.name: (kernel.output.dtype, kernel.size_bytes) for kernel in ordered if not kernel.hidden}
+    for at, kernel in enumerate(ordered):
+        if kernel.over is None and (waiting := freed.get(kinds.get(kernel.name, (None, 0)))):
+            begin, name = waiting[-1]
+            between = range(begin + 1, at)
+            if all(expected[step] + kernel.size_bytes <= most for step in between):
+                waiting.pop()
+                ordered[begin].last_reads.remove(name)
+                kernel.over = name
+                for step in between:
+                    expected[step] += kernel.size_bytes
+        for name in kernel.last_reads:
+            if name in kinds:
+                freed.setdefault(kinds[name], []).append((at, name))
+
+
+def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]) -> list[int]:
+    """Bytes alive at each kernel in the compiler's eyes: nothing is written over anything, nor needed by operators."""
+    begins: dict[Name, int] = dict.fromkeys(arguments, 0)
+    begins |= {kernel.name: at + (kernel.changes is not None) for at, kernel in enumerate(ordered) if not kernel.hidden}
+    sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
+    changes = [0] * (len(ordered) + 1)
+    for name, begin in begins.items():
+        changes[begin] += sizes[name]
+        changes[ends.get(name, len(ordered) - 1) + 1] -= sizes[name]
+    alive = itertools.accumulate(changes)
+    return [size_bytes + kernel.within_bytes for size_bytes, kernel in zip(alive, ordered, strict=False)]
 
 
 def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:

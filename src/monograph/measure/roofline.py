@@ -120,3 +120,57 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
         beside=device.type != "cpu",
     )
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of what a model in stages computes for one micro-batch.
+
+    Attributes:
+        first_s: the embedding.
+        forward_s: one block's forward pass.
+        again_s: its forward pass once more, and its backward pass.
+        loss_s: the head and the loss, there and back.
+        first_again_s: the embedding's gradient.
+        number_s: the update of one number.
+    """
+
+    first_s: float
+    forward_s: float
+    again_s: float
+    loss_s: float
+    first_again_s: float
+    number_s: float
+
+
+def pass_times(work: Work, device: Device, peak_flops: float) -> PassTimes:
+    """The same roofline pass by pass, where every block is computed again from its input.
+
+    With what `work.remat` computes a second time besides, inside of a stage.
+    """
+    config, captured = work.config, work.compile != "none"
+    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
+    bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
+    tokens, number = work.rows * work.length, 4 if work.precision == "fp32" else 2
+    products = peak_flops * rate.products * tokens / (tokens + rate.saturating_tokens)
+    head, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
+    of_block = (matmul_parameters(config) - head) // layers
+    attended = 2 * config.num_attention_heads * config.head_dim * work.length
+    again, attended_again = recomputed_flops(work)
+    kernels_s = KERNELS[captured] / 3 * rate.launch_s * (1 if captured else 2) + CALL_S * (work.compile == "blocks")
+    crossing_s = stored_numbers(work, "none") * number * tokens / bandwidth  # of the whole block, once
+
+    def passed(flops: float, attention: float, crossings: float) -> float:
+        work_s = tokens * (flops / products + attention / (peak_flops * rate.attention)) + crossings * crossing_s
+        launch_s = crossings * kernels_s
+        return max(work_s, launch_s) if device.type != "cpu" else work_s + launch_s
+
+    embedded_s = 2 * config.hidden_size * number * tokens / bandwidth
+    return PassTimes(
+        first_s=embedded_s,
+        forward_s=passed(2 * of_block, attended, 1),
+        again_s=passed(6 * of_block + again, 3 * attended + attended_again, 4 if again else 3),
+        loss_s=6 * head * tokens / products + (0.0 if device.type != "cpu" else MICRO_STEP_S),
+        first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled, and added
+        number_s=UPDATE_BYTES[captured] / bandwidth,
+    )
