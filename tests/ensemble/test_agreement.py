@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from monograph.ensemble import Ensemble
+from monograph.ensemble import Ensemble, grid
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.siblings import fuse_siblings
@@ -17,6 +17,7 @@ from monograph.loop import train
 from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
+from monograph.schedule import constant
 from zoo import MLP, of_classes, zoo
 
 
@@ -167,11 +168,28 @@ def mlps(count=2):
         (lambda: Ensemble(mlps(), optim=AdamW(state="8bit")).step, "keeps its moments in fp32, not '8bit'"),
         (lambda: Ensemble(mlps()).capture({}, scope="blocks"), "an ensemble's step is one graph"),
         (lambda: Ensemble(mlps())(torch.zeros(2, 8), reduce="sum"), "reduce = 'sum': expected stack, mean"),
+        (lambda: Ensemble(mlps(), optim="adamw"), "optim = 'adamw': expected one of this package's"),
+        (lambda: Ensemble(mlps(), optim=torch.optim.AdamW), "expected one of this package's"),
+        (lambda: Ensemble(mlps(), [{"seed": 0.5}] * 2), "seed = 0.5: expected a whole number"),
+        (lambda: Ensemble([nn.ReLU(), nn.ReLU()]), "the members have no parameters"),
+        (lambda: Ensemble(mlps())(torch.zeros(3, 8), each=True), "the inputs have a leading member axis, [2, ...]"),
+        (lambda: Ensemble(mlps(), each=True).accumulate({"x": torch.zeros(3, 8)}), "the windows have a leading member"),
+        (lambda: Ensemble(lambda of: MLP(), grid(lrr=[1.0, 2.0])), "the knob lrr changes nothing"),
+        (lambda: Ensemble(lambda of: MLP(), grid(momentum=[0.8, 0.9])), "of AdamW a member has its own lr, betas"),
     ],
 )  # fmt: skip
 def test_what_an_ensemble_cannot_be_is_said(make, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         make()
+
+
+def test_a_knob_that_something_may_have_read_is_not_refused():
+    """What builds a member read it; or a schedule, the windows or a list of modules may have been made from it."""
+    knobs = grid(width=[1.0, 2.0])
+    Ensemble(lambda of: (of.width, MLP())[1], knobs)
+    for options in ({"schedule": [constant(), constant()]}, {"optim": [AdamW(), AdamW()]}, {"each": True}):
+        Ensemble(lambda of: MLP(), grid(width=[1.0, 2.0]), **options)
+    assert [of["width"] for of in Ensemble(mlps(), grid(width=[1.0, 2.0])).knobs] == [1.0, 2.0]
 
 
 def test_stacking_takes_one_parameter_more_than_the_members():

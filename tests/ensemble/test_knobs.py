@@ -40,6 +40,20 @@ def test_a_grid_is_the_product_in_order() -> None:
         grid(lr=[1.0], seed=[])
 
 
+@pytest.mark.parametrize("axis", [1e-3, "abc"])
+def test_an_axis_that_is_a_value_is_refused(axis: object) -> None:
+    with pytest.raises(UsageError, match=f"the axis lr is {axis!r}: give its values"):
+        grid(lr=axis)  # type: ignore[arg-type]
+
+
+def test_what_nobody_read_is_known() -> None:
+    knobs = Knobs(lr=1.0, width=2, depth=3)
+    assert Knobs.unread(knobs) == ["lr", "width", "depth"]
+    assert knobs.lr + knobs["depth"] == 4.0 and Knobs.unread(knobs) == ["width"]
+    assert knobs == Knobs(lr=1.0, width=2, depth=3) and Knobs.unread(copy.copy(knobs)) == ["lr", "width", "depth"]
+    assert dict(knobs)["width"] == 2 and Knobs.unread(knobs) == []
+
+
 @given(st.floats(1e-9, 1e3), st.floats(1e-9, 1e3), st.integers(2, 50))
 def test_a_log_range_has_its_ends_and_one_factor(first: float, last: float, count: int) -> None:
     if first == last:

@@ -80,6 +80,12 @@ def test_one_setting_has_nothing_beside_it() -> None:
     assert table.best and table.best.member == 0 and len(table.settings) == 1 and "nothing to compare" in table.how
 
 
+def test_one_setting_that_is_left_is_not_called_one_seed() -> None:
+    table = tabulate([2.0, 2.1, None, math.nan], grid(2, 2))
+    assert table.best and table.how == "the others diverged: there is nothing to compare the best with"
+    assert tabulate([None] * 4, grid(2, 2)).how == "all diverged"
+
+
 def test_a_member_that_diverged() -> None:
     values = [1.0, None, 2.0, 2.1, math.nan, math.inf]
     table = tabulate(values, grid(3, 2))

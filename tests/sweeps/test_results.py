@@ -29,6 +29,7 @@ def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
             elif not math.isnan(value):
                 run.log({"update": 50, "eval_loss": value / 2, "eval_bits_per_byte": value, "eval_rows": 9})
                 run.log({"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})})
+                (run.checkpoints / "step-00000050").mkdir(parents=True)
     return [results.outcome(sweep, member) for member in members]
 
 
@@ -37,6 +38,14 @@ def test_what_each_member_came_to(tmp_path: Path) -> None:
     assert [each.over for each in found] == [True] * 6 and found[4].diverged == 31
     assert [each.score("eval_loss") for each in found] == [1.0, 1.1, 0.975, 1.055, None, 1.5]
     assert found[0].summary and found[0].summary["update"] == 50 and found[0].summary["dtype"] == "fp32"
+
+
+def test_a_member_that_lost_its_last_checkpoint_is_not_over(tmp_path: Path) -> None:
+    """As a run that came to its end and lost it: it is trained once more."""
+    [first, *_] = outcomes(tmp_path, BITS)
+    (first.run.checkpoints / "step-00000050").rmdir()
+    sweep = Sweep.open(tmp_path / "s")
+    assert not results.outcome(sweep, first.member).over
 
 
 def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:

@@ -17,6 +17,13 @@ def captured_graphs() -> int:
     return int(utils.counters["stats"].get("unique_graphs", 0))
 
 
+def graphs_from_cache() -> int:
+    """How many graphs this process has read from the compiler's cache instead of compiling them."""
+    import torch._dynamo.utils as utils
+
+    return int(utils.counters["inductor"]["fxgraph_cache_hit"] + utils.counters["aot_autograd"]["autograd_cache_hit"])
+
+
 def graph_breaks() -> int:
     """How many graph breaks Dynamo has met in this process."""
     import torch._dynamo.utils as utils

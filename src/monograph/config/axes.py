@@ -45,6 +45,7 @@ _WHY_NOT = {
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]
+MOST_MEMBERS = 10_000  # beyond it a range is a slip of the finger, and its points would fill the memory
 
 
 class Axis(NamedTuple):
@@ -100,20 +101,41 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
     drawn, seeds = [axis for axis in axes if axis.key != SEED], [axis for axis in axes if axis.key == SEED]
     if not drawn:
         raise UsageError("--samples draws from axes: give one, such as optim.lr=log:1e-4..1e-2")
+    _require_few(f"--samples {samples}", samples * math.prod(len(axis.values) for axis in seeds))
     generator = random.Random(0)
     if any(axis.stretch for axis in drawn):
         found = [{axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)]
     else:
-        every = _product(drawn)
+        every = range(math.prod(len(axis.values) for axis in drawn))
         if samples > len(every):
             raise UsageError(f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all")
-        found = [every[index] for index in sorted(generator.sample(range(len(every)), samples))]
+        found = [_point(drawn, index) for index in sorted(generator.sample(every, samples))]
     return [point | seed for point in found for seed in _product(seeds)]
+
+
+def _require_few(what: str, members: int) -> None:
+    """Refuse what would be more members than anybody trains.
+
+    Raises:
+        UsageError: naming `what`.
+    """
+    if members > MOST_MEMBERS:
+        raise UsageError(f"{what}: {members:,} members; a sweep has {MOST_MEMBERS:,} at most")
 
 
 def _product(axes: Sequence[Axis]) -> list[Point]:
     keys = [axis.key for axis in axes]
+    _require_few(" ".join(keys), math.prod(len(axis.values) for axis in axes))
     return [dict(zip(keys, each, strict=True)) for each in itertools.product(*(axis.values for axis in axes))]
+
+
+def _point(axes: Sequence[Axis], index: int) -> Point:
+    """`_product(axes)[index]`, of a product that may be large."""
+    found = {}
+    for axis in reversed(axes):
+        index, place = divmod(index, len(axis.values))
+        found[axis.key] = axis.values[place]
+    return dict(reversed(found.items()))
 
 
 def _draw(axis: Axis, generator: random.Random) -> Any:
@@ -161,6 +183,7 @@ def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count
     if scale is None:
         if not (first.isdecimal() and last.isdecimal()) or count is not None or int(last) < int(first):
             raise UsageError(f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8")
+        _require_few(f"{key}={text}", int(last) - int(first) + 1)
         return Axis(key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1)))
     low, high = _number(key, text, first), _number(key, text, last)
     if scale == "log" and min(low, high) <= 0:
@@ -172,6 +195,7 @@ def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count
     if not count.isdecimal():
         raise UsageError(f"{key}={text}: expected a whole number of values after the last colon, not {count!r}")
     n = int(count)
+    _require_few(f"{key}={text}", n)
     require_ends(f"{key}={text}", low, high, n)
     numbers = log_range(low, high, n) if scale == "log" else [low + (high - low) * i / max(1, n - 1) for i in range(n)]
     ends = {0: first, n - 1: last}

@@ -43,6 +43,10 @@ class Members:
         self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
         self._dropout = Dropout(self._called)
         self._for_graphs: bool | None = None
+        modules = stack.module.named_modules()
+        self._absent = [
+            (path, owner, key) for path, owner in modules for key, of in owner._buffers.items() if of is None
+        ]
 
     def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
         """Outputs with a leading member axis.
@@ -63,8 +67,16 @@ class Members:
 
         def one(tensors: dict[str, Tensor], *inputs: Any) -> Any:
             self._dropout.site = 0
-            out = functional_call(self._called, tensors, (function, *inputs))
+            given = dict(tensors)
+            out = functional_call(self._called, tensors, (function, *inputs))  # which says what was put in their place
             self._dropout.site = 0  # or a graph would have it as an output
+            for name, tensor in given.items():
+                if tensors[name] is not tensor:
+                    _write(name.removeprefix("module."), tensor, tensors[name])
+            for path, owner, key in self._absent:
+                if (value := owner._buffers[key]) is not None:
+                    owner._buffers[key] = None
+                    raise _not_that(".".join(filter(None, (path, key))), None, value)
             return out
 
         held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
@@ -148,6 +160,26 @@ def _embedding(
         return rows
     padding = padding_idx % weight.shape[0]
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+def _write(name: str, buffer: Tensor, value: Any) -> None:
+    """Write into the members' buffer what the forward pass set it to.
+
+    Raises:
+        InputRefused: it is something else.
+    """
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        raise _not_that(name, buffer, value)
+    with torch.no_grad():
+        buffer.copy_(value)
+
+
+def _not_that(name: str, *of: Any) -> InputRefused:
+    was, now = (f"{list(t.shape)} {str(t.dtype)[6:]}" if isinstance(t, Tensor) else "nothing" for t in of)
+    return InputRefused(
+        f"the members cannot be batched: the forward pass sets the buffer {name}, {was}, to {now}: make it as large as "
+        "it gets, and of one dtype, from the beginning"
+    )
 
 
 class _Called(nn.Module):

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from monograph.ensemble.call import Members
-from monograph.ensemble.numbers import optimizers
+from monograph.ensemble.knobs import Knobs
+from monograph.ensemble.numbers import optimizers, require_read, seeds
 from monograph.ensemble.stack import Stack
 from monograph.ensemble.step import EnsembleStep, update_whole
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -80,7 +81,8 @@ class Ensemble(Resident):
             each: the windows hold different rows for each member, [N, R, ...]; else all train on the same, [R, ...].
 
         Raises:
-            UsageError: not as many knobs, optimizers or schedules as members, or what they cannot differ in differs.
+            UsageError: not as many knobs, optimizers or schedules as members, or what they cannot differ in differs;
+                a knob that nothing reads.
             InputRefused: the members differ in structure.
         """
         members, names = _built(build, knobs)
@@ -88,17 +90,16 @@ class Ensemble(Resident):
         self.members = tuple(members)
         self.stack = Stack(members)
         device = next(self.stack.module.parameters()).device
-        seeds = torch.tensor([of.get("seed", number) for number, of in enumerate(names)], device=device)
-        self._call = Members(self.stack, seeds)
-        schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * len(members)
-        if len(schedules) != len(members):
-            raise UsageError(f"{len(schedules)} schedules for {len(members)} members: pass one, or one each")
+        self._call = Members(self.stack, seeds(names, device))
+        optims = optimizers(optim or AdamW(), names)
+        if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
+            require_read(knobs or (), optims[0])  # else a list, or the windows, may have been made from them
         self._make_step = functools.partial(
             EnsembleStep,
             self._call,
             loss=loss,
-            optims=optimizers(optim or AdamW(), names),
-            schedules=schedules,
+            optims=optims,
+            schedules=_schedules(schedule, len(members)),
             clip=clip,
             precision=precision,
             remat=remat,
@@ -135,7 +136,12 @@ class Ensemble(Resident):
             reduce: "stack": outputs [N, ...]; "mean" or "variance" (of N - 1) over the members; "vote": the class [...]
                 that most members score highest, of outputs [N, ..., classes].
             named: likewise.
+
+        Raises:
+            UsageError: `each`, and not every tensor has a member axis; `reduce` is none of those.
         """
+        if each:
+            self._require_each((inputs, named), "inputs")
         with self._call.context():
             out = self._infer(inputs, named, each)
         return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
@@ -144,6 +150,20 @@ class Ensemble(Resident):
         """Compile what `ensemble(x)` runs, in place, as `nn.Module.compile` does; returns itself."""
         self._infer = graph.compiled(self._inferred, backend)
         return self
+
+    def _rows(self, window: Batch) -> int:
+        if self._row_dim:
+            self._require_each(window, "windows")
+        return super()._rows(window)
+
+    def _require_each(self, tensors: Any, what: str) -> None:
+        leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        odd = next((leaf for leaf in leaves if leaf.shape[:1] != (self.size,)), None)
+        if odd is not None:
+            raise UsageError(
+                f"each=True: the {what} have a leading member axis, [{self.size}, ...], as every member has its own; "
+                f"one is {list(odd.shape)}"
+            )
 
     def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
         return self._call(_run, inputs, named, each=each)
@@ -248,7 +268,19 @@ def _built(
         return members, [{} for _ in members]
     if len(knobs) != len(members):
         raise UsageError(f"{len(knobs)} knobs for {len(members)} members: give one each, as `grid` does")
-    return members, [dict(vars(of)) if hasattr(of, "__dict__") else dict(of) for of in knobs]
+    return members, [dict(vars(of)) if hasattr(of, "__dict__") else _plain(of) for of in knobs]
+
+
+def _plain(knobs: Any) -> dict[str, Any]:
+    """As a dict, and still unread."""
+    return dict(knobs.__getstate__() if isinstance(knobs, Knobs) else knobs)
+
+
+def _schedules(schedule: Schedule | Sequence[Schedule] | None, members: int) -> list[Schedule]:
+    found = list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * members
+    if len(found) != members:
+        raise UsageError(f"{len(found)} schedules for {members} members: pass one, or one each")
+    return found
 
 
 def _run(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -13,17 +13,24 @@ from monograph.errors import UsageError
 class Knobs:
     """One member's values, read by name: `knobs.lr`. They never change; knobs of equal names and values are equal."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_read", "_values")
     _values: Mapping[str, Any]
+    _read: set[str]
 
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_read", set())
+
+    @staticmethod
+    def unread(knobs: Knobs) -> list[str]:
+        """The names that nobody has read yet."""
+        return [name for name in knobs._values if name not in knobs._read]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of a copy that is not filled yet
             raise AttributeError(name)
         try:
-            return self._values[name]
+            return self[name]
         except KeyError:
             raise AttributeError(f"there is no knob {name!r}; there are {', '.join(self._values) or 'none'}") from None
 
@@ -35,16 +42,19 @@ class Knobs:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         object.__setattr__(self, "_values", state)
+        object.__setattr__(self, "_read", set())
 
     def keys(self) -> KeysView[str]:
         """The names; with it `dict(knobs)` works."""
         return self._values.keys()
 
     def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
         return self._values[name]
 
     def items(self) -> ItemsView[str, Any]:
         """(name, value) pairs, in the order in which they were given."""
+        self._read.update(self._values)
         return self._values.items()
 
     def __eq__(self, other: object) -> bool:
@@ -63,8 +73,11 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
         grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0, lr=1e-2 seed=1
 
     Raises:
-        UsageError: an axis without a value.
+        UsageError: an axis without a value, or that is one.
     """
+    for name, axis in axes.items():
+        if isinstance(axis, str) or not isinstance(axis, Iterable):
+            raise UsageError(f"the axis {name} is {axis!r}: give its values, [{axis!r}]")
     values = {name: list(axis) for name, axis in axes.items()}
     if empty := [name for name, axis in values.items() if not axis]:
         raise UsageError(f"the axis {empty[0]} has no value: give at least one")
@@ -94,6 +107,6 @@ def require_ends(what: str, first: float, last: float, count: int) -> None:
         UsageError: naming `what`.
     """
     if count < (1 if first == last else 2):
-        raise UsageError(f"{what}: {count} values cannot have both ends; give at least 2")
+        raise UsageError(f"{what}: a range has both its ends: at least 2 values, not {count}")
     if first == last and count > 1:
         raise UsageError(f"{what}: both ends are {first:g}, so all its values would be equal")

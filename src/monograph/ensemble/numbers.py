@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.planes import Knob
@@ -31,14 +32,16 @@ def optimizers(
         knobs: of each member, by name.
 
     Raises:
-        UsageError: not as many as members, or they differ in a field that cannot differ.
+        UsageError: not as many as members, what is no optimizer, or they differ in a field that cannot differ.
     """
-    if isinstance(optim, Sequence):
+    if isinstance(optim, list | tuple):
         each = list(optim)
         if len(each) != len(knobs):
             raise UsageError(f"{len(each)} optimizers for {len(knobs)} members: pass one, or one each")
     else:
-        first = optim() if isinstance(optim, type) else optim
+        first = optim() if isinstance(optim, type) and issubclass(optim, Optimizer) else optim
+        if not isinstance(first, Optimizer):
+            raise UsageError(f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)")
         own = [field.name for field in fields(first) if field.name in OF_OPTIMIZER]
         each = [replace(first, **{name: of[name] for name in own if name in of}) for of in knobs]
     for number, other in enumerate(each):
@@ -51,6 +54,38 @@ def optimizers(
                 f"a member may have its own {', '.join(OF_OPTIMIZER)}"
             )
     return each
+
+
+def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
+    """Refuse a knob that changes nothing: it would stand in every table, and its members would be equal.
+
+    Args:
+        knobs: of each member, after it was built.
+        optim: of any of them.
+
+    Raises:
+        UsageError: nothing has read it, and the optimizer has none of that name.
+    """
+    own = ["seed", *(field.name for field in fields(optim) if field.name in OF_OPTIMIZER)]
+    for of in knobs:
+        unread = Knobs.unread(of) if isinstance(of, Knobs) else []
+        if name := next((name for name in unread if name not in own), None):
+            raise UsageError(
+                f"the knob {name} changes nothing: the function that builds a member does not read it, and of "
+                f"{type(optim).__name__} a member has its own {', '.join(own[1:])}; take it out, or read it"
+            )
+
+
+def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
+    """[N] int64: of the members' dropout, by default their numbers.
+
+    Raises:
+        UsageError: one is no whole number.
+    """
+    found = [of.get("seed", number) for number, of in enumerate(knobs)]
+    if odd := [seed for seed in found if not isinstance(seed, int)]:
+        raise UsageError(f"seed = {odd[0]!r}: expected a whole number")
+    return torch.tensor(found, dtype=torch.int64, device=device)
 
 
 def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:

@@ -61,6 +61,8 @@ class Stack:
             first, name = owners[0]
             memo[id(getattr(first, name))] = whole
         self.module = copy.deepcopy(members[0], memo)
+        if not self._held:
+            raise UsageError("the members have no parameters and no buffers: there is nothing that could differ")
         device = self._held[0].stacked.device
         for path, rates in _rates(members).items():
             own = torch.tensor(rates, dtype=torch.float64, device=device)

@@ -116,6 +116,8 @@ class Table:
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
         over = self.over.rpartition(".")[2]
+        if sum(setting.mean is not None for setting in self.settings) < 2:
+            return "the others diverged: there is nothing to compare the best with" if self.best else "all diverged"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         return (

@@ -37,6 +37,16 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def parts(module: nn.Module) -> dict[str, str]:
+    """Of which block each parameter is, by name; the rest, which is no block's, is of "before" or "after" them."""
+    found, owner, seen = blocks(module), dict[str, str](), False
+    for name, _ in module.named_parameters():
+        of_block = next((block for block in found if name.startswith(f"{block}.")), None)
+        seen = seen or of_block is not None
+        owner[name] = of_block or ("after" if seen else "before")
+    return owner
+
+
 @contextmanager
 def running(module: nn.Module) -> Iterator[list[str]]:
     """In the block the list names the module's parts whose forward pass is running, innermost last, `name (Class)`.
@@ -63,10 +73,16 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Whatever runs in the block, the module's buffers (running means and the like) are afterwards what they were."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    """Whatever runs in the block, the module's buffers (running means and the like) are afterwards what they were.
+
+    Those that were replaced by another tensor too.
+    """
+    kept = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
     try:
         yield
     finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
+        for (owner, name, buffer), value in zip(kept, values, strict=True):
+            owner._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+# Nothing is known of a wider graph before it is compiled: one is tried where it could save twice what that costs, so
+# that a disappointment takes no more than half as long again as one after another.
+WORTH = 2.0
+
 
 class Timed(NamedTuple):
     """What a width took; width 1 is the ordinary engine.
@@ -67,17 +71,18 @@ def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) 
     return updates * sum(update_s(timed, size) for size in sizes) + compile_s
 
 
-def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int) -> int | None:
+def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
     """The width that is worth measuring next; None if none is.
 
-    First one member; then as many as fit, unless compiling them costs more than they could ever save: K members take at
-    least as long as one. From then on what the straight line promises to be faster than anything that was measured.
+    First one member; then as many as fit, where they could save WORTH times what compiling them costs: K members take
+    at least as long as one. From then on what the straight line promises to be faster than anything that was measured.
 
     Args:
         timed: what was measured so far.
         members: of the group.
         most: members that fit the memory at once.
         updates: of each member.
+        dearer: how many times as long as a member's graphs one of several takes to compile, as far as is known before.
     """
     if 1 not in timed:
         return 1
@@ -86,8 +91,8 @@ def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int
         return None
     if len(timed) == 1:
         widest = max(widths)
-        least = updates * len(rounds(members, widest)) * timed[1].update_s + timed[1].compile_s
-        return widest if least < total_s(timed, members, 1, updates) else None
+        saved = updates * (members - len(rounds(members, widest))) * timed[1].update_s
+        return widest if saved > WORTH * dearer * timed[1].compile_s else None
     promised = min(widths, key=lambda width: total_s(timed, members, width, updates))
     known = min(total_s(timed, members, width, updates) for width in timed)
     return promised if total_s(timed, members, promised, updates) < known else None
@@ -112,7 +117,7 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     if members == 1:
         return "one member"
     if shown == 1:
-        return f"{members} members one after another: compiling a wider graph would take longer than it could save"
+        return f"{members} members one after another: compiling a wider graph takes too much of what it could save"
     measured = f"measured at {', '.join(map(str, sorted(timed)))}"
     several = f"{shown} at once" if shown < members else "all at once"
     if best == 1:

@@ -10,7 +10,7 @@ from typing import Any
 from monograph.config.axes import SEED
 from monograph.evaluation.noise import Setting, Table, tabulate, written
 from monograph.run.folder import Run
-from monograph.session.story import standard_json
+from monograph.session.story import finished, standard_json
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.members import Member, described, short, shown
 
@@ -54,8 +54,7 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
     rows = run.rows()
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    summary = rows[-1].get("summary") if rows else None
-    return Outcome(member, run, rows, diverged, evaluation, summary)
+    return Outcome(member, run, rows, diverged, evaluation, finished(run))
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from monograph import planner
+from monograph import compat, planner
 from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.data.corpus import Corpus
@@ -26,6 +26,9 @@ from monograph.session.speed import seconds_per_update
 from monograph.sweeps.crew import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.members import Group, Member
 
+# How many times as long as a member's graphs one of several takes to compile (docs/log.md), and the
+# share of it where the compiler's cache has them (benchmarks/start.py).
+DEARER, CACHED = 1.3, 0.23
 CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
 
 
@@ -35,6 +38,7 @@ class Timing:
     Attributes:
         timed: by width.
         most: members that fit at once.
+        dearer: how many times as long as a member's graphs took one of several would take to compile.
         refused: why no graph holds several, in one line; empty if one does or it was not tried.
         row_s: seconds that a held-out row takes, of all members of a width.
         kept: the first members and an engine of them that is captured, by width.
@@ -45,7 +49,7 @@ class Timing:
         self.group, self.text, self.device, self.machine = group, text, device, machine
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
-        self.most, self.refused = len(group.members), ""
+        self.most, self.refused, self.dearer = len(group.members), "", DEARER
         self.kept: dict[int, tuple[list[Made], Resident]] = {}
 
     def measure(self, updates: int, progress: Progress) -> None:
@@ -54,7 +58,7 @@ class Timing:
         Raises:
             OutOfDeviceMemory: not even one member fits.
         """
-        while (width := next_width(self.timed, len(self.group.members), self.most, updates)) is not None:
+        while (width := next_width(self.timed, len(self.group.members), self.most, updates, self.dearer)) is not None:
             if width == 1:
                 self.timed[1] = self._time(1, progress)
                 continue
@@ -74,10 +78,14 @@ class Timing:
         self.group.why = alone if self.refused else found.why
         self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
         self.group.compile_s = max(0.0, found.total_s - updates * self.group.update_s)
-        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
-        self.group.held_out_s = rows * sum(self.row_s.get(size, self.row_s[1]) for size in self.group.rounds)
+        self.group.held_out_s = self.held_out_s(self.group.rounds)
         for width in [width for width in self.kept if width not in self.group.rounds]:
             del self.kept[width]
+
+    def held_out_s(self, rounds: Sequence[int]) -> float:
+        """Seconds of all evaluations of members that train in such rounds."""
+        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
+        return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
 
     def crew(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> Crew:
         """Members of a round, ready to train from their beginning.
@@ -106,9 +114,11 @@ class Timing:
             self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
         window = first_window(made, self.text)
         engine = engine_of(made, several(made), self.device)
-        began = clock()
+        began, cached = clock(), compat.graphs_from_cache()
         capture(engine, window, made[0].settings, progress)
         compile_s = clock() - began
+        if width == 1 and compat.graphs_from_cache() > cached:
+            self.dearer = DEARER / CACHED  # as the graph of several, of which nothing is known, may not be there
         with buffers_kept(engine.model):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
@@ -134,17 +144,12 @@ def capture(engine: Resident, window: Batch, settings: Settings, progress: Progr
 def timed_update(engine: Resident, window: Batch) -> float:
     """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
 
-    def alone() -> None:
-        engine.accumulate(window)
-        engine.step.discard()
-        engine.step.apply()  # without targets the device refuses it
-
     def together() -> None:
         engine.accumulate(window)
         engine.update()  # of members that are frozen it is made, and thrown away
 
     if not isinstance(engine, Ensemble):
-        return seconds_per_update(engine, alone)
+        return seconds_per_update(engine, lambda: engine.rehearse(window))
     frozen, index = engine.step.frozen, engine.index
     frozen.fill_(True)
     seconds = seconds_per_update(engine, together)
@@ -185,14 +190,16 @@ def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, pr
     budget_s = planner.UPDATES_SHARE * 60 * (train.minutes or DEFAULT_MINUTES)
     for timing in open_ended:
         timing.measure(1, progress)  # one member, whatever the length
-    tokens = max(least_tokens, _tokens_in(open_ended, budget_s, alone=True))
+    per_token_s, beside_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
+    tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, beside_s))
     for timing in open_ended:
         updates = max(1, round(tokens / _size(timing)))
         timing.measure(updates, progress)
         timing.decide(updates)
-    tokens = _tokens_in(open_ended, budget_s, alone=False)
+    per_token_s, beside_s = _costs(open_ended, [timing.group.rounds for timing in open_ended])
+    tokens = _tokens_in(budget_s, per_token_s, beside_s)
     if tokens < least_tokens:
-        longer = duration(budget_s * least_tokens / tokens)
+        longer = duration(least_tokens * per_token_s + beside_s)
         progress.line("time", f"{longer} instead of {train.minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
     found = []
@@ -222,9 +229,13 @@ def _most(timing: Timing) -> int:
     return planner.MOST_EPOCHS * -(-timing.text.train.per_epoch // rows)
 
 
-def _tokens_in(timings: Sequence[Timing], seconds: float, *, alone: bool) -> float:
-    """Tokens that every member can learn from in so many seconds of all groups together."""
-    per_token = sum(
-        (len(t.group.members) * t.timed[1].update_s if alone else t.group.update_s) / _size(t) for t in timings
-    )
-    return seconds / per_token
+def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Seconds in which every member learns from a token, and of all evaluations, of groups in these rounds each."""
+    both = list(zip(timings, of, strict=True))
+    per_token_s = sum(sum(update_s(t.timed, size) for size in sizes) / _size(t) for t, sizes in both)
+    return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
+
+
+def _tokens_in(seconds: float, per_token_s: float, beside_s: float) -> float:
+    """Tokens that every member can learn from in so many seconds, of which evaluations have up to half."""
+    return max(seconds / 2, seconds - beside_s) / per_token_s
