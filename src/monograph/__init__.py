@@ -37,6 +37,8 @@ _HOME = {
     "train": "loop",
     "Resident": "resident",
     "Ensemble": "ensemble",
+    "Streamed": "stream",
+    "Placement": "stream",
     "grid": "ensemble.knobs",
     "log_range": "ensemble.knobs",
     "evaluate": "evaluation",

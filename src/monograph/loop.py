@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +24,8 @@ class EngineState:
         scalars: counters, JSON-serialisable.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,7 +97,7 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
         engine: what trains.
         batches: where its windows come from.
         folder: holds the checkpoints, `folder/step-00001000/` and so on.
-        keep: how many of the newest to keep, at least 2.
+        keep: how many of the newest to keep; with 1 there is nothing to fall back on if that one is damaged later.
 
     Raises:
         DiskFull: it could not be written; the earlier ones are untouched.
@@ -124,6 +124,6 @@ def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], No
     """
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state
-    engine.load_state(EngineState(dict(checkpoint.model), dict(checkpoint.optimizer), state["engine"]))
+    engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
     position: dict[str, int] = state["data"]
     return position

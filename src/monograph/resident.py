@@ -198,6 +198,12 @@ class Resident:
         """Apply the accumulated gradient."""
         return update(self.step)
 
+    def rehearse(self, window: Batch) -> None:
+        """All the work of an update, thrown away; counters change, weights and optimizer state do not."""
+        self.accumulate(window)
+        self.step.discard()
+        self.step.apply()  # without targets the device refuses it
+
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode.
 
@@ -237,19 +243,21 @@ class Resident:
         Raises:
             InputRefused: a tensor or counter is missing, or a tensor is left over or has another shape.
         """
-        own = self.state()
+        self._copy_state(self.state(), state)
+
+    def _copy_state(self, own: EngineState, state: EngineState) -> None:
         for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
             if odd := sorted(mine.keys() ^ theirs.keys()):
                 hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
                 raise InputRefused(
                     f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
                 )
-            for name, tensor in mine.items():
-                if tensor.shape != theirs[name].shape:
+            for name, tensor in theirs.items():  # in their order: they may be read from a file one by one
+                if tensor.shape != mine[name].shape:
                     raise InputRefused(
-                        f"the saved {kind} does not fit: {name} is {list(theirs[name].shape)}, not {list(tensor.shape)}"
+                        f"the saved {kind} does not fit: {name} is {list(tensor.shape)}, not {list(mine[name].shape)}"
                     )
-                tensor.detach().copy_(theirs[name])
+                mine[name].detach().copy_(tensor)
         if missing := sorted(own.scalars.keys() - state.scalars.keys()):
             raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision")
         self.step.index = state.scalars["index"]

@@ -1,0 +1,169 @@
+"""A model whose weights, gradients and moments do not fit the device: trained in stages, killed, resumed, and compared.
+
+On a CPU the device is a budget: slots, desks and what goes from stage to stage are counted and have to stay below
+`--budget`, while the model's whole state is many times that. In processes of their own, one after another:
+
+    streamed   trains, saves after half of the updates, and is killed with SIGKILL in the middle of the next one
+    resumed    takes the checkpoint up and trains the rest
+    resident   trains all updates with everything on the device, which is the truth
+
+Their losses and gradient norms are printed and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.device import clock
+from monograph.loop import EngineState
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.stream import Placement, Streamed
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 256,
+}  # fmt: skip
+SMOKE = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def window(update: int, rows: int, shape: dict[str, Any]) -> dict[str, Tensor]:
+    """An update's rows, made from its number."""
+    draw = torch.Generator().manual_seed(update)
+    tokens = torch.randint(shape["vocab_size"], (rows, shape["max_position_embeddings"] + 1), generator=draw)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """One process's share: the engine's updates from where it stands, and what it took."""
+    shape, folder = task["shape"], Path(task["folder"])
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(**shape), seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    options: dict[str, Any] = {"optim": AdamW(lr=3e-4), "clip": 1.0, "micro_batch": 1}
+    if task["engine"] == "resident":
+        engine: Resident = Resident(model, **options)
+    else:
+        engine = Streamed(model, placement=Placement(when="next forward", offload=True), **options)
+    if obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks"):
+        raise SystemExit(f"not compiled: {obstacle}")
+    if task["resume"]:
+        found = checkpointing.newest(folder, print)
+        engine.load_state(EngineState(found.model, found.optimizer, found.state["engine"]))
+        del found
+    seen, seconds = [], []
+    while engine.index < task["updates"]:
+        began = clock()
+        engine.accumulate(window(engine.index, task["rows"], shape))
+        if task["killed_at"] == engine.index:
+            print(json.dumps({"seen": seen}), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        update = engine.update()
+        seen.append([float(update.loss).hex(), float(update.grad_norm).hex()])
+        seconds.append(clock() - began)
+        print(f"  {task['name']:<9} update {update.index}: loss {float(update.loss):.6f}, {seconds[-1]:.1f} s")
+        if task["saves"] and engine.index == task["updates"] // 2:
+            began = clock()
+            state = engine.state()
+            checkpoint = Checkpoint(engine.index, state.model, state.optimizer, {"engine": state.scalars})
+            checkpointing.save(folder, checkpoint, keep=1)
+            print(f"  {task['name']:<9} checkpoint in {clock() - began:.0f} s")
+    result = {"parameters": parameters, "seen": seen, "seconds": seconds, "rss_bytes": peak_rss_bytes()}
+    if isinstance(engine, Streamed):
+        walk = engine.step.walk
+        result |= {
+            "device_bytes": walk.device_bytes + walk.boundaries.most_bytes,
+            "home_bytes": sum(engine.step.store.bytes_at().values()),
+            "moved": engine.ledger()["moved"],
+        }
+    return result
+
+
+def peak_rss_bytes() -> int:
+    """The process's largest resident memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def child(task: dict[str, Any]) -> dict[str, Any]:
+    """The task in a process of its own; of one that was killed, what it said before."""
+    command = [sys.executable, "-u", __file__, "--task", json.dumps(task)]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    last = "{}"
+    assert done.stdout
+    for line in done.stdout:
+        if line.startswith("{"):
+            last = line
+        else:
+            print(line, end="", flush=True)
+    code = done.wait()
+    if code != (-signal.SIGKILL if task["killed_at"] is not None else 0):
+        raise SystemExit(f"{task['name']} ended with {code}")
+    found: dict[str, Any] = json.loads(last)
+    return found
+
+
+def main(options: Namespace) -> None:
+    """The three, the comparison, the JSON."""
+    shape = SMOKE if options.smoke else SHAPE
+    found = harness.result("stream", {"shape": shape, "updates": options.updates, "rows": options.rows})
+    harness.print_machine(found)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        common = {"shape": shape, "updates": options.updates, "rows": options.rows, "folder": folder}
+        tasks = [
+            {"name": "streamed", "engine": "stream", "resume": False, "saves": True, "killed_at": options.updates // 2},
+            {"name": "resumed", "engine": "stream", "resume": True, "saves": False, "killed_at": None},
+            {"name": "resident", "engine": "resident", "resume": False, "saves": False, "killed_at": None},
+        ]
+        killed, resumed, resident = (child(common | task) for task in tasks)
+    equal = killed["seen"] + resumed["seen"] == resident["seen"]
+    state, budget = resumed["home_bytes"], options.budget_gib * 2**30
+    found["cases"] = [{"killed": killed, "resumed": resumed, "resident": resident}]
+    found["equal_bits"] = equal
+    harness.print_table(
+        ["", "device", "state", "resident memory", "s an update"],
+        [
+            ["streamed", f"{resumed['device_bytes'] / 2**30:.2f} GiB", f"{state / 2**30:.2f} GiB",
+             f"{resumed['rss_bytes'] / 2**30:.1f} GiB", f"{min(resumed['seconds']):.1f}"],
+            ["resident", "all", f"{16 * resident['parameters'] / 2**30:.2f} GiB",
+             f"{resident['rss_bytes'] / 2**30:.1f} GiB", f"{min(resident['seconds']):.1f}"],
+        ],
+    )  # fmt: skip
+    print(
+        f"{resumed['parameters'] / 1e9:.2f} billion parameters; losses and norms before and after the kill "
+        f"{'equal in every bit' if equal else 'DIFFER'}; "
+        f"device {'within' if resumed['device_bytes'] <= budget else 'BEYOND'} {options.budget_gib:g} GiB"
+    )
+    harness.write(options.out, found)
+    if not equal or resumed["device_bytes"] > budget:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--updates", type=int, default=4, help="of which the first half is before the kill")
+    parser.add_argument("--rows", type=int, default=2, help="of an update; a micro-batch is one")
+    parser.add_argument("--budget-gib", type=float, default=2.0, help="what the device may hold")
+    parser.add_argument("--scratch", type=Path, help="where the checkpoint is written")
+    parser.add_argument("--task", help="what one of the processes does; for itself")
+    given = parser.parse_args()
+    if given.task:
+        print(json.dumps(train(json.loads(given.task))))
+    else:
+        main(given)

@@ -1,0 +1,111 @@
+"""What a stage computes for one micro-batch: forward, and again with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.optim import Plane, unlinked
+from monograph.stream.store import Stage, staged
+
+
+class _Called(Exception):
+    """What a loss called its model with."""
+
+
+class Passes:
+    """The passes of a model in stages, by the step's loss and in its context.
+
+    Each runs while the model's parameters are those of the stage on the device, `planes` their planes.
+    """
+
+    def __init__(self, step: Any):
+        """`step` is the `StreamedStep`; nothing is run."""
+        self.step, self.model = step, staged(step.model)
+
+    def begin(self, batch: Any) -> tuple[Tensor, Any]:
+        """The first block's input, and what blocks take besides: what the loss calls the model with says of what."""
+
+        def called(*args: Any, **kwargs: Any) -> None:
+            raise _Called(args, kwargs)
+
+        try:
+            with self._forward(called):
+                self.step.loss(self.step.model, batch)
+        except _Called as found:
+            args, kwargs = found.args
+        hidden, further = self.model.begin(*args, **kwargs)
+        return hidden, further
+
+    def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
+        """A stage's output."""
+        with torch.no_grad(), self.step.context():
+            return self._blocks(stage, state, further)
+
+    def first(self, batch: Any) -> tuple[Tensor, Any]:
+        """The first stage's output, and what blocks take besides."""
+        with torch.no_grad(), self.step.context():
+            return self.begin(batch)
+
+    def score(self, state: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """(sum of losses, targets) from the last stage's input."""
+        with self.step.context(), self._resumed(state):
+            return self.step.evaluate(batch)  # type: ignore[no-any-return]
+
+    def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
+        """Add the loss and the last stage's gradient; that of its input."""
+        state = state.detach().requires_grad_()
+        with self._tracing(planes), self._resumed(state):
+            loss, loss_sum, count = self.step.forward(batch, self.step.seed)
+        loss.backward()
+        self.step.loss_sum += loss_sum
+        self.step.count += count
+        return _gradient_of(state)
+
+    def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
+        """Add a stage's gradient; that of its input."""
+        state = state.detach().requires_grad_()
+        with self._tracing(planes):
+            out = self._blocks(stage, state, further)
+        out.backward(gradient)
+        return _gradient_of(state)
+
+    def first_again(self, planes: Sequence[Plane], batch: Any, gradient: Tensor) -> None:
+        """Add the first stage's gradient."""
+        with self._tracing(planes):
+            state, _ = self.begin(batch)
+        if state.requires_grad:
+            state.backward(gradient)
+
+    def _blocks(self, stage: Stage, hidden: Tensor, further: Any) -> Tensor:
+        for at, block in stage.blocks:
+            hidden = block(hidden, *further[at])
+        return hidden
+
+    @contextmanager
+    def _tracing(self, planes: Sequence[Plane]) -> Iterator[None]:
+        """In the block a forward pass is run whose gradient is taken afterwards."""
+        with torch.enable_grad(), unlinked(planes), self.step.context():
+            yield
+
+    @contextmanager
+    def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
+        """In the block the model, when it is called, does this instead."""
+        model = self.step.model
+        model.forward = instead
+        try:
+            yield
+        finally:
+            del model.forward
+
+    def _resumed(self, hidden: Tensor) -> AbstractContextManager[None]:
+        """In the block the model's blocks have run already."""
+        return self._forward(lambda *args, **kwargs: self.model.end(hidden))
+
+
+def _gradient_of(state: Tensor) -> Tensor:
+    return torch.zeros_like(state) if state.grad is None else state.grad

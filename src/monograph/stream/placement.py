@@ -1,0 +1,87 @@
+"""Where the buffers of a streamed model live, and how memory is got there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from monograph.errors import DiskFull
+from monograph.stream.lanes import Home
+from monograph.stream.pinned import on_host
+
+When = Literal["sweep", "next forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where buffers live, and where and when weights are updated.
+
+    Attributes:
+        device: that computes.
+        when: weights are updated, always on the device: "sweep": after the backward pass, stage by stage. "next
+            forward": before each stage's next forward pass, while the stage before computes; the numbers are the same.
+            "backward": as soon as a stage's gradient is complete, so that it never leaves the device; without clipping
+            only, and what is not finite is then refused stage by stage.
+        blocks_per_stage: blocks that are fetched, run and updated at once.
+        offload: whether what goes from stage to stage is kept on the host, so that the device's memory does not grow
+            with the depth.
+        on_device: buffers that stay there, as (stage, name of the buffer); their bytes never cross the link.
+        on_disk: names of buffers that lie in files, mapped into memory, wherever they are not on the device.
+        folder: for these files, which vanish with the process.
+    """
+
+    device: torch.device = torch.device("cpu")
+    when: When = "sweep"
+    blocks_per_stage: int = 1
+    offload: bool = False
+    on_device: frozenset[tuple[int, str]] = frozenset()
+    on_disk: frozenset[str] = frozenset()
+    folder: Path | None = None
+
+    def home(self, stage: int, name: str) -> Home:
+        """Where that buffer of that stage lives."""
+        if (stage, name) in self.on_device:
+            return Home.DEVICE
+        return Home.DISK if name in self.on_disk else Home.HOST
+
+
+def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
+    """The same values where they belong, in memory of their own.
+
+    Raises:
+        DiskFull: a file does not fit.
+        InputRefused: the host has not so much memory that a GPU can copy from.
+    """
+    if home == Home.DEVICE:
+        return tensor.to(placement.device, copy=True)
+    if home == Home.DISK:
+        found = _mapped(tensor, label, placement.folder)
+    else:
+        found = on_host(tensor, label, placement.device)
+    return found.copy_(tensor)
+
+
+def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
+    """Memory in a file without a name, its blocks taken now: a full disk later would end the process."""
+    size = like.numel() * like.element_size()
+    handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
+    try:
+        try:
+            os.posix_fallocate(handle, 0, max(size, 1))
+        except OSError as error:
+            where = os.statvfs(path)
+            free = where.f_bavail * where.f_frsize
+            raise DiskFull(
+                f"{label} needs {size:,} bytes in {Path(path).parent}, and {free:,} are free: free some, or keep fewer "
+                "buffers on disk"
+            ) from error
+        return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
+    finally:
+        os.close(handle)
+        Path(path).unlink()

@@ -1,0 +1,235 @@
+"""The store: a model in stages, each with its planes, and where every buffer of them lives.
+
+A stage is some blocks in a row, or what comes before or after the blocks. It is what is fetched, computed again, and
+updated at once. Weights of linear layers that are computed with in bf16 are kept as `split` gives them, 4 bytes of
+which 2 cross the link; the rest, gains, embedding and head, cross as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, cast
+
+from torch import Tensor, nn
+
+from monograph.errors import UsageError
+from monograph.graph.inspect import blocks
+from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, settled, split, trainable
+from monograph.stream.lanes import Home, Space
+from monograph.stream.placement import Placement, place
+
+WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
+
+
+class Staged(Protocol):
+    """A module that can be trained stage by stage; `monograph.Llama` is one.
+
+    `forward(x)` equals `end` of the blocks, one after another, of `begin(x)`.
+    """
+
+    parts_before: Sequence[nn.Module]  # whose parameters `begin` reads
+    parts_after: Sequence[nn.Module]  # whose parameters `end` and the loss read
+
+    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
+        """The first block's input, and what each block takes beside the output of the one before."""
+        ...
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """What the module returns, from the last block's output."""
+        ...
+
+
+class Buffer(NamedTuple):
+    """One buffer of a plane: its memory, and how the lanes know it."""
+
+    tensor: Tensor
+    space: Space
+
+
+@dataclass(eq=False)
+class Stored:
+    """A plane of one stage.
+
+    Attributes:
+        plane: on the host; its tensors are those of `buffers`, which is how the model's own parameters see them.
+        start: of its first element in the model's plane of that number.
+        buffers: by name: "weights", "rest" if they are split, "gradient", and the optimizer's.
+        splits: whether `weights` are bf16 and `rest` what is missing to fp32.
+    """
+
+    plane: Plane
+    buffers: dict[str, Buffer]
+    start: int
+    splits: bool
+
+    def master(self) -> Tensor:
+        """The fp32 (or fp64) weights: the live ones, or where they are split a copy."""
+        weights = self.buffers[WEIGHTS].tensor
+        return join(weights, self.buffers[REST].tensor) if self.splits else weights
+
+    def set_master(self, master: Tensor) -> None:
+        """Take over weights [size]."""
+        if self.splits:
+            hi, lo = split(settled(master))
+            self.buffers[REST].tensor.copy_(lo)
+            self.buffers[WEIGHTS].tensor.copy_(hi)
+        else:
+            self.buffers[WEIGHTS].tensor.copy_(master)
+
+    @property
+    def moments(self) -> list[str]:
+        """The names of the optimizer's buffers."""
+        return [name for name in self.buffers if name not in (WEIGHTS, REST, GRADIENT)]
+
+
+@dataclass(eq=False)
+class Stage:
+    """Some blocks in a row, or what comes before or after them.
+
+    Attributes:
+        name: for people.
+        index: its place among the stages.
+        blocks: what runs, with their places among the model's blocks; empty at both ends.
+        stored: its planes.
+        version: how often its weights were changed.
+    """
+
+    name: str
+    index: int
+    blocks: list[tuple[int, nn.Module]]
+    stored: list[Stored]
+    version: int = 0
+
+    @property
+    def slots(self) -> Iterator[nn.Parameter]:
+        """Its parameters."""
+        return (slot.parameter for each in self.stored for slot in each.plane.slots)
+
+
+@dataclass
+class Store:
+    """All stages of a model.
+
+    Attributes:
+        stages: first what comes before the blocks, last what comes after.
+        tied: whether the last stage reads weights of the first.
+    """
+
+    stages: list[Stage] = field(default_factory=list)
+    tied: bool = False
+
+    @property
+    def stored(self) -> Iterator[Stored]:
+        """The planes of all stages."""
+        return (each for stage in self.stages for each in stage.stored)
+
+    def bytes_at(self) -> dict[Home, int]:
+        """How much lies where."""
+        found = dict.fromkeys(Home, 0)
+        for each in self.stored:
+            for tensor, space in each.buffers.values():
+                found[space.home] += 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
+        return found
+
+
+def staged(module: nn.Module) -> Staged:
+    """The same module, as one with stages.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if missing := [name for name in ("begin", "end", "parts_before", "parts_after") if not hasattr(module, name)]:
+        raise UsageError(
+            f"memory = stream runs a model stage by stage, and {type(module).__name__} has no {missing[0]}: give it "
+            "begin, end, parts_before and parts_after as monograph.Llama has them, or use memory = device"
+        )
+    if not blocks(module):
+        raise UsageError(
+            "memory = stream runs a model block by block, and the module has no block, which is a module with parts "
+            "inside an nn.ModuleList or nn.Sequential: use memory = device"
+        )
+    return cast(Staged, module)
+
+
+def stored(  # noqa: PLR0913 - what a store is made of
+    module: nn.Module,
+    kinds: Mapping[str, Kind],
+    optim: Optimizer,
+    *,
+    rounds: bool,
+    placement: Placement,
+) -> Store:
+    """Move a module's parameters into stages; afterwards they are views of what is stored.
+
+    Args:
+        module: with its weights, on the host.
+        kinds: how each of its parameters is updated, by name.
+        optim: the optimizer, whose buffers begin as they do on a device.
+        rounds: whether weights are computed with in bf16.
+        placement: where buffers live.
+
+    Raises:
+        UsageError: the module cannot be run in stages.
+        InputRefused: memory or disk cannot hold it.
+    """
+    parts = staged(module)
+    names = {id(p): name for name, p in trainable(module).items()}
+    linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
+    reached = dict.fromkeys(kinds.values(), 0)
+    found, taken = Store(), set[int]()
+    for stage_name, run, holders in _stages(module, parts, placement.blocks_per_stage):
+        held = {id(p): p for holder in holders for p in holder.parameters() if id(p) in names}
+        found.tied = found.tied or bool(held.keys() & taken)
+        own = {names[key]: p for key, p in held.items() if key not in taken}
+        taken |= held.keys()
+        stage = Stage(stage_name, len(found.stages), run, [])
+        of_block = {names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names}
+        for plane in planes(own, kinds, optim.state, parts=of_block):
+            plane.number, start = numbers[plane.kind], reached[plane.kind]
+            reached[plane.kind] += plane.param.numel()
+            if rounds:
+                plane.param.copy_(settled(plane.param))
+            initialise(plane, optim)
+            splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
+            stage.stored.append(_kept(stage, plane, start, splits, placement))
+        found.stages.append(stage)
+    if odd := [name for key, name in names.items() if key not in taken]:
+        raise UsageError(f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after")
+    return found
+
+
+def _stages(
+    module: nn.Module, parts: Staged, blocks_per_stage: int
+) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
+    yield "before the blocks", [], parts.parts_before
+    found = list(blocks(module).values())
+    for begin in range(0, len(found), blocks_per_stage):
+        run = list(enumerate(found))[begin : begin + blocks_per_stage]
+        last = run[-1][0]
+        yield f"block {begin}" if begin == last else f"blocks {begin}-{last}", run, [block for _, block in run]
+    yield "after the blocks", [], parts.parts_after
+
+
+def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
+    """A plane's buffers where they belong; the parameters are views of the new ones."""
+    contents = {WEIGHTS: plane.param, GRADIENT: plane.grad, **plane.state}
+    if splits:
+        contents[WEIGHTS], contents[REST] = split(plane.param)
+    buffers = {}
+    for name, tensor in contents.items():
+        home = placement.home(stage.index, name)
+        if name == GRADIENT and placement.when == "backward":  # it is nowhere but in a slot
+            tensor, home = tensor.to("meta"), Home.HOST
+        label = f"{stage.name}, plane {plane.number}, {name}"
+        here = tensor if tensor.is_meta else place(tensor, home, label, placement)
+        buffers[name] = Buffer(here, Space(label, home))
+    plane.param, plane.grad = buffers[WEIGHTS].tensor, buffers[GRADIENT].tensor
+    plane.state = {name: buffers[name].tensor for name in plane.state}
+    for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(plane.param), strict=True):
+        parameter.grad = None
+        parameter.data = view
+        if plane.param.dtype != plane.grad.dtype:
+            parameter.grad_dtype = plane.grad.dtype  # type: ignore[attr-defined]
+    return Stored(plane, buffers, start, splits)

@@ -1,0 +1,280 @@
+"""The walk: for each stage, for each micro-batch. Forward, back, and the update, with what comes next on its way.
+
+All micro-batches of a window go through a stage before the next one is looked at, so weights cross the link once in
+each direction of an update, however many micro-batches it has. Only what goes from stage to stage is kept on the way
+there; on the way back a stage computes again what its gradient needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.loss import CountedLoss
+from monograph.optim import Plane
+from monograph.stream.boundaries import Boundaries
+from monograph.stream.lanes import Home, Lanes, Space
+from monograph.stream.passes import Passes
+from monograph.stream.placement import Placement
+from monograph.stream.renewal import DESKS, Desks, Renewal, guest, pieces
+from monograph.stream.slots import Bound, Room, Slots
+from monograph.stream.store import GRADIENT, Stage, Store
+
+Observe = Callable[[Sequence[Plane]], None]
+
+
+class Walk:
+    """Takes micro-batches through the stages of a model and back.
+
+    Attributes:
+        store: the stages.
+        lanes: what copies and computes.
+        slots: where stages are on the device.
+        boundaries: what goes from stage to stage.
+        fresh: whether no gradient was added since the last update.
+    """
+
+    def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
+        """Take the device's memory; `step` is the `StreamedStep` whose loss, context and update are used."""
+        self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
+        self.passes = Passes(step)
+        self.slots = Slots(store.stages, store.tied, lanes, placement.device)
+        self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
+        self._at_once = placement.when == "backward"
+        guests = [guest(piece, gradient=not self._at_once) for stage in store.stages for piece in pieces(stage)]
+        self._desks = Desks(lanes, [Room(f"desk {number}", guests, placement.device) for number in range(DESKS)])
+        self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._decided: tuple[Tensor, Tensor] | None = None
+        self._waiting: list[Stage] = []
+        self._beside: tuple[Renewal, Iterator[None]] | None = None
+        self.fresh = True
+        lanes.finish()  # what was done to this memory, and to the planes, no lane knows of
+
+    @property
+    def device_bytes(self) -> int:
+        """What slots and desks take."""
+        return self.slots.device_bytes + sum(room.size_bytes for room in self._desks.rooms)
+
+    # ── there and back ──────────────────────────────────────────────────────────────────────────
+
+    def accumulate(self, batches: Sequence[Any], observe: Observe | None = None) -> None:
+        """Add the gradient, losses and counts of the micro-batches.
+
+        Args:
+            batches: of one window.
+            observe: is called with each stage's planes on the device when its gradient is complete; no update is made.
+        """
+        if self._waiting and observe:
+            self.flush()
+        further = self._there(batches, keep=True)
+        first, *middle, last = self.store.stages
+        gradients: list[Any] = [None for _ in batches]
+        at_once = self._at_once and observe is None
+        for bound in self._visits([last, *reversed(middle), first], back=len(batches)):
+            self._empty(bound)
+            for g, batch in enumerate(batches):
+                self._back(bound, g, batch, further, gradients)
+                self._some_beside(len(batches))
+            if at_once and bound.stage is last:
+                self._allow()
+            self._gradient_done(bound, observe)
+            if at_once:
+                self._renew_at_once(bound)
+        self._all_beside()
+        self.fresh = False
+
+    def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+        """(sum of losses, targets) of each micro-batch."""
+        self._there(batches, keep=False)
+        last = self.store.stages[-1]
+        bound, found = self._next(last, back=0)(), []
+        for g, batch in enumerate(batches):
+            state, space = self.boundaries.take(last.index, g)
+            found.append(self._compute(bound, functools.partial(self.passes.score, state, batch), [space]))
+        return found
+
+    def _there(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
+        """Every stage but the last, forward; for each micro-batch what its blocks take besides."""
+        further: list[Any] = [None for _ in batches]
+        self._all_beside()
+        self.boundaries.clear()
+        for bound in self._visits(self.store.stages[:-1]):
+            stage = bound.stage
+            for g, batch in enumerate(batches):
+                if stage.blocks:
+                    state, space = self.boundaries.of(stage.index, g)
+                    work = functools.partial(self.passes.forward, stage, state, further[g])
+                    found = self._compute(bound, work, [space])
+                else:
+                    found, further[g] = self._compute(bound, functools.partial(self.passes.first, batch))
+                self.boundaries.put(stage.index + 1, g, found, keep=keep)
+                self._some_beside(len(batches))
+            self.boundaries.passed(stage.index, keep=keep)
+        return further
+
+    def _back(self, bound: Bound, g: int, batch: Any, further: list[Any], gradients: list[Any]) -> None:
+        planes = [plane for each in self._needed(bound) for plane in each.planes]
+        first, last = self.store.stages[0], self.store.stages[-1]
+        if bound.stage is first:
+            last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
+            self._compute(bound, last_one, backward=True)
+            return
+        state, space = self.boundaries.take(bound.stage.index, g)
+        if bound.stage is last:
+            work = functools.partial(self.passes.loss, planes, state, batch)
+        else:
+            work = functools.partial(
+                self.passes.again, planes, state, stage=bound.stage, further=further[g], gradient=gradients[g]
+            )
+        gradients[g] = self._compute(bound, work, [space], backward=True)
+
+    def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[Bound]:
+        """The stages on the device, one after another, the next one under way meanwhile.
+
+        On the way back so are the inputs of `back` micro-batches.
+        """
+        ready = self._next(order[0], back)()
+        for _, following in pairwise([*order, None]):
+            coming = self._next(following, back) if following else None
+            yield ready
+            if coming is not None:
+                ready = coming()
+
+    def _next(self, stage: Stage, back: int) -> Callable[[], Bound]:
+        """Have a stage's weights fetched, or its update prepared; what to call when it is wanted."""
+        if back:
+            self.boundaries.fetch(stage.index, back)
+        if stage not in self._waiting:
+            bound = self.slots.fetch(stage)
+            return lambda: bound
+        assert self._decided is not None
+        into = self.slots.claim(stage)
+        self._renew_beside(Renewal(stage, self._desks), *self._decided, into)
+        return lambda: self._renewed(into)
+
+    def _compute(
+        self, bound: Bound, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
+    ) -> Any:
+        """Run with the stage's weights, and those that it shares, in the model's parameters."""
+        needed = self._needed(bound)
+
+        def work() -> Any:
+            with ExitStack() as stack:
+                for each in needed:
+                    stack.enter_context(each.parameters())
+                    if backward:
+                        each.link()
+                return call()
+
+        reads = [*also_reads, *(space for each in needed for space in each.reads)]
+        return self.lanes.compute(work, reads, [s for each in needed for s in each.writes] if backward else ())
+
+    def _needed(self, bound: Bound) -> list[Bound]:
+        first, last = self.store.stages[0], self.store.stages[-1]
+        return [bound, self.slots.fetch(first)] if self.store.tied and bound.stage is last else [bound]
+
+    # ── gradients ───────────────────────────────────────────────────────────────────────────────
+
+    def _empty(self, bound: Bound) -> None:
+        """Make the slot's gradients zero, or what was added before."""
+        if self.store.tied and bound.stage is self.store.stages[0]:
+            return  # done where they were first needed
+        for each in self._needed(bound):
+            for stored, plane in zip(each.stage.stored, each.planes, strict=True):
+                home = stored.buffers[GRADIENT]
+                if self.fresh:
+                    self.lanes.compute(plane.grad.zero_, writes=each.writes)
+                elif home.space.home != Home.DEVICE:
+                    self.lanes.copy(plane.grad, home.tensor, each.slot.gradients.space, home.space)
+
+    def _gradient_done(self, bound: Bound, observe: Observe | None) -> None:
+        stage = bound.stage
+        if observe:
+            self.lanes.compute(functools.partial(observe, bound.planes), bound.writes)
+            return
+        for at, (stored, plane) in enumerate(zip(stage.stored, bound.planes, strict=True)):
+            square = functools.partial(self.step.squares, plane, plane.grad)
+            self._squares[stored.plane.number, stage.index, at] = self.lanes.compute(square, bound.writes)
+            home = stored.buffers[GRADIENT]
+            if home.space.home != Home.DEVICE and not self._at_once:
+                self.lanes.copy(home.tensor, plane.grad, home.space, bound.slot.gradients.space)
+
+    # ── updates ─────────────────────────────────────────────────────────────────────────────────
+
+    def update(self) -> Tensor:
+        """Clip and apply what was added; the gradient's norm before clipping."""
+        self.flush()  # an update that no forward pass has followed
+        squares = [each for key in sorted(self._squares) for each in self._squares[key]]
+        if self.fresh:
+            squares = [torch.zeros_like(self.step.loss_sum)]  # of no window
+        applied = self.step.applied.clone()
+        grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))
+        self.fresh = True
+        if self._at_once:
+            self.step.applied.copy_(applied)  # counted when the first stage was updated
+            return grad_norm  # type: ignore[no-any-return]
+        self._decided, self._waiting = (scale, accepted), list(self.store.stages)
+        if self.placement.when == "sweep":
+            self.flush()
+        return grad_norm  # type: ignore[no-any-return]
+
+    def flush(self) -> None:
+        """Make the updates that wait for the next forward pass."""
+        self._all_beside()
+        for stage in list(self._waiting):
+            assert self._decided is not None
+            self._renew_beside(Renewal(stage, self._desks), *self._decided)
+            self._all_beside()
+
+    def _renewed(self, into: Bound) -> Bound:
+        self._all_beside()
+        return into
+
+    def _renew_beside(self, renewal: Renewal, scale: Tensor, accepted: Tensor, into: Bound | None = None) -> None:
+        """Begin an update, whose pieces are made between what is computed from now on; one at a time."""
+        self._all_beside()
+        renewal.begin()
+        self._beside = renewal, renewal.work(self.step.renew_part, scale, accepted, into)
+
+    def _some_beside(self, micro_batches: int) -> None:
+        """Update as much as is due after one of so many micro-batches."""
+        renewal, work = self._beside or (None, iter(()))
+        if renewal:
+            for _ in islice(work, -(-renewal.count // micro_batches)):
+                pass
+
+    def _all_beside(self) -> None:
+        """End the update that was begun."""
+        renewal, work = self._beside or (None, iter(()))
+        for _ in work:
+            pass
+        if renewal and renewal.stage in self._waiting:
+            self._waiting.remove(renewal.stage)
+        self._beside = None
+
+    def _allow(self) -> None:
+        """Decide, from the losses, whether and by which factor gradients are applied while they are made."""
+        step = self.step
+        counted = isinstance(step.loss, CountedLoss)
+        scale = (torch.ones_like(step.lr) if counted else 1.0 / step.count.clamp_min(1)) / step.loss_scale
+        accepted = step.loss_sum.isfinite() & (step.count > 0)
+        step.applied.add_(accepted)
+        self._decided = scale, accepted
+
+    def _renew_at_once(self, bound: Bound) -> None:
+        assert self._decided is not None
+        scale, accepted = self._decided
+        index = bound.stage.index
+        own = [square for key, squares in self._squares.items() if key[1] == index for square in squares]
+        renewal = Renewal(bound.stage, self._desks, gradients=bound)
+        self._renew_beside(renewal, scale, accepted & torch.stack(own).sum().isfinite())
+
+    def discard(self) -> None:
+        """Forget what was added since the last update."""
+        self.fresh = True

@@ -1,0 +1,398 @@
+# Run: pytest tests/laws/test_streamed_is_resident.py [-m slow]
+"""Law 4: streamed = resident. Losses, norms, weights, moments and counters, in every bit.
+
+Six layers, four updates of three micro-batches of which the last is not full, packed rows, clipping that bites. Where
+two stages share weights (tied embeddings) a sum is taken in another order, and the bound is that of its rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batches import packed, ragged, tiny_llama
+from monograph.errors import OutOfDeviceMemory
+from monograph.graph.capture import compiled
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
+from monograph.loop import load_checkpoint, save_checkpoint
+from monograph.loss import TokenLoss
+from monograph.optim import AdamW, Group, Muon
+from monograph.resident import Resident
+from monograph.stream import Placement, renewal
+from numerics import error_within
+from streamed import (
+    AT_ONCE,
+    FAMILIES,
+    LAYERS,
+    MICRO_BATCH,
+    PLACEMENTS,
+    arguments,
+    files,
+    flat,
+    other_bits,
+    resident,
+    same_bits,
+    streamed,
+    trained,
+    windows,
+)
+
+PRECISIONS = ("fp32", "bf16")
+EVERY = PLACEMENTS | AT_ONCE
+
+
+def assert_same(sizes=None, batches=None, *, placement=None, blocks_per_stage=1, capture=None, **changes):
+    """Train both; returns what the resident one left."""
+    batches = batches or windows()
+    engines = [
+        resident(sizes, **changes),
+        streamed(sizes, placement=placement, blocks_per_stage=blocks_per_stage, **changes),
+    ]
+    if capture:
+        assert [engine.capture(batches[0], capture, "blocks") for engine in engines] == [None, None]
+    results = [trained(engine, batches) for engine in engines]
+    assert not other_bits(results[1], results[0])
+    return results[0]
+
+
+def unclipped(placement):
+    """What both are made with where weights are updated in the backward pass."""
+    return {"clip": None} if placement.when == "backward" else {}
+
+
+# ---- families, placements, stages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, precision):
+    left = assert_same(FAMILIES[family], precision=precision)
+    norms = [value for name, value in left.items() if "grad_norm" in name]
+    assert len(norms) == 4 and min(norms) > 2 * arguments()["clip"], "clipping must bite"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("place", EVERY)
+def test_placements(place, precision):
+    assert_same(placement=EVERY[place], precision=precision, **unclipped(EVERY[place]))
+
+
+@pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
+@pytest.mark.parametrize("blocks_per_stage", [2, 4, 6])
+def test_stages_of_several_blocks(blocks_per_stage, when):
+    """Four do not divide six; six are all."""
+    placement = Placement(when=when, offload=blocks_per_stage == 2)
+    assert_same(FAMILIES["qwen2"], placement=placement, blocks_per_stage=blocks_per_stage, precision="bf16",
+                **unclipped(placement))  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward, offloaded", "backward"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_blocks(layers, place):
+    assert_same({"num_hidden_layers": layers}, placement=EVERY[place], **unclipped(EVERY[place]))
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward", "everywhere", "backward, offloaded"])
+@pytest.mark.parametrize(
+    "optim", [AdamW(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9), Muon(lr=1e-2, state="8bit")]
+)
+def test_updated_in_many_pieces(optim, place, monkeypatch):
+    """Of 768 elements, three blocks of codes: planes and matrices are no multiples of that."""
+    monkeypatch.setattr(renewal, "MOST", 768)
+    assert_same(optim=optim, placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
+
+
+# ---- optimizers, precisions, recomputation ---------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "muon": Muon(lr=1e-2),
+    "moments in bf16": AdamW(lr=1e-2, state="bf16", seed=3),
+    "moments in 8 bits": AdamW(lr=1e-2, state="8bit"),
+    "muon in 8 bits, averaged": Muon(lr=1e-2, state="8bit", ema=0.9),
+    "averaged, groups": AdamW(lr=1e-2, ema=0.9, groups=(Group("*norm*", lr=0.5), Group("lm_head.*", weight_decay=0.0))),
+}
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward", "everywhere", "backward"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_optimizers(optim, place):
+    precision = "bf16" if place in ("on the host", "backward") else "fp32"
+    assert_same(optim=OPTIMIZERS[optim], placement=EVERY[place], precision=precision, **unclipped(EVERY[place]))
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward"])
+def test_scaled_losses(place):
+    """The first scale overflows fp16, so that updates are skipped and the scale falls, and later rises again."""
+    changes = {"precision": Precision("fp16", loss_scale=2.0**24, grow_after=2)}
+    batches = windows(12)
+    left = assert_same(batches=batches, placement=EVERY[place], **changes)
+    assert 0 < left["scalar skipped"] < 10 and left["scalar loss_scale"] < 2.0**24
+
+
+@pytest.mark.parametrize("policy", [Remat.Pointwise(), Remat.Budget(0.3), Remat.Full()])
+def test_recomputed_inside_of_stages(policy):
+    assert_same(remat=policy, blocks_per_stage=2, precision="bf16")
+
+
+def test_padded_rows_and_a_loss_that_cannot_count():
+    plain = TokenLoss()
+    batches = windows(rows=ragged)
+    assert_same(batches=batches, loss=lambda model, batch: plain(model, batch))
+    assert_same(
+        batches=batches, placement=AT_ONCE["backward"], loss=lambda model, batch: plain(model, batch), clip=None
+    )
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Kinked(TokenLoss):
+    """Adds sqrt(max over `level`): infinite where that is, and where it is 0 a finite loss with no finite gradient."""
+
+    def __call__(self, model, batch):
+        hidden_BTD = model(batch["tokens"], segments=batch["segments"], positions=batch["positions"])
+        loss_sum, count = self.head(hidden_BTD.flatten(0, -2), model.lm_head.weight, batch["targets"].flatten())
+        level = batch["level"].max() + 0 * hidden_BTD.float().sum()
+        return loss_sum + level.sqrt(), count
+
+
+def kinked_windows(odd, level):
+    found = windows()
+    for number, window in enumerate(found):
+        window["level"] = torch.ones(len(window["tokens"]))
+        if number == odd:
+            window["level"][MICRO_BATCH : 2 * MICRO_BATCH] = level  # the second of three micro-batches
+    return found
+
+
+@pytest.mark.parametrize("level", [0.0, float("inf")])
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_what_is_not_finite_changes_nothing(place, level):
+    batches, changes = kinked_windows(2, level), {"loss": Kinked(), "placement": PLACEMENTS[place]}
+    left = assert_same(batches=batches, precision="bf16", **changes)
+    assert left["scalar skipped"] == 1
+    assert left["update 2 loss"].isinf() if level else left["update 2 grad_norm"].isnan()
+    engine = streamed(**changes)
+    trained(engine, batches[:2])
+    before = flat(engine.state())
+    trained(engine, batches[2:3])
+    changed = other_bits(flat(engine.state()), before)
+    assert sorted(changed) == ["scalar index", "scalar skipped"]
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_in_the_backward_pass():
+    batches = kinked_windows(2, float("inf"))
+    left = assert_same(batches=batches, loss=Kinked(), placement=AT_ONCE["backward"], clip=None)
+    assert left["scalar skipped"] == 1
+
+
+# ---- several windows, evaluation, states -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_several_windows_an_update(place):
+    results = []
+    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
+        for seed in (10, 20, 30):
+            engine.accumulate(windows(1, seed)[0])
+            left = trained(engine, windows(1, seed + 1))
+        results.append(left)
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, ema=0.5)])
+@pytest.mark.parametrize("place", EVERY)
+def test_evaluated(place, optim):
+    """After every update, and between a window and its update."""
+    scores = []
+    changes = {"optim": optim, "precision": "bf16", **unclipped(EVERY[place])}
+    for engine in (resident(**changes), streamed(placement=EVERY[place], **changes)):
+        found = [engine.evaluate(packed(5, seed=77))]
+        for window in windows():
+            engine.accumulate(window)
+            if EVERY[place].when != "backward":  # which has updated already
+                found.append(engine.evaluate(packed(5, seed=77)))
+            engine.update()
+            found.append(engine.evaluate(packed(5, seed=77)))
+        named = {f"score {number}": score for number, (score, _) in enumerate(found)}
+        scores.append(named | flat(engine.state()))
+    assert not other_bits(*scores)
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_a_trial_changes_nothing(place):
+    changes = unclipped(EVERY[place])
+    engine, untried = (streamed(placement=EVERY[place], **changes) for _ in range(2))
+    results = [trained(untried, windows())]
+    seen = [engine.trial(window) for window in windows(2)]
+    assert seen[0] == resident().trial(windows(1)[0])
+    left = trained(engine, windows(2))
+    engine.trial(windows(1)[0])
+    results.append(left | trained(engine, windows(2, first=2)))
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_an_update_of_no_window_changes_nothing(place):
+    """Nor is the one before it lost, which may still wait for a forward pass."""
+    results = []
+    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
+        seen = [engine.update()]
+        left = trained(engine, windows(2))
+        seen += [engine.update(), engine.update()]
+        left |= {f"{n} {name}": getattr(seen[n], name) for n in range(3) for name in ("count", "grad_norm", "skipped")}
+        results.append(left | trained(engine, windows(2, first=2)))
+    assert not other_bits(*results)
+
+
+def out_of_memory_at(monkeypatch, owner, name, call):
+    """The owner's function runs out of memory the n-th time that it is called."""
+    function, calls = getattr(owner, name), []
+
+    def fails(*arguments, **keywords):
+        calls.append(name)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+@pytest.mark.parametrize("call", [1, 8])
+@pytest.mark.parametrize("name", ["forward", "again", "loss"])
+@pytest.mark.parametrize("place", ["on the host", "next forward, offloaded"])
+def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name, call, monkeypatch):
+    """The stages whose update waited for it, and was made, are not updated again."""
+    results = []
+    for runs_out in (False, True):
+        engine = streamed(placement=PLACEMENTS[place])
+        trained(engine, windows(2))
+        if runs_out:
+            out_of_memory_at(monkeypatch, engine.step.walk.passes, name, min(call, 2 if name == "loss" else call))
+        else:
+            engine.micro_batch = 2
+        results.append(trained(engine, windows(2, first=2)))
+        assert engine.micro_batch == 2
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward"])
+def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
+    """It may be half done, and can be neither repeated nor left out."""
+    engine = streamed(placement=PLACEMENTS[place])
+    trained(engine, windows(1))
+    out_of_memory_at(monkeypatch, engine.step, "renew_part", 5)
+    with pytest.raises(OutOfDeviceMemory, match="^the update of block 1 does not fit the device's memory: take fewer"):
+        trained(engine, windows(2))
+
+
+class Nowhere:
+    def state(self):
+        return {"seed": 0, "rows": 0}
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("place", ["next forward", "everywhere"])
+def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path):
+    """By their states, and by the files of checkpoints, which are the same bytes."""
+    changes = {"precision": precision, "optim": optim}
+    whole = trained(resident(**changes), windows(6))
+
+    def engines():
+        yield streamed(placement=PLACEMENTS[place], **changes)
+        yield resident({"initializer_range": 0.3}, **changes)
+        yield streamed({"initializer_range": 0.1}, blocks_per_stage=4, **changes)
+
+    by_state, by_file, state, found = {}, {}, None, []
+    for turn, engine in enumerate(engines()):
+        if state:
+            engine.load_state(state)
+        by_state |= trained(engine, windows(2, first=2 * turn))
+        state = engine.state()
+    for turn, engine in enumerate(engines()):
+        folder = tmp_path / f"{turn}"
+        if turn:
+            load_checkpoint(engine, tmp_path / f"{turn - 1}")
+        by_file |= trained(engine, windows(2, first=2 * turn))
+        save_checkpoint(engine, Nowhere(), folder)
+        twin = resident(**changes)
+        trained(twin, windows(2 * turn + 2))
+        save_checkpoint(twin, Nowhere(), tmp_path / f"twin {turn}")
+        found.append((files(folder), files(tmp_path / f"twin {turn}")))
+    assert not other_bits(by_state, whole) and not other_bits(by_file, whole)
+    assert all(mine == its for mine, its in found)
+
+
+# ---- tied ------------------------------------------------------------------------------------------------------------
+
+
+def gradients(engine):
+    """Of each parameter, by name, where they are at home."""
+    return {name: view.clone() for plane in engine.step.planes for name, view in plane.views(plane.grad)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("place", ["on the host", "gradients on the device", "everywhere"])
+def test_tied(place, precision):
+    """Streamed, the head's gradient of all micro-batches is summed before the embedding's: as exact as any other order.
+
+    Everything but that sum is the same in every bit.
+    """
+    tied, (window,) = {"tie_word_embeddings": True}, windows(1)
+    exact = Resident(tiny_llama(torch.float64, num_hidden_layers=LAYERS, **tied), micro_batch=MICRO_BATCH)
+    engines = [
+        exact,
+        resident(tied, precision=precision),
+        streamed(tied, precision=precision, placement=PLACEMENTS[place]),
+    ]
+    for engine in engines:
+        engine.accumulate(window)
+    truth, its, mine = (gradients(engine) for engine in engines)
+    assert other_bits(mine, its) in ([], ["model.embed_tokens.weight"])
+    for name, gradient in mine.items():
+        assert error_within(gradient, its[name], truth[name]), name
+    assert same_bits(*(engine.step.loss_sum for engine in engines[1:]))
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_tied_wherever_it_lives(place):
+    """All placements of one kind sum in the same order: bits."""
+    tied, changes = {"tie_word_embeddings": True}, {"clip": None, "precision": "bf16"}
+    usual, other = (streamed(tied, placement=each, **changes) for each in (Placement(), EVERY[place]))
+    assert not other_bits(trained(other, windows()), trained(usual, windows()))
+
+
+# ---- captured --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "precision"),
+    [
+        ("llama", "on the host", "bf16"),
+        ("llama", "next forward, offloaded", "fp32"),
+        pytest.param("mistral", "everywhere", "bf16", marks=pytest.mark.slow),
+        pytest.param("qwen2", "backward", "fp32", marks=pytest.mark.slow),
+        pytest.param("qwen3", "some stages on the device", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_captured_block_by_block(family, place, precision):
+    assert_same(
+        FAMILIES[family], placement=EVERY[place], precision=precision, capture="aot_eager", **unclipped(EVERY[place])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_captured_with_generated_code(precision):
+    assert_same(precision=precision, capture="inductor", blocks_per_stage=2, batches=windows(4, rows=packed))
+
+
+def test_the_norm_of_many_parts_is_the_same_bits_whoever_sums():
+    """A graph of the whole update, or the host's calls: seen to differ in the last bit beyond 32 parts."""
+    step = resident().step
+    squares = list(torch.rand(101, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    step.count.fill_(7)
+    eager, graph = (decide(squares)[0] for decide in (step.decide, compiled(step.decide)))
+    assert torch.equal(eager, graph)

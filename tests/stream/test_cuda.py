@@ -1,0 +1,88 @@
+"""Run: pytest tests/stream/test_cuda.py (the lanes of a GPU; on a machine without one their logic, on a GPU the bits)
+
+On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, which watches every stream's accesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batches import packed, tiny_llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.stream import Streamed, cuda
+from monograph.stream.cuda import EVENTS, Streams, executor
+from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space
+from stream.fake_gpu import CARD, FakeEvent, FakeGpu
+from streamed import AT_ONCE, PLACEMENTS, arguments, other_bits, streamed, trained, windows
+
+EVERY = PLACEMENTS | AT_ONCE
+SIZES = {"num_hidden_layers": 4}
+
+
+def test_a_cpu_does_everything_at_once() -> None:
+    assert isinstance(executor(torch.device("cpu")), Immediately)
+
+
+@pytest.mark.parametrize("events", [1, 3, EVENTS])
+@pytest.mark.parametrize("place", ["next forward, offloaded", "everywhere", "backward, offloaded"])
+def test_streams_and_few_events_change_no_bit(place: str, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one event a lane, waited for by works that are long over, is enough."""
+    monkeypatch.setattr(cuda, "EVENTS", events)
+    changes = {"clip": None, "optim": AdamW(lr=1e-2, ema=0.9), "placement": EVERY[place]}
+    usual = trained(streamed(SIZES, **changes), windows(2))
+    with FakeGpu(monkeypatch, seed=events) as gpu:
+        engine = streamed(SIZES, lanes=Lanes(executor(CARD)), **changes)
+        left = trained(engine, windows(2))
+        engine.evaluate(packed(5))
+    assert not other_bits(left, usual)
+    assert gpu.deferred > 200 and gpu.waited > 80 and FakeEvent.made == 3 * events
+
+
+def test_what_failed_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with FakeGpu(monkeypatch, seed=0) as gpu:
+        streams, slot, home = Streams(CARD), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+        lanes = Lanes(streams)
+        on_device, on_host = torch.zeros(2), torch.ones(2)
+        with pytest.raises(torch.OutOfMemoryError):
+            lanes.compute(fails, [slot])
+        assert streams._event(Mark("compute", 1)).recorded == 1  # type: ignore[attr-defined]
+        lanes.copy(on_device, on_host, slot, home)
+        assert on_device.sum() == 0 and gpu.deferred == 1
+        lanes.compute(lambda: on_device.mul_(2), [slot])
+    assert on_device.sum() == 4
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _one_order():
+    """Sums in one order, or two calls of the same would differ in bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_one_order")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", EVERY)
+def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None:
+    """Blocks large enough that copies and products overlap."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    placement = replace(EVERY[place], device=CARD)
+    changes = arguments(precision) | ({"clip": None} if placement.when == "backward" else {})
+    results = [
+        trained(Resident(tiny_llama(**sizes).to(CARD), **changes), windows()),
+        trained(Streamed(tiny_llama(**sizes), placement=placement, **changes), windows()),
+    ]
+    on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
+    assert not other_bits(*on_host)

@@ -1,0 +1,349 @@
+"""Run: pytest tests/stream/test_lanes.py (lanes: what waits for what, judged without them)"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from batches import packed
+from monograph.optim import AdamW
+from monograph.stream import lanes, step, walk
+from monograph.stream.lanes import Home, Lanes, Mark, Space
+from stream.adversary import AnyOrder, Late
+from stream.races import Race, Recorder, before, poison_, races, touched, undeclared, waits
+from streamed import AT_ONCE, PLACEMENTS, other_bits, streamed, trained, windows
+from tape import Watched, memory
+
+EVERY = PLACEMENTS | AT_ONCE
+SIZES = {"num_hidden_layers": 4}
+SEVERAL = ["on the host", "next forward, offloaded", "everywhere", "backward, offloaded"]
+
+
+def of(place: str, executor: Any, **changes: Any) -> Any:
+    """A streamed engine with that executor, four blocks, its weights averaged."""
+    placement = EVERY[place]
+    if placement.when == "backward":
+        changes["clip"] = None
+    changes = {"optim": AdamW(lr=1e-2, ema=0.9), "sizes": SIZES, **changes}
+    return streamed(placement=placement, lanes=Lanes(executor), **changes)
+
+
+def followed(engine: Any) -> dict[str, torch.Tensor]:
+    """Three updates, with all that happens between them."""
+    left = trained(engine, windows(1))
+    left["score"] = engine.evaluate(packed(5, seed=9))[0]
+    engine.trial(windows(1)[0])
+    if engine.step.placement.when != "backward":
+        engine.accumulate(windows(1, first=5)[0])
+    left |= trained(engine, windows(1, first=1))
+    left["another score"] = engine.evaluate(packed(5, seed=8))[0]
+    return left | trained(engine, windows(1, first=2))
+
+
+# ---- the waits -------------------------------------------------------------------------------------------------------
+
+
+def test_readers_wait_for_the_writer_and_a_writer_for_all() -> None:
+    recorder, space = Recorder(), Space("slot", Home.DEVICE)
+    home, tensor = Space("home", Home.HOST), torch.zeros(2)
+    lane = Lanes(recorder)
+    lane.copy(tensor, torch.ones(2), space, home)
+    assert lane.compute(lambda: "done", [space]) == "done"
+    lane.compute(lambda: None, [space])
+    lane.copy(torch.zeros(2), tensor, home, space)
+    lane.copy(tensor, torch.ones(2), space, home)
+    assert [work.waits for work in recorder.works] == [
+        (),
+        (Mark("in", 1),),
+        (),  # the same lane knows
+        (Mark("in", 1),),  # of the space, and as the reader of its home
+        (Mark("compute", 2), Mark("out", 1)),
+    ]
+    assert lane.moved_bytes == {(Home.HOST, Home.DEVICE): 16, (Home.DEVICE, Home.HOST): 8}
+    lane.finish()
+    lane.compute(lambda: None, writes=[space, home])
+    assert recorder.works[-1].waits == ()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random works on few spaces, with a short memory of marks."""
+    monkeypatch.setattr(lanes, "MARKS", 20)
+    choose, recorder = random.Random(seed), Recorder()
+    lane = Lanes(recorder)
+    devices = [Space(f"slot {n}", Home.DEVICE) for n in range(4)]
+    homes = [Space(f"home {n}", Home.HOST) for n in range(3)]
+    for _ in range(150):
+        kind, tensor = choose.random(), torch.zeros(1)
+        if kind < 0.4:
+            some = choose.sample(devices, 2)
+            lane.compute(lambda: None, some[:1], some[1:])
+        elif kind < 0.99:
+            ends = [choose.choice(devices), choose.choice(homes)]
+            lane.copy(tensor, tensor, *choose.sample(ends, 2))
+        else:
+            lane.finish()
+    assert not list(races(recorder))
+    every = waits(recorder)
+    assert len(every) > 50 and all(any(races(recorder, dropped)) for dropped in every)
+
+
+def test_the_judge_sees_what_is_not_ordered() -> None:
+    recorder = Recorder()
+    lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+    lane.copy(torch.zeros(1), torch.zeros(1), slot, home)
+    lane.compute(lambda: None, [slot])
+    recorder.works[1] = recorder.works[1]._replace(waits=())
+    assert list(races(recorder)) == [Race("slot", 0, 1)]
+    recorder.barriers.append(1)
+    assert not list(races(recorder))
+
+
+# ---- an update's schedule --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("place", EVERY)
+def test_no_races(place: str, tied: bool) -> None:
+    recorder = Recorder()
+    followed(of(place, recorder, sizes={**SIZES, "tie_word_embeddings": tied}, blocks_per_stage=1 + tied))
+    assert recorder.barriers[0] == 0, "what the device was given before is done before anything begins"
+    assert len(recorder.works) > 300 and not list(races(recorder))
+
+
+@pytest.mark.parametrize("place", SEVERAL)
+def test_every_single_wait_is_needed(place: str) -> None:
+    recorder = Recorder()
+    engine = of(place, recorder)
+    trained(engine, windows(1))
+    begin = len(recorder.works)
+    engine.accumulate(windows(1)[0])
+    engine.update()
+    engine.accumulate(windows(1)[0])
+    every = waits(recorder, begin)
+    assert len(every) > 40 and not list(races(recorder))
+    assert [dropped for dropped in every if not any(races(recorder, dropped))] == []
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_works_touch_what_they_declare(place: str) -> None:
+    class Watching(Recorder):
+        """Looks at every operator's memory."""
+
+        engine: Any = None
+        odd: list[str] = []  # noqa: RUF012 - of the one instance
+
+        def run(self, work: Any) -> Any:
+            known = memories(self.engine) if self.engine else {}
+            reads, writes = (
+                {at for at, space in known.items() if space in declared} for declared in (work.reads, work.writes)
+            )
+            names = {at: space.name for at, space in known.items()}
+            result, odd = undeclared(lambda: super(Watching, self).run(work), reads, writes, names)
+            self.odd += odd
+            return result
+
+    watching = Watching()
+    watching.odd = []
+    engine = of(place, watching, precision="bf16")
+    watching.engine = engine
+    followed(engine)
+    assert watching.odd == [] and len(watching.works) > 300
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_the_host_touches_what_is_at_home_only_when_all_is_done(place: str) -> None:
+    class Working(Recorder):
+        """Knows whether the host is doing a piece of work."""
+
+        working = False
+
+        def run(self, work: Any) -> Any:
+            self.working = True
+            try:
+                return super().run(work)
+            finally:
+                self.working = False
+
+    recorder, touches, early = Working(), 0, list[str]()
+    engine = of(place, recorder, precision="bf16")
+    at_home = memories(engine)
+
+    def seen(func: Any, args: Any, kwargs: Any, _out: Any) -> None:
+        nonlocal touches
+        names = [at_home[at].name for at, _ in touched(func, args, kwargs) if at in at_home]
+        if names and not recorder.working:
+            touches += 1
+            if recorder.barriers[-1] != len(recorder.works):
+                early.append(f"{names[0]} by {func}")
+
+    with Watched(seen):
+        followed(engine)
+    assert touches > 50 and not early
+
+
+def memories(engine: Any) -> dict[int, Space]:
+    """All memory that lanes share, and what it is called there."""
+    walk = engine.step.walk
+    rooms = [room for pool in walk.slots.pools for slot in pool for room in (slot.weights, slot.gradients)]
+    found = [(tensor, room.space) for room in [*rooms, *walk._desks.rooms] for tensor in room._memory.values()]
+    found += [buffer for each in engine.step.store.stored for buffer in each.buffers.values()]
+    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
+        found += list(states.values())
+    return {memory(tensor): space for tensor, space in found if not tensor.is_meta}
+
+
+class Followed(Lanes):
+    """Lanes that notice which memory of the device is copied for the first time, and when it is freed.
+
+    Attributes:
+        first: (memory, the copy's place in the schedule).
+        freed: (the place of the last copy, that of the next work after it was freed).
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.recorder = recorder
+        self.first: list[tuple[int, int]] = []
+        self.freed: list[tuple[int, int]] = []
+        self._last: dict[int, int] = {}
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, writes: Space, reads: Space) -> None:
+        on_device = target if writes.home == Home.DEVICE else source
+        storage, at = on_device.untyped_storage(), len(self.recorder.works)
+        if id(storage) not in self._last:
+            self.first.append((memory(on_device), at))
+            weakref.finalize(storage, self._free, id(storage)).atexit = False
+        self._last[id(storage)] = at
+        super().copy(target, source, writes, reads)
+
+    def _free(self, key: int) -> None:
+        self.freed.append((self._last.pop(key), len(self.recorder.works)))
+
+
+@pytest.mark.parametrize("place", ["next forward, offloaded", "some stages on the device", "backward, offloaded"])
+def test_memory_that_comes_and_goes_is_the_compute_lanes(place: str) -> None:
+    """It waits for the copies before the memory is freed, and they for it before they touch what is new.
+
+    So a device's allocator, which hands memory on in the order of that one lane, need not know of the others.
+    """
+    recorder = Recorder()
+    followed_lanes = Followed(recorder)
+    engine = streamed(SIZES, placement=EVERY[place], lanes=followed_lanes, clip=None)
+    from_the_start = memories(engine).keys()
+    trained(engine, windows(1))
+    engine.accumulate(packed(5))  # another number of micro-batches, so rings are used again, and in other shapes:
+    engine.update()
+    engine.accumulate({name: rows[:, :16].contiguous() for name, rows in packed(8).items()})
+    engine.update()
+    happened, computed = before(recorder), [work.mark.lane == "compute" for work in recorder.works]
+
+    def newest(at: int) -> int:
+        return max(place for place in range(at) if computed[place])
+
+    later = [at for where, at in followed_lanes.first if where not in from_the_start]
+    assert len(later) > 20 and all(happened[at] >> newest(at) & 1 for at in later)
+    assert len(followed_lanes.freed) > 20
+    for last, at in followed_lanes.freed:
+        assert happened[newest(at)] >> last & 1 or any(last < barrier <= at for barrier in recorder.barriers)
+
+
+# ---- what a device is free to do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_copies_at_the_last_moment_or_in_any_order_change_nothing(place: str) -> None:
+    usual = followed(of(place, lanes.Immediately()))
+    assert not other_bits(followed(of(place, Late())), usual)
+    assert not other_bits(followed(of(place, AnyOrder(len(place)))), usual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("place", SEVERAL)
+def test_many_orders(place: str, seed: int) -> None:
+    usual = followed(of(place, lanes.Immediately(), precision="bf16"))
+    assert not other_bits(followed(of(place, AnyOrder(seed), precision="bf16")), usual)
+
+
+def test_without_a_wait_the_numbers_change() -> None:
+    """Of those of the second window's forward and backward pass: every one for a copy that comes from the host."""
+    recorder = Recorder()
+    engine = of("next forward, offloaded", recorder)
+    usual = trained(engine, windows(1))
+    begin = len(recorder.works)
+    usual |= trained(engine, windows(2, first=1))
+    missed = [each for each in waits(recorder, begin) if each[0].lane == "compute" and each[1].lane == "in"]
+    changed = 0
+    for dropped in missed[:12]:
+        again = of("next forward, offloaded", Late(dropped))
+        changed += bool(other_bits(trained(again, windows(1)) | trained(again, windows(2, first=1)), usual))
+    assert changed > 6
+
+
+# ---- what was released -----------------------------------------------------------------------------------------------
+
+
+class Poisons:
+    """Parts of a walk that make useless what is in their memory before it is given to another."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        poisons = self
+
+        class Slots(walk.Slots):
+            def claim(self, stage: Any) -> Any:
+                held = {slot: slot.holds for pool in self.pools for slot in pool}
+                bound = super().claim(stage)
+                before = held[bound.slot]
+                if before is not None and before[0] is not stage:
+                    poisons.room(bound.slot.weights)
+                return bound
+
+        class Desks(walk.Desks):
+            def next(self) -> Any:
+                room = super().next()
+                poisons.room(room)
+                return room
+
+        class Boundaries(walk.Boundaries):
+            def fetch(self, stage: int, count: int) -> None:
+                for g in range(count):
+                    if ring := self._rings.get((stage % 2, g)):
+                        poisons.names.append(ring[1].name)
+                        poison_(ring[0])
+                super().fetch(stage, count)
+
+        class Walk(walk.Walk):
+            def _empty(self, bound: Any) -> None:
+                # Gradients may be read by an update until here, when the slot has long got other weights.
+                if not (self.store.tied and bound.stage is self.store.stages[0]):
+                    for each in self._needed(bound):
+                        poisons.room(each.slot.gradients)
+                super()._empty(bound)
+
+        self.parts = Slots, Desks, Boundaries
+        self.walk = Walk
+
+    def room(self, room: Any) -> None:
+        self.names.append(room.space.name)
+        for tensor in room._memory.values():
+            poison_(tensor)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", EVERY)
+def test_memory_is_poisoned_when_it_is_given_to_another(
+    place: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, poisons = followed(of(place, lanes.Immediately(), precision=precision)), Poisons()
+    for part in poisons.parts:
+        monkeypatch.setattr(walk, part.__name__, part)
+    monkeypatch.setattr(step, "Walk", poisons.walk)
+    assert not other_bits(followed(of(place, lanes.Immediately(), precision=precision)), usual)
+    kinds = {"slot", "desk"} | ({"ring"} if EVERY[place].offload else set())
+    assert {name.split()[0] for name in poisons.names} == kinds and len(poisons.names) > 50

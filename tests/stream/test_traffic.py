@@ -1,0 +1,134 @@
+"""Run: pytest tests/stream/test_traffic.py (what is copied and held equals the formula, in bytes)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from batches import LENGTH, VOCABULARY, packed, tiny_llama
+from monograph.optim import AdamW, Muon
+from monograph.stream import Placement, renewal
+from monograph.stream.lanes import Home
+from monograph.stream.placement import When
+from monograph.stream.store import Buffer
+from monograph.stream.traffic import Traffic, device_bytes, traffic
+from streamed import AT_ONCE, PLACEMENTS, WHOLE, streamed
+
+EVERY = PLACEMENTS | AT_ONCE
+HIDDEN, INTERMEDIATE = 32, 48
+DEVICE, HOST, DISK = Home.DEVICE, Home.HOST, Home.DISK
+# Of one block: q and o are square, k and v have half the heads, then the MLP's three.
+MATRICES = HIDDEN * (HIDDEN + HIDDEN + HIDDEN // 2 + HIDDEN // 2 + 3 * INTERMEDIATE)
+EMBEDDING = VOCABULARY * HIDDEN
+
+
+def moved(engine: Any, micro_batches: int) -> Traffic:
+    """What the second of two updates copies."""
+    counted = []
+    for seed in range(2):
+        before = Counter(engine.step.walk.lanes.moved_bytes)
+        engine.accumulate(packed(3 * micro_batches, seed))
+        engine.update()
+        counted.append(engine.step.walk.lanes.moved_bytes - before)
+    engine.step.walk.flush()
+    return counted[1]
+
+
+def state_bytes(element_bytes: int = 4) -> int:
+    """Of one micro-batch at one boundary."""
+    return 3 * LENGTH * HIDDEN * element_bytes
+
+
+def made(place: str, **changes: Any) -> Any:
+    return streamed(placement=EVERY[place], **({"clip": None} if EVERY[place].when == "backward" else {}), **changes)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("place", EVERY)
+def test_copied_bytes(place: str, tied: bool, micro_batches: int) -> None:
+    for blocks_per_stage in (1, 2, 4, 6):
+        engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
+        expected = traffic(engine.step.store, engine.step.placement, state_bytes(2), micro_batches)
+        assert moved(engine, micro_batches) == expected
+        apart = traffic(engine.step.store, EVERY[place], 0, 1)
+        assert (apart == expected) != EVERY[place].offload, "micro-batches count only where states are offloaded"
+
+
+@pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
+@pytest.mark.parametrize("optim", [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)])
+def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "MOST", 768)
+    placement = Placement(when=when, on_disk=WHOLE | {"ema"})
+    engine = streamed({"num_hidden_layers": 3}, placement=placement, optim=optim, clip=None)
+    assert moved(engine, 2) == traffic(engine.step.store, placement, state_bytes(), 2)
+    expected = device_bytes(engine.step.store, placement, state_bytes(), 2)
+    assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
+
+
+@pytest.mark.parametrize("layers", [6, 24])
+def test_the_formula_by_hand(layers: int) -> None:
+    """Split weights: 2 bytes of 4 cross for a pass, 4 for an update, 8 of moments; the gradient once each way."""
+    engine = streamed({"num_hidden_layers": layers}, placement=Placement(on_disk=WHOLE), precision="bf16")
+    gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
+    all_parameters = layers * (MATRICES + gains) + ends
+    passes = (2 * MATRICES + 4 * gains) * (2 * layers - 2) + 4 * (ends + EMBEDDING)
+    update = 4 * all_parameters
+    assert moved(engine, 2) == {
+        (HOST, DEVICE): passes + update + 4 * all_parameters,
+        (DEVICE, HOST): update + 4 * all_parameters,
+        (DISK, DEVICE): 8 * all_parameters,
+        (DEVICE, DISK): 8 * all_parameters,
+    }
+
+
+def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
+    everything = frozenset((stage, name) for stage in range(8) for name in ("weights", "rest", "gradient", *WHOLE))
+    engine = streamed(placement=Placement(on_device=everything), precision="bf16")
+    assert moved(engine, 2) == {} == traffic(engine.step.store, engine.step.placement, state_bytes(2), 2)
+    held = device_bytes(engine.step.store, engine.step.placement, 0, 1)
+    assert held.total == held.stored == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=6).parameters())
+
+
+# ---- held on the device ----------------------------------------------------------------------------------------------
+
+
+def held(engine: Any) -> tuple[int, int, int]:
+    """Bytes of slots, desks and, over two updates of two micro-batches, at most of boundaries."""
+    moved(engine, 2)
+    walk = engine.step.walk
+    return walk.slots.device_bytes, sum(room.size_bytes for room in walk._desks.rooms), walk.boundaries.most_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("place", EVERY)
+def test_held_bytes(place: str, tied: bool) -> None:
+    for blocks_per_stage in (1, 2, 4, 6):
+        engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
+        expected = device_bytes(engine.step.store, EVERY[place], state_bytes(2), 2)
+        assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
+        assert expected.stored == engine.step.store.bytes_at()[DEVICE]
+
+
+def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
+    """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four desks of 16 bytes an element."""
+    gains = 2 * HIDDEN
+    slots = 2 * 8 * (MATRICES + gains) + 8 * (EMBEDDING + HIDDEN)
+    for layers in (6, 24, 96):
+        sizes = {"num_hidden_layers": layers}
+        engine = streamed(sizes, placement=Placement(offload=True))
+        assert held(engine) == (slots, 4 * 16 * MATRICES, 4 * 2 * state_bytes())
+        if layers < 96:
+            assert held(streamed(sizes)) == (slots, 4 * 16 * MATRICES, (2 * (layers + 1) + 1) * state_bytes())
+
+
+def test_from_shapes_alone() -> None:
+    """As the planner has them, of models that no machine here holds."""
+    store = streamed(placement=Placement()).step.store
+    real = traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)
+    for each in store.stored:
+        each.buffers = {name: Buffer(tensor.to("meta"), space) for name, (tensor, space) in each.buffers.items()}
+        each.plane.param = each.plane.param.to("meta")
+    assert (traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)) == real

@@ -1,0 +1,125 @@
+"""Resident and streamed engines of one six-layer model, and everything that their training leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batches import packed, tiny_llama
+from monograph.graph.precision import Precision
+from monograph.loop import Engine, EngineState
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.schedule import warmup_cosine
+from monograph.stream import Placement, Streamed
+
+LAYERS, ROWS, MICRO_BATCH, UPDATES = 6, 8, 3, 4
+FULL, SLIDING = "full_attention", "sliding_attention"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING, SLIDING) * 2},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+}
+WHOLE = frozenset(f"{name}{scale}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") for scale in ("", "_scale"))
+# Stages are 0 before the blocks, 1 to 6 of one block each, 7 after them.
+PLACEMENTS: dict[str, Placement] = {
+    "on the host": Placement(),
+    "next forward": Placement(when="next forward"),
+    "offloaded": Placement(offload=True),
+    "next forward, offloaded": Placement(when="next forward", offload=True),
+    "moments on disk": Placement(on_disk=WHOLE),
+    "all on disk": Placement(when="next forward", on_disk=WHOLE | {"weights", "rest", "gradient"}),
+    "gradients on the device": Placement(on_device=frozenset((stage, "gradient") for stage in range(LAYERS + 2))),
+    "some stages on the device": Placement(
+        when="next forward",
+        offload=True,
+        on_device=frozenset((stage, name) for stage in (0, 3, 6) for name in ("weights", "rest", "gradient", *WHOLE)),
+    ),
+    "everywhere": Placement(
+        on_device=frozenset(
+            {(1, "weights"), (2, "gradient"), (2, "weights"), (4, "exp_avg"), (5, "rest"), (7, "weights")}
+        ),
+        on_disk=frozenset({"exp_avg_sq", "gradient"}),
+    ),
+}
+AT_ONCE: dict[str, Placement] = {
+    "backward": Placement(when="backward"),
+    "backward, offloaded": Placement(when="backward", offload=True, on_disk=WHOLE),
+    "backward, some stages on the device": Placement(
+        when="backward",
+        on_device=frozenset((stage, name) for stage in (0, 2, 7) for name in ("weights", "rest", *WHOLE)),
+    ),
+}
+
+
+def arguments(precision: str | Precision = "fp32", **changes: Any) -> dict[str, Any]:
+    """What both engines are made with."""
+    usual = {
+        "optim": AdamW(lr=1e-2),
+        "schedule": warmup_cosine(2, 20),
+        "clip": 0.1,
+        "precision": Precision(precision) if isinstance(precision, str) else precision,
+        "micro_batch": MICRO_BATCH,
+    }
+    return usual | changes
+
+
+def resident(sizes: dict[str, Any] | None = None, **changes: Any) -> Resident:
+    return Resident(tiny_llama(**{"num_hidden_layers": LAYERS} | (sizes or {})), **arguments(**changes))
+
+
+def streamed(
+    sizes: dict[str, Any] | None = None, placement: Placement | None = None, blocks_per_stage: int = 1, **changes: Any
+) -> Streamed:
+    changes["placement"] = replace(placement or Placement(), blocks_per_stage=blocks_per_stage)
+    return Streamed(tiny_llama(**{"num_hidden_layers": LAYERS} | (sizes or {})), **arguments(**changes))
+
+
+def windows(count: int = UPDATES, first: int = 0, rows: Callable[..., dict[str, Tensor]] = packed) -> list[Any]:
+    """Windows of three micro-batches, the last one not full."""
+    return [rows(ROWS, seed=seed) for seed in range(first, first + count)]
+
+
+def flat(state: EngineState) -> dict[str, Tensor]:
+    """Copies of a state's tensors and counters by name."""
+    named = {f"model {name}": tensor.detach().clone() for name, tensor in state.model.items()}
+    named |= {f"optimizer {name}": tensor.clone() for name, tensor in state.optimizer.items()}
+    return named | {f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()}
+
+
+def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """What every update returned, and the state in the end."""
+    seen: dict[str, Tensor] = {}
+    for batch in batches:
+        engine.accumulate(batch)
+        update = engine.update()
+        for name in ("loss", "count", "grad_norm", "tokens", "skipped"):
+            seen[f"update {update.index} {name}"] = getattr(update, name).clone()
+    return seen | flat(engine.state())
+
+
+def other_bits(mine: dict[str, Tensor], its: dict[str, Tensor]) -> list[str]:
+    """Names of what is not the same in every bit; NaN is NaN."""
+    assert mine.keys() == its.keys()
+    return [name for name, tensor in mine.items() if not same_bits(tensor, its[name])]
+
+
+def same_bits(mine: Tensor, its: Tensor) -> bool:
+    if mine.dtype != its.dtype or mine.shape != its.shape:
+        return False
+    if not mine.is_floating_point():
+        return torch.equal(mine, its)
+    number = ~mine.isnan()
+    return torch.equal(mine.isnan(), its.isnan()) and torch.equal(mine[number], its[number])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
