@@ -1,25 +1,41 @@
-"""Writes the tables and the picture of docs/plan.md: Llama-3-8B on four cards, as the planner has it.
+"""Writes the tables and the picture of docs/plan.md: Llama-3-8B on four cards, and what is streamed, as planned.
 
 Usage: python docs/make_plan.py           (needs no GPU; tests/planner/test_page.py compares)
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from monograph import planner
 from monograph.device import named
-from monograph.measure.quantities import count, gibibytes
+from monograph.errors import OutOfDeviceMemory
+from monograph.measure.quantities import count, duration, gibibytes
+from monograph.measure.roofline import LINK_BYTES_PER_S, LINK_SHARE
 from monograph.measure.tally import ORIGINS
 from monograph.model.config import LlamaConfig
-from monograph.planner import Asked, Plan, plan
+from monograph.planner import Asked, Limits, Plan, plan, streamed
+from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
 from monograph.session.planning import REMATS
+from monograph.stream.clock import Link
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "plan.md", DOCS / "figures" / "plan-8b.svg"
 BEGIN, END = "<!-- made by docs/make_plan.py -->", "<!-- end -->"
 CARDS = ("4090", "L40S", "H100", "H200")
+STREAM_BEGIN = "<!-- streamed, made by docs/make_plan.py -->"
+STREAMED_ON, HOSTS = ("4090", "H100", "H200"), (128, 512)  # of the hosts: GiB
+# Sizes of Llama 3 with 8 and 70 billion parameters, and of one in between.
+SHAPES = {
+    "8B": LlamaConfig.preset("8b"),
+    "20B": replace(LlamaConfig.preset("8b"), hidden_size=6144, intermediate_size=16384, num_hidden_layers=48,
+                   num_attention_heads=48),
+    "70B": replace(LlamaConfig.preset("8b"), hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                   num_attention_heads=64),
+}  # fmt: skip
 COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 
 
@@ -47,6 +63,31 @@ def table(found: list[Plan]) -> str:
         lines.append(
             f"| {each.device.name} | {memory} | {way} | {gibibytes(best.peak_memory_bytes)} | {speed} | {verdict} |"
         )
+    return "\n".join(lines)
+
+
+def streamed_table() -> str:
+    """What each shape takes on each card with each host, in 131,072 tokens an update, and how long that is."""
+    lines = [
+        "| model | card | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
+        device = named(card)
+        asked = Asked(shape, 4096, 2**17, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+        rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        link = Link(rate, rate, DISK_BYTES_PER_S)
+        limits = Limits(planner.budget(device), int(HOST_SHARE * host * 2**30), 2 * 2**40, link)
+        begun = f"| {name} | {device.name.removeprefix('NVIDIA ')} | {host} GiB"
+        try:
+            best = streamed(asked, device, limits, device.peak_flops)[0]
+        except OutOfDeviceMemory as refused:
+            lines.append(f"{begun} | {str(refused).split(' (')[0].split(': ')[-1]} |  |  |  |  |  |  |")
+            continue
+        sizes = " | ".join(gibibytes(best.total(tier)) for tier in ("device", "host", "disk"))
+        way = f"{best.work.rows}, {best.placement.blocks_per_stage}"
+        speed = f"{count(best.tokens_per_s, 'tok/s')}, MFU {best.mfu:.0%}"
+        lines.append(f"{begun} | {sizes} | {way} | {duration(best.update_s)} | {speed} | {best.bottleneck} |")
     return "\n".join(lines)
 
 
@@ -80,6 +121,8 @@ def main() -> None:
     found = plans()
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END, 1)[1]}")
+    before, rest = PAGE.read_text().split(STREAM_BEGIN)
+    PAGE.write_text(f"{before}{STREAM_BEGIN}\n{streamed_table()}\n{END}{rest.split(END, 1)[1]}")
     draw(found)
 
 

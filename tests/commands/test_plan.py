@@ -12,6 +12,8 @@ from monograph.commands.plan import memory_size
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.measure.calibration import Calibration
+from monograph.model.config import LlamaConfig
+from monograph.planner import Limits
 
 
 def run(capsys, *arguments):
@@ -35,14 +37,15 @@ def test_a_small_model_on_a_named_card(capsys):
 
 def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
     code, out, _ = run(capsys, "model.preset=1b", "data.sequence_length=512", "--device=4090", "--device-memory=2GiB",
-                       "train.compile=none", "--json")  # fmt: skip
+                       "train.compile=none", "train.memory=device", "--json")  # fmt: skip
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
 
 
 def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(capsys, monkeypatch):
-    arguments = ("model.preset=1b", "data.sequence_length=512", "--device=4090", "train.compile=none", "--json")
+    arguments = ("model.preset=1b", "data.sequence_length=512", "--device=4090", "train.compile=none", "--json",
+                 "train.memory=device")  # fmt: skip
     needed = []
     for more in (0, 2**28):
         monkeypatch.setattr(Calibration, "residual", lambda *_, more=more: more)
@@ -92,3 +95,54 @@ def test_sizes():
 def test_this_machine_is_not_planned_for_what_it_will_not_train_in(capsys, precision):
     code, out, error = run(capsys, f"train.precision={precision}")
     assert code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error
+
+
+STREAMED = ("model.preset=1b", "data.sequence_length=512", "train.tokens_per_update=16Ki", "train.memory=stream",
+            "train.compile=blocks", "train.remat=none", "optim.name=adamw", "--device=4090", "--json")  # fmt: skip
+
+
+@pytest.fixture
+def host_of(monkeypatch):
+    """A host with so much memory and disk, whatever this one has."""
+
+    def made(host_bytes, disk_bytes=0):
+        here = lambda device, device_bytes: Limits(device_bytes, host_bytes, disk_bytes)  # noqa: E731
+        monkeypatch.setattr(Limits, "here", here)
+
+    return made
+
+
+def test_a_streamed_plan_says_what_lies_where_and_what_limits_it(capsys, host_of):
+    host_of(64 * 2**30)
+    code, out, _ = run(capsys, *STREAMED, "--device-memory=8GiB")
+    best = json.loads(out.splitlines()[-1])["chosen"]
+    assert code == 0 and best["memory"] == "stream" and best["update_s"] > 0 and best["tokens_per_s"] > 0
+    assert set(best["placement"]) == {"when", "offload", "blocks_per_stage", "on_device_share", "on_disk"}
+    assert sum(best["bytes_by_tier"]["device"].values()) == best["peak_memory_bytes"] <= 8 * 2**30
+    assert best["bytes_by_tier"]["host"]["moments_bytes"] > 0 and f"limited by {best['bottleneck']}" in out
+    assert "\nhost     " in out and "\nstream   " in out and "streamed" in out
+
+
+def test_a_host_that_is_too_small_is_said_and_is_no_failure(capsys, host_of):
+    host_of(2**30, 2**30)
+    code, out, _ = run(capsys, *STREAMED, "--device-memory=8GiB")
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and found["chosen"] is None and found["candidates"] == []
+    assert "the host needs" in found["refusal"] and "1.00 GiB may be taken in" in found["refusal"]
+
+
+def test_a_folder_needs_no_more_than_its_shape(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("micro").to_hf()))
+    code, out, _ = run(capsys, f"model.init={tmp_path}", "--device", "H200", "--json")
+    assert code == 0 and json.loads(out.splitlines()[-1])["chosen"]
+    (tmp_path / "config.json").write_text("{")
+    code, _, error = run(capsys, f"model.init={tmp_path}", "--device", "H200")
+    assert code == 3 and "config.json" in error and error.count("\n") == 1
+
+
+def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(capsys):
+    arguments = ("data.sequence_length=256", "train.tokens_per_update=2048", "--device", "H200")
+    _, out, _ = run(capsys, "train.micro_batch=50", *arguments)
+    assert "note     train.micro_batch = 50: an update has 8 rows, so micro-batches of 8" in out
+    _, out, _ = run(capsys, "train.micro_batch=8", *arguments)
+    assert "note" not in out

@@ -1,7 +1,9 @@
 # Run: pytest tests/planner/test_page.py
-"""The table of docs/plan.md is what the planner says."""
+"""The tables of docs/plan.md are what the planner says."""
 
 from __future__ import annotations
+
+import pytest
 
 from scripts import script
 
@@ -10,3 +12,10 @@ def test_the_table_of_the_page_is_the_planner_s():
     made = script("docs/make_plan.py")
     shown = made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0].strip()
     assert shown == made.table(made.plans()), "run: python docs/make_plan.py"
+
+
+@pytest.mark.slow  # 18 plans, of up to 80 blocks, played by the clock
+def test_the_table_of_what_is_streamed_is_the_planner_s():
+    made = script("docs/make_plan.py")
+    shown = made.PAGE.read_text().split(made.STREAM_BEGIN)[1].split(made.END)[0].strip()
+    assert shown == made.streamed_table(), "run: python docs/make_plan.py"

@@ -52,7 +52,25 @@ def test_a_short_run_measures_nothing_that_cannot_pay() -> None:
     """2 members of 10 updates of .1 s: all of it is a second, compiling takes 20."""
     timed = measured(lambda k: 0.1, 2, 10)
     assert timed.keys() == {1}
-    assert "compiling a wider graph would take longer than it could save" in choose(timed, 2, 10).why
+    assert "compiling a wider graph takes too much of what it could save" in choose(timed, 2, 10).why
+
+
+def test_a_first_sweep_does_not_compile_for_a_minute_what_could_save_little_more() -> None:
+    """16 members of 82 updates of .065 s are 85 s; a wider graph takes 4 times 17 s to compile, and could save 80 s."""
+    alone = {1: Timed(0.065, 17.0)}
+    assert next_width(alone, 16, 16, 82, dearer=4.0) is None
+    assert next_width(alone, 16, 16, 820, dearer=4.0) == 16
+    assert next_width({1: Timed(0.065, 0.0)}, 16, 16, 1, dearer=4.0) == 16, "nothing is compiled"
+
+
+@given(st.floats(1e-3, 1), st.floats(0, 100), st.integers(2, 64), st.integers(1, 10_000), st.floats(1, 5))
+def test_a_disappointment_costs_no_more_than_half_as_long_again(
+    alone: float, compile_s: float, members: int, updates: int, dearer: float
+) -> None:
+    """A wider graph that is no faster than one after another."""
+    timed = {1: Timed(alone, compile_s)}
+    if next_width(timed, members, members, updates, dearer) is not None:
+        assert dearer * compile_s <= 0.5 * members * alone * updates
 
 
 def test_memory_bounds_the_width() -> None:

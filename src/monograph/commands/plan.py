@@ -18,16 +18,17 @@ from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
-from monograph.planner import Candidate, Plan, plan
+from monograph.planner import Candidate, Plan, StreamCandidate, plan_anywhere
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
-from monograph.session.planning import asked_of, shape_of
+from monograph.session.planning import asked_of, cut_micro_batch, shape_of
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
 BAR = 60  # characters
 _SHADES = {
     "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
+    "slots": "s", "desks": "d", "boundaries": "b",
 }  # fmt: skip
 
 
@@ -41,12 +42,15 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
                 f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
             )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
-    settings = sized(settings)
+    settings = sized(settings, built=False)
     config = shape_of(settings)
     asked = asked_of(settings, config, target)
     _require_arithmetic(target, asked.precisions[0])
-    found = plan(asked, target, peak_flops(target, asked.precisions), Calibration(calibration_file()))
+    known = Calibration(calibration_file())
+    found = plan_anywhere(asked, target, peak_flops(target, asked.precisions), known, settings.train.memory)
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
+    if cut := cut_micro_batch(settings):
+        print(f"note     {cut}")
     _show(found, config, asked.tokens_per_update, updates)
     if json:
         print(jsonlib.dumps(_object(found, updates)))
@@ -85,7 +89,7 @@ def _source_of_times(found: Plan) -> str:
 
 
 def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
-    device, best = found.device, found.nearest
+    device = found.device
     print(
         f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable"
         f"{_source_of_times(found)}"
@@ -93,7 +97,11 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
     print(f"model    {count(config.parameter_count())} parameters, updates of {tokens_per_update:,} tokens")
     if found.chosen is None:
         print(f"plan     {found.refusal}")
+        if not found.candidates:
+            return
+        best = found.nearest
     else:
+        best = found.chosen
         use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
         print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update", end="")
         print(f", {duration(best.update_s * updates)} in all" if updates else "")
@@ -102,13 +110,36 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
         more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
         print(f"         {', '.join(parts)}{more}")
+    if isinstance(best, StreamCandidate):
+        _show_stream(best)
     print()
-    lines: list[tuple[str, ...]] = [("micro-batch", "precision", "graph", "recomputed", "memory", "tok/s", "MFU", "")]
+    lines: list[tuple[str, ...]] = [
+        ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
+    ]
     lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
+    if not any(isinstance(each, StreamCandidate) for each in found.candidates):
+        lines = [(*line[:4], *line[5:]) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     sys.stdout.flush()
+
+
+def _show_stream(best: StreamCandidate) -> None:
+    for tier in ("host", "disk"):
+        if parts := best.tiers[tier]:
+            each = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
+            moved = f"; {gibibytes(best.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
+            print(f"{tier}     {gibibytes(best.total(tier))}: {each}{moved}")
+    print(f"stream   {_streamed(best)}; {best.device_share:.0%} stay on the device; limited by {best.bottleneck}")
+
+
+def _streamed(candidate: StreamCandidate) -> str:
+    placement = candidate.placement
+    blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
+    when = {"sweep": "updated in a sweep", "next forward": "updated before the next forward pass",
+            "backward": "updated in the backward pass"}[placement.when]  # fmt: skip
+    return f"{blocks}, {when}{', boundaries on the host' if placement.offload else ''}"
 
 
 def _short(seconds: float) -> str:
@@ -120,6 +151,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
     return (
         str(work.rows), work.precision, work.compile, str(work.remat),
+        _streamed(candidate) if isinstance(candidate, StreamCandidate) else "",
         ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
         count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
     )  # fmt: skip
@@ -155,7 +187,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
     work = candidate.work
     origins = candidate.by_origin
     return {
-        "memory": "device",
+        "memory": "stream" if isinstance(candidate, StreamCandidate) else "device",
         "micro_batch": work.rows,
         "remat": work.remat,
         "precision": work.precision,
@@ -170,4 +202,22 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "tokens_per_s": candidate.tokens_per_s,
         "mfu": candidate.mfu,
         "why": candidate.why or None,
+    } | (_stream_entry(candidate) if isinstance(candidate, StreamCandidate) else {})
+
+
+def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
+    placement = candidate.placement
+    return {
+        "placement": {
+            "when": placement.when,
+            "offload": placement.offload,
+            "blocks_per_stage": placement.blocks_per_stage,
+            "on_device_share": candidate.device_share,
+            "on_disk": sorted(placement.on_disk),
+        },
+        "bytes_by_tier": {
+            tier: {f"{k.replace(' ', '_')}_bytes": v for k, v in of.items()} for tier, of in candidate.tiers.items()
+        },
+        "disk_moved_bytes": candidate.disk_moved_bytes,
+        "bottleneck": candidate.bottleneck,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from monograph.planner.anywhere import plan_anywhere
 from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.choose import Plan, budget, plan
 from monograph.planner.defaults import (
@@ -18,6 +19,7 @@ from monograph.planner.defaults import (
     updates_for,
     warmup,
 )
+from monograph.planner.streaming import Limits, StreamCandidate, placed, streamed
 
 __all__ = [
     "DEFAULT",
@@ -26,15 +28,20 @@ __all__ = [
     "UPDATES_SHARE",
     "Asked",
     "Candidate",
+    "Limits",
     "Plan",
+    "StreamCandidate",
     "budget",
     "default_seconds",
     "interval",
     "known_learning_rate",
     "optimizer",
+    "placed",
     "plan",
+    "plan_anywhere",
     "precision",
     "scopes",
+    "streamed",
     "updates_for",
     "warmup",
 ]

@@ -37,6 +37,7 @@ class Plan:
         chosen: None if nothing fits.
         candidates: all, the chosen one or else the nearest first.
         calibrated: whether their times are as earlier runs on the device took them.
+        not_streamed: why streaming would not do either, where it was tried.
     """
 
     device: Device
@@ -44,6 +45,7 @@ class Plan:
     chosen: Candidate | None
     candidates: list[Candidate]
     calibrated: bool = False
+    not_streamed: str = ""
 
     @property
     def nearest(self) -> Candidate:
@@ -53,11 +55,14 @@ class Plan:
     @property
     def refusal(self) -> str:
         """One line: what would fit if there were more memory, and how much more."""
+        if not self.candidates:
+            return self.not_streamed
         best, short = self.nearest, self.nearest.peak_memory_bytes - self.budget_bytes
         return (
             f"nothing fits {gibibytes(self.budget_bytes)} of {self.device.name}: the nearest, {described(best.work)}, "
             f"needs {gibibytes(best.peak_memory_bytes)}, {gibibytes(short)} more; use a smaller model or "
             "sequence_length, or a device with more memory"
+            f"{'; train.memory = stream: ' if self.not_streamed else ''}{self.not_streamed}"
         )
 
 

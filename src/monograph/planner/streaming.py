@@ -1,0 +1,286 @@
+"""How a model that does not fit the device is streamed there: what lies where, and how long an update takes.
+
+The search is in closed form (`planner.tiers`); the best few are then timed by a clock that runs the walk itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from monograph.device import Device, describe
+from monograph.errors import OutOfDeviceMemory
+from monograph.measure.flops import flops_per_token, mfu
+from monograph.measure.footprint import Compile, Work
+from monograph.measure.quantities import gibibytes
+from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE, pass_times
+from monograph.planner.candidates import Asked, Candidate
+from monograph.planner.stages import Names, Stages, stages_of
+from monograph.planner.stream_time import closed_form, timing
+from monograph.planner.tiers import Tiers, Way
+from monograph.stream import Placement
+from monograph.stream.clock import Link
+from monograph.stream.placement import When
+from monograph.stream.store import GRADIENT, REST, WEIGHTS
+
+BLOCKS_PER_STAGE = 1, 2, 4
+# Of a host's free memory, what pinned buffers may take; of a disk's free space, what files may.
+HOST_SHARE, DISK_SHARE = 0.9, 0.95
+DISK_BYTES_PER_S = 2e9  # a solid-state disk's; no disk was measured
+TIMED = 4  # candidates that the clock times, no two alike but for their micro-batch
+LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "disk": "disk"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is.
+
+    Attributes:
+        device_bytes: that tensors may take on the device.
+        host_bytes: that buffers may take in the host's memory.
+        disk_bytes: that files may take in the folder.
+        link: how fast copies are.
+        shared: whether device and host have one memory, `host_bytes`.
+        folder: where files are.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int = 0
+    link: Link = field(default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S))
+    shared: bool = False
+    folder: Path | None = None
+
+    @classmethod
+    def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
+        """Those of this machine's host and disk, with a device of which so much may be taken."""
+        host = describe(torch.device("cpu"))
+        disk = shutil.disk_usage(folder or tempfile.gettempdir()).free
+        rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        link = Link(rate, rate, DISK_BYTES_PER_S)
+        host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
+        return cls(device_bytes, host_bytes, disk_bytes, link, device.type == "cpu", folder)
+
+
+@dataclass(frozen=True)
+class StreamCandidate(Candidate):
+    """One way to stream, and what is expected of it.
+
+    Attributes:
+        placement: what lies where, how many blocks a stage has, and when weights are updated.
+        tiers: bytes by origin, of the device, the host and the disk.
+        bottleneck: what was busy for the longest, None where it was not timed by the clock.
+        disk_moved_bytes: to and from files, of an update.
+    """
+
+    placement: Placement = field(default_factory=Placement)
+    tiers: Tiers = field(default_factory=dict)
+    bottleneck: str | None = None
+    disk_moved_bytes: int = 0
+
+    def total(self, tier: str) -> int:
+        """Bytes of a tier."""
+        return sum(self.tiers[tier].values())
+
+    @property
+    def device_share(self) -> float:
+        """Of all weights, gradients and moments, what stays on the device."""
+        planes = {tier: sum(v for k, v in of.items() if k in _PLANES) for tier, of in self.tiers.items()}
+        return planes["device"] / max(1, sum(planes.values()))
+
+
+_PLANES = ("weights", "gradients", "moments")
+
+
+def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
+    """The ways to stream that fit, best first, each but the first with why it was not chosen.
+
+    Raises:
+        OutOfDeviceMemory: nothing fits: which tier is too small, by how much, and what would fit.
+    """
+    fitting = _fitting(asked, device, limits)
+    if not fitting:
+        raise OutOfDeviceMemory(_refusal(asked, device, limits))
+    found = [_candidate(way, resident, device, limits, peak_flops[way.work.precision]) for way, resident in fitting]
+    found.sort(key=lambda each: (each[0].update_s, each[0].peak_memory_bytes))
+    distinct = _distinct(found)
+    timed = [_timed(*each, device, limits, peak_flops) for each in distinct[:TIMED]]
+    best, *others = sorted([*timed, *(each for each, _ in distinct[TIMED:])], key=_rank)
+    return [best, *(replace(each, why=_why(each, best)) for each in others)]
+
+
+def placed(
+    asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float], on: torch.device
+) -> StreamCandidate:
+    """How a run on this machine is streamed: `.placement`, `.work` with its micro-batch, and what is expected.
+
+    Raises:
+        OutOfDeviceMemory: nothing fits.
+    """
+    best = streamed(asked, device, limits, peak_flops)[0]
+    return replace(best, placement=replace(best.placement, device=on, folder=limits.folder))
+
+
+# ── the search ──────────────────────────────────────────────────────────────────────────────────
+
+Fitting = list[tuple[Way, list[Names]]]
+
+
+def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
+    """All ways that fit, with what stays on the device; with files only if none does without."""
+    every = list(ways(asked, device))
+    found = _that_fit(every, limits)
+    for files_first in (True, False):
+        if found or not limits.disk_bytes:
+            break
+        in_files = [replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every]
+        found = _that_fit(in_files, limits)
+    return found
+
+
+def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
+    # Where device and host have one memory nothing is gained by keeping a buffer on the one.
+    filled = [(way, way.resident(0) if limits.shared else way.filled(limits.device_bytes)) for way in every]
+    return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
+
+
+def ways(asked: Asked, device: Device) -> Iterator[Way]:
+    """All combinations; where an update need not be clipped also those that make it in the backward pass."""
+    layers = asked.config.num_hidden_layers
+    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
+    if asked.micro_batch is not None:
+        sizes = [min(asked.micro_batch, asked.rows)]
+    scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
+    remats = [each for each in asked.remats if each != "offload"] or ["none"]
+    updates: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
+    for precision, per_stage in itertools.product(asked.precisions, BLOCKS_PER_STAGE):
+        if layers % per_stage:
+            continue
+        stages = stages_of(asked.config, asked.optim, precision, per_stage)
+        for rows, remat, when, offload in itertools.product(sizes, remats, updates, (False, True)):
+            work = Work(
+                asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed,
+                asked.clip, device.type,
+            )  # fmt: skip
+            yield Way(work, stages, per_stage, when, offload)
+
+
+def _moments(stages: Stages) -> Names:
+    return frozenset(stages.names) - {WEIGHTS, REST, GRADIENT}
+
+
+def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
+    """By how many bytes each tier is too small."""
+    needed = {tier: sum(of.values()) for tier, of in tiers.items()}
+    if limits.shared:
+        needed["host"] += needed["device"]
+    given = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}
+    return {tier: needed[tier] - given[tier] for tier in needed if needed[tier] > given[tier]}
+
+
+# ── time ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _candidate(
+    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: float
+) -> tuple[StreamCandidate, Way]:
+    tiers = way.tiers(resident)
+    seconds = closed_form(way, resident, pass_times(way.work, device, peak_flops), limits.link)
+    moved = 2 * sum(tiers["disk"].values())
+    found = StreamCandidate(
+        way.work, sum(tiers["device"].values()), seconds, 0.0, None, tiers["device"],
+        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=moved,
+    )  # fmt: skip
+    return _with_time(found, seconds, device), way
+
+
+def _with_time(candidate: StreamCandidate, seconds: float, device: Device) -> StreamCandidate:
+    work = candidate.work
+    rate = work.window_rows * work.length / seconds
+    datasheet = device.peak_flops.get(work.precision)
+    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
+    return replace(candidate, update_s=seconds, tokens_per_s=rate, mfu=share)
+
+
+def _timed(
+    candidate: StreamCandidate, way: Way, device: Device, limits: Limits, peak_flops: Mapping[str, float]
+) -> StreamCandidate:
+    times = pass_times(way.work, device, peak_flops[way.work.precision])
+    found = timing(way, candidate.placement, times, limits.link)
+    return replace(_with_time(candidate, found.update_s, device), bottleneck=LANES[found.bottleneck])
+
+
+# ── what is said ────────────────────────────────────────────────────────────────────────────────
+
+
+def _distinct(found: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
+    """The best one of those that differ in more than their micro-batch and recomputation."""
+    first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
+    for each, way in found:
+        first.setdefault((way.work.precision, way.when, way.offload, way.blocks_per_stage), (each, way))
+    return list(first.values())
+
+
+def _rank(candidate: StreamCandidate) -> tuple[bool, float]:
+    """What the clock has timed before what it has not, whose closed form is never longer than the clock's."""
+    return candidate.bottleneck is None, candidate.update_s
+
+
+def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
+    slower = candidate.update_s / best.update_s - 1
+    if slower >= 0.005:
+        return f"{slower:.0%} slower"
+    return "no faster" if candidate.bottleneck else "no faster than others by the closed form"
+
+
+def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
+    every = [(way, way.tiers(way.filled(limits.device_bytes))) for way in ways(asked, device)]
+    least = min((tiers for _, tiers in every), key=lambda tiers: sum(tiers["device"].values()))
+    if "device" in _short(least, limits):
+        parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size)
+        return (
+            f"nothing fits {gibibytes(limits.device_bytes)} of {device.name}: streamed stage by stage it needs "
+            f"{gibibytes(sum(least['device'].values()))} ({parts}); use a smaller train.tokens_per_update, "
+            "data.sequence_length or model"
+        )
+    held = [(way, tiers) for way, tiers in every if "device" not in _short(tiers, limits)]
+    way, least = min(held, key=lambda each: sum(each[1]["host"].values()))
+    needed = sum(least["host"].values()) + (sum(least["device"].values()) if limits.shared else 0)
+    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["host"].items() if size)
+    moments, folder = least["host"].get("moments", 0), limits.folder or tempfile.gettempdir()
+    return (
+        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({parts}) beside "
+        f"{gibibytes(sum(least['device'].values()))} of {device.name}, and {gibibytes(limits.host_bytes)} of it "
+        f"may be taken; {_remedy(asked, device, limits)}; in files moments need {gibibytes(moments)} of disk, and "
+        f"{gibibytes(limits.disk_bytes)} may be taken in {folder}"
+    )
+
+
+def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
+    """What would fit: the optimizer's state in fewer bytes, or fewer tokens between the stages."""
+    rule, narrow = asked.optimizer.partition(":")[0], ["bf16", "8bit"]
+    narrow = narrow[narrow.index(asked.optim.state) + 1 :] if asked.optim.state in narrow else narrow
+    for tokens in (asked.tokens_per_update, *(asked.length * rows for rows in _fewer(asked.rows))):
+        for state in narrow if tokens == asked.tokens_per_update else [asked.optim.state, *narrow]:
+            name = rule if state == "fp32" else f"{rule}:{state}"
+            micro_batch = asked.micro_batch and min(asked.micro_batch, tokens // asked.length)
+            other = replace(
+                asked, optim=replace(asked.optim, state=state), optimizer=name, tokens_per_update=tokens,
+                micro_batch=micro_batch,
+            )  # fmt: skip
+            if _fitting(other, device, replace(limits, disk_bytes=0)):
+                fewer = "" if tokens == asked.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
+                narrower = "" if state == asked.optim.state else f"optim.name = {name}"
+                return " and ".join(filter(None, (narrower, fewer))) + " would fit"
+    return f"neither optim.name = {rule}:8bit nor a smaller train.tokens_per_update would fit"
+
+
+def _fewer(rows: int) -> list[int]:
+    """A quarter of the rows, and one."""
+    return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)

@@ -1,0 +1,191 @@
+# Run: pytest tests/planner/test_streaming.py
+"""Plans of streamed training: bytes are those of the engine's own buffers, refusals say what is short and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from monograph.device import named
+from monograph.errors import OutOfDeviceMemory
+from monograph.graph.precision import Precision
+from monograph.measure.footprint import Work
+from monograph.measure.roofline import pass_times, update_time
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW, Muon
+from monograph.planner import Asked, Limits, placed, plan_anywhere, streamed
+from monograph.planner.stages import META, stages_of
+from monograph.planner.stream_time import closed_form, timing
+from monograph.planner.streaming import ways
+from monograph.planner.tiers import Way
+from monograph.stream.clock import Link
+from monograph.stream.lanes import Home
+from monograph.stream.step import StreamedStep
+from monograph.stream.store import GRADIENT
+from monograph.stream.traffic import device_bytes
+
+H200 = named("H200")
+SHAPE = LlamaConfig(
+    vocab_size=20_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=2,
+)  # fmt: skip
+ASKED = Asked(SHAPE, 512, 16 * 512, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+GIB = 2**30
+SMALL = 7 * GIB // 4  # what slots, desks and passes need, and some more
+LINK = Link(25e9, 25e9, 1e9)
+
+
+def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE):
+    optim = optim or AdamW()
+    work = Work(config, 2, 512, optim, precision, "blocks", "none", 16, device_type="cuda")
+    return Way(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload)
+
+
+def engine(way, resident):
+    """The engine's own step, with the whole depth, on tensors without data."""
+    with META:
+        model = Llama(way.work.config)
+    placement = replace(way.placement(resident), device=META)
+    return StreamedStep(model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement)
+
+
+def asked_refused(asked=ASKED, **limits):
+    with pytest.raises(OutOfDeviceMemory) as error:
+        streamed(asked, H200, Limits(link=LINK, **limits), H200.peak_flops)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        way_of(),
+        way_of(precision="fp32", when="sweep", offload=True),
+        way_of(Muon(), per_stage=2),
+        way_of(AdamW(state="8bit"), when="backward", per_stage=4, offload=True),
+        way_of(Muon(state="bf16"), when="sweep"),
+        way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
+    ],
+    ids=lambda way: f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.blocks_per_stage}",
+)
+def test_bytes_are_those_of_the_engine_s_own_buffers(way):
+    for count in (0, 7, 19, 10**6):
+        resident = way.resident(count)
+        step = engine(way, resident)
+        found, exact = way.tiers(resident), dict.fromkeys(Home, 0)
+        for stored in step.store.stored:
+            for name, (tensor, space) in stored.buffers.items():
+                if not (name == GRADIENT and way.at_once):
+                    exact[space.home] += tensor.numel() * tensor.element_size()
+        device = found["device"]
+        assert sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
+        assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
+        assert device["slots"] == step.walk.slots.device_bytes
+        assert device["slots"] + device["desks"] == step.walk.device_bytes
+        boundaries = device_bytes(step.store, step.placement, way.state_bytes, way.micro_batches).boundaries
+        assert device["boundaries"] == boundaries
+
+
+def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
+    way, before = way_of(), -1
+    for limit in (2 * GIB, 9 * GIB // 4, 64 * GIB):
+        resident = way.filled(limit)
+        tiers, kept = way.tiers(resident), sum(map(len, resident))
+        assert sum(tiers["device"].values()) <= limit and kept > before
+        before = kept
+    assert not tiers["host"] and not tiers["device"]["slots"] and not tiers["device"]["desks"]
+
+
+def test_weights_stay_first_and_evenly_through_the_depth():
+    resident = way_of().resident(5)
+    assert {name for names in resident for name in names} == {"weights"}
+    where = [-1, *(index for index, names in enumerate(resident) if names), len(resident)]
+    assert max(b - a for a, b in zip(where, where[1:], strict=False)) <= 3
+
+
+def test_only_without_clipping_weights_are_updated_in_the_backward_pass():
+    assert {way.when for way in ways(ASKED, H200)} == {"sweep", "next forward"}
+    assert "backward" in {way.when for way in ways(replace(ASKED, clip=None), H200)}
+
+
+def test_the_best_fits_and_the_others_say_why_they_are_not():
+    limits = Limits(2 * GIB, 8 * GIB, link=LINK)
+    best, *others = streamed(ASKED, H200, limits, H200.peak_flops)
+    assert best.total("device") == best.peak_memory_bytes <= limits.device_bytes
+    assert best.total("host") <= limits.host_bytes and not best.total("disk")
+    assert best.bottleneck and not best.why and all(each.why for each in others)
+    assert 16 % best.work.rows == 0 and best.tokens_per_s == pytest.approx(16 * 512 / best.update_s)
+    here = placed(ASKED, H200, limits, H200.peak_flops, torch.device("cpu"))
+    assert here.placement == replace(best.placement, device=torch.device("cpu"))
+
+
+def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
+    small = Limits(SMALL, GIB, 4 * GIB, LINK)
+    best = streamed(ASKED, H200, small, H200.peak_flops)[0]
+    assert best.placement.on_disk == {"exp_avg", "exp_avg_sq"} and 0 < best.total("disk") <= small.disk_bytes
+    assert best.disk_moved_bytes == 2 * best.total("disk")
+    assert best.update_s >= best.disk_moved_bytes / LINK.disk and best.bottleneck == "disk"
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
+    words = asked_refused(device_bytes=GIB // 8, host_bytes=64 * GIB)
+    assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "desks" in words and "train.tokens_per_update" in words
+
+
+def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
+    words = asked_refused(device_bytes=SMALL, host_bytes=GIB)
+    assert "the host needs" in words and "1.00 GiB of it may be taken" in words
+    assert "optim.name = adamw:8bit would fit" in words or "optim.name = adamw:bf16 would fit" in words
+    assert "0.00 GiB may be taken in" in words
+
+
+def test_what_was_said_to_fit_fits():
+    limits = Limits(SMALL, GIB, link=LINK)
+    state = "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
+    other = replace(ASKED, optim=AdamW(state=state), optimizer=f"adamw:{state}")
+    assert streamed(other, H200, limits, H200.peak_flops)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_its_bytes():
+    words = asked_refused(device_bytes=SMALL, host_bytes=GIB // 4, disk_bytes=GIB // 8)
+    assert "of disk, and 0.12 GiB may be taken" in words
+
+
+def test_device_and_host_of_one_memory_are_counted_together():
+    apart = Limits(4 * GIB, 4 * GIB, link=LINK)
+    best = streamed(ASKED, H200, apart, H200.peak_flops)[0]
+    assert best.total("device") + best.total("host") > apart.host_bytes // 2
+    with pytest.raises(OutOfDeviceMemory, match="the host needs"):
+        streamed(ASKED, H200, replace(apart, host_bytes=2 * GIB, shared=True), H200.peak_flops)
+
+
+@pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
+def test_with_an_infinite_link_closed_form_and_clock_agree(when):
+    way, link = way_of(when=when), Link(1e30, 1e30)
+    way = replace(way, work=replace(way.work, clip=None))
+    times = pass_times(way.work, H200, H200.peak_flops["bf16"])
+    resident = way.resident(0)
+    found = timing(way, way.placement(resident), times, link)
+    assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
+
+
+def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
+    work = Work(LlamaConfig.preset("8b"), 4, 4096, AdamW(), "bf16", "blocks", "full", 16, device_type="cuda")
+    peak = H200.peak_flops["bf16"]
+    whole, each = update_time(work, H200, peak), pass_times(replace(work, remat="none"), H200, peak)
+    passes = 4 * (32 * (each.forward_s + each.again_s) + each.loss_s)
+    assert passes == pytest.approx(whole.products_s + whole.attention_s + whole.traffic_s, rel=1e-6)
+    assert each.number_s * LlamaConfig.preset("8b").parameter_count() == pytest.approx(whole.update_s)
+
+
+def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
+    limits = Limits(2 * GIB, 8 * GIB, link=LINK)
+    peaks = H200.peak_flops
+    assert plan_anywhere(ASKED, H200, peaks, limits=limits).chosen.by_origin is None  # fits twice over: not traced
+    pinned = plan_anywhere(ASKED, H200, peaks, memory="stream", limits=limits)
+    assert pinned.chosen.placement and pinned.chosen is pinned.candidates[0]
+    none = plan_anywhere(ASKED, H200, peaks, memory="stream", limits=replace(limits, host_bytes=1, device_bytes=SMALL))
+    assert none.chosen is None and "the host needs" in none.refusal
