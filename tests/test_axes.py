@@ -94,6 +94,24 @@ def test_points_are_the_product() -> None:
     assert points([]) == [{}]
 
 
+@pytest.mark.parametrize("text", ["0..100000000", "log:1..1e8:100000000"])
+def test_a_range_of_too_many_values_is_refused_before_it_is_made(text: str) -> None:
+    with pytest.raises(UsageError, match=r"train.seed=.*: 100,000,00[01] members; a sweep has 10,000 at most"):
+        axes_of({"train.seed": text})
+
+
+def test_so_are_too_many_points_but_not_samples_of_them() -> None:
+    ten = ",".join(f"{number}e-5" for number in range(1, 11))
+    axes = axes_of(dict.fromkeys(("optim.lr", "optim.eps", "optim.weight_decay"), ten))[1]
+    every = points(axes)
+    some = points(axes, 7)
+    assert len(every) == 1000 and some == [point for point in every if point in some] and len(some) == 7
+    more = [*axes, *axes_of({"train.seed": "0..9", "optim.warmup_updates": "0..9"})[1]]
+    with pytest.raises(UsageError, match="100,000 members; a sweep has 10,000 at most"):
+        points(more)
+    assert len(points(more, 5)) == 50
+
+
 def test_samples_are_the_same_each_time_and_have_every_seed() -> None:
     _, axes = axes_of({"optim.lr": "log:1e-5..1e-1", "optim.weight_decay": "0,0.1", "train.seed": "0..2"})
     found = points(axes, 40)

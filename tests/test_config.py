@@ -88,7 +88,7 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ("[train]\nseed = true", ["train.seed = true", "a whole number"]),
         ("[train]\nseed = 1.5", ["train.seed = 1.5", "a whole number"]),
         ("[train]\nupdates = 0", ["train.updates = 0", "above 0"]),
-        ("[train]\nkeep = 1", ["train.keep = 1", "2 or more"]),
+        ("[train]\nkeep = 0", ["train.keep = 0", "1 or more"]),
         ("[optim]\nlr = inf", ["optim.lr", "a number above 0"]),
         ("[optim]\nbetas = [0.9]", ["optim.betas", "two numbers"]),
         ("[optim]\nema = 1", ["optim.ema = 1", "between 0 and 1, or none"]),

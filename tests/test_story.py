@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_story.py (data, sweep, train, kill, resume, compare, evaluate, generate, export)."""
+"""Run: pytest tests/test_story.py (data, sweep, train, kill, stream, resume, compare, evaluate, generate, export)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands.forked import CommandServer
+from commands.forked import Command, CommandServer
 from commands.inputs import TINY, over, with_texts
 from monograph import Sampling, checkpointing, generate, load
 
@@ -36,11 +36,11 @@ def test_the_story(tmp_path: Path) -> None:
         assert monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch").code == 0
 
         # train, killed
-        command = monograph.start(tmp_path, "train", *SETTINGS)
-        command.until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-0000001*")))
-        command.signal(signal.SIGKILL)
-        assert command.wait().signal == signal.SIGKILL
+        killed(monograph.start(tmp_path, "train", *SETTINGS), tmp_path, "runs/*/checkpoints/step-0000001*")
         [run] = (tmp_path / "runs").iterdir()
+
+        # stream: it goes on with its weights on the host, and is killed again
+        killed(monograph.start(tmp_path, "train", "--resume", "train.memory=stream"), run, "checkpoints/step-0000003*")
 
         # resume
         done = monograph.run(tmp_path, "train", "--resume", "--json")
@@ -87,6 +87,13 @@ def test_the_story(tmp_path: Path) -> None:
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def killed(command: Command, folder: Path, when: str) -> None:
+    """Kill a training as soon as such a checkpoint is there."""
+    command.until(lambda: any(folder.glob(when)))
+    command.signal(signal.SIGKILL)
+    assert command.wait().signal == signal.SIGKILL
 
 
 def same_in_transformers(folder: Path, model: torch.nn.Module, ids: list[int]) -> None:

@@ -108,6 +108,7 @@ def test_the_last_lines_work_as_printed(here: Path) -> None:
     assert re.search(r"^done +[\d.]+ s of training ", tiny.stderr, re.MULTILINE), "what the time counts"
     assert re.search(r"^data .* 10 files, 1\.\d kB$", tiny.stderr, re.MULTILINE), tiny.stderr
     assert commands.pop().endswith(" train --from last --minutes 30"), "more of the text that it was given"
+    assert commands.pop(1).endswith(" monograph sweep"), "of the run that was trained just now"
     assert len(commands) == 2 and all(" last " in line for line in commands), tiny.stderr
     for line in commands:
         done = subprocess.run(line, shell=True, cwd=here, env=environment, capture_output=True, text=True)

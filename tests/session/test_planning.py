@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import choose
 from monograph.session import setup
 from monograph.session.choices import sized
-from monograph.session.planning import REMATS, asked_of, planned, shape_of
+from monograph.session.planning import REMATS, asked_of, fitting_choices, planned, shape_of
 
 CARD = named("4090")
 
@@ -78,7 +78,7 @@ def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
     )
     tight = replace(CARD, free_memory_bytes=4 * 2**30)
     for device, remats in ((CARD, {"none"}), (tight, set(REMATS) - {"none"})):
-        choices, _ = setup._fitting(shape_of(given), 64, given, device)
+        choices, _ = fitting_choices(shape_of(given), 64, given, device)
         assert choices["train.micro_batch"] == 8 and choices["train.remat"] in remats
 
 

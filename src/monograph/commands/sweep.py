@@ -54,7 +54,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         print(jsonlib.dumps(result))
     if result["best"] is None:
         raise Diverged(f"every member of {sweep.run.folder} diverged: lower optim.lr")
-    return 0
+    return 0 if verify is None or result["verify"]["equal"] else 1
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import choices
 from monograph.session.invocation import command, show
+from monograph.session.planning import cut_micro_batch
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
 from monograph.session.story import Story, finished, standard_json
@@ -64,6 +65,8 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
 
     require_possible(settings, describe())
     settings = choices.sized(settings)
+    if cut := cut_micro_batch(settings):
+        progress.line("note", cut)
     if not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)
         choices.write_config(folder, settings)

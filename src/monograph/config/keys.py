@@ -160,11 +160,17 @@ class TrainSection(Section):
         "what is recomputed in the backward pass; a number: the share of the activations that is kept; offload: full, "
         "and what full keeps waits in the host's memory",
     )
-    memory: Literal["auto", "device", "stream"] = _key("auto", "auto or device", "where the weights live")
+    memory: Literal["auto", "device", "stream"] = _key(
+        "auto",
+        "auto, device or stream",
+        "where weights live; stream: on the host, fetched stage by stage",
+    )
     parallel: Literal["none", "ddp", "fsdp"] = _key("none", "none", "how several devices share the work")
     eval_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between evaluations")
     save_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between checkpoints")
-    keep: Annotated[int, Field(ge=2)] = _key(2, "a whole number, 2 or more", "newest checkpoints that are kept")
+    keep: Annotated[int, Field(ge=1)] = _key(
+        2, "a whole number, 1 or more", "newest checkpoints that are kept; 1 leaves nothing to fall back on"
+    )
 
 
 class LoraSection(Section):
@@ -191,7 +197,6 @@ class NotBuilt(NamedTuple):
 
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
-    "train.memory": NotBuilt(("auto", "device"), "streaming is not built yet; the model must fit the device"),
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
     "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
     "lora.alpha": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),

@@ -24,6 +24,8 @@ from monograph.config.nearest import did_you_mean
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
+# What may differ when a run goes on: where and in which graphs it is trained, which changes no equation.
+ANYWHERE = ("train.memory", "train.compile")
 # At most one key of each group is in force: the one whose origin ranks highest.
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
@@ -74,8 +76,9 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the values, in hex: equal for equal settings, whatever their origin."""
-        return hashlib.sha256(self.to_toml().encode()).hexdigest()
+        """SHA-256 of the values, in hex: equal for equal settings, whatever their origin, and where it is trained."""
+        anywhere = self.resolve(dict.fromkeys(ANYWHERE, "auto"), "fingerprint")
+        return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 
     def _lines(self, origins: bool) -> Iterator[str]:
         values = self.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
@@ -29,8 +30,12 @@ EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates"}
 
 
-def sized(settings: Settings) -> Settings:
+def sized(settings: Settings, *, built: bool = True) -> Settings:
     """Fix preset, tokenizer and tokens per update where the settings leave them open, and which run `last` is.
+
+    Args:
+        settings: of a run.
+        built: whether its model will be built; if not, config.json is all that a folder needs.
 
     Raises:
         InputRefused: a model that cannot be built, before any text is read.
@@ -41,11 +46,13 @@ def sized(settings: Settings) -> Settings:
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed).checked()
+    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
+    shape_alone = not built and model.init is not None and Path(model.init, "config.json").is_file()
+    recipe = recipe if shape_alone else recipe.checked()
     if settings.optim.transfer != "none":
         drawn = None if model.init else recipe.shape(vocab_size=1)
         chosen["optim.transfer"] = fixed_transfer(settings, drawn)
-    if settings.data.tokenizer == "auto":
+    if settings.data.tokenizer == "auto" and not shape_alone:
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{planner.DEFAULT.vocabulary}"
     if settings.train.tokens_per_update == "auto":
@@ -129,6 +136,9 @@ def settings_of(run: Run, given: Settings) -> Settings:
         mine = own.values()[key]
         if value in (mine, "auto"):
             continue
+        if key == "train.memory":
+            own = own.resolve(_moved(str(value), own), given.origins[key])
+            continue
         if key == "optim.transfer" and same_transfer(value, mine):
             continue
         if key == "train.tokens" and _updates_of(int(value), own) == own.train.updates:
@@ -143,6 +153,12 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"leave it out, or start a new run with --from {run.handle}"
         )
     return own
+
+
+def _moved(memory: str, own: Settings) -> dict[str, Any]:
+    """What changes where a run goes on with its weights elsewhere; a stream has no graph of the whole step."""
+    whole = memory == "stream" and own.train.compile == "whole"
+    return {"train.memory": memory} | ({"train.compile": "blocks"} if whole else {})
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:

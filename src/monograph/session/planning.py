@@ -8,14 +8,14 @@ from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
-from monograph.data.place import calibration_file
-from monograph.device import Device, compiler_obstacle
+from monograph.data.place import cache_root, calibration_file
+from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
-from monograph.planner import Asked, Candidate
+from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.models import Recipe, is_weight_file, run_named
 from monograph.session.session import make_optimizer
 
@@ -60,6 +60,15 @@ def shape_before(recipe: Recipe) -> LlamaConfig | None:
     return hub.read_config(recipe.init)
 
 
+def cut_micro_batch(settings: Settings) -> str:
+    """What is said where a micro-batch is pinned to more rows than an update has; "" where it is not."""
+    train, length = settings.train, settings.data.sequence_length
+    rows = max(1, int(train.tokens_per_update) // length)
+    if train.micro_batch == "auto" or train.micro_batch <= rows:
+        return ""
+    return f"train.micro_batch = {train.micro_batch}: an update has {rows} rows, so micro-batches of {rows}"
+
+
 def require_together(settings: Settings) -> None:
     """Refuse choices that exclude one another.
 
@@ -69,7 +78,15 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+    if train.memory == "stream" and (train.compile == "whole" or train.remat == "offload"):
+        key, instead = ("compile", "blocks or none") if train.compile == "whole" else ("remat", "none or full")
+        raise UsageError(
+            f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
+            f"not {train.compile if key == 'compile' else train.remat}"
+        )
     name, precision = settings.optim.name, train.precision
+    if train.memory == "stream" and name.endswith(":all-bf16"):
+        raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
     if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
         raise UsageError(
             f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
@@ -102,6 +119,59 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
     )
 
 
+def fitting_choices(
+    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device
+) -> tuple[dict[str, Any], Candidate | None]:
+    """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
+
+    What another module would need nobody knows.
+
+    Raises:
+        OutOfDeviceMemory: by the plan nothing fits.
+    """
+    train, plan = settings.train, None
+    found: dict[str, Any] = {
+        "train.micro_batch": rows,
+        "train.remat": "none",
+        "train.compile": "whole",
+        "train.memory": "device",
+    }
+    if config:
+        plan = _planned(settings, config, machine)
+        found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
+        # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
+        graph_holds = plan.work.compile
+        found["train.compile"] = planner.scopes(config.num_hidden_layers)[0] if graph_holds == "none" else graph_holds
+    if train.memory == "stream" or isinstance(plan, StreamCandidate):
+        found |= {"train.memory": "stream", "train.compile": "blocks"}
+    if train.remat == "offload":  # what leaves the device crosses between graphs
+        found["train.compile"] = "blocks"
+    pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
+    if pinned["train.micro_batch"] != "auto":  # no more rows than the update has, or the rest would be empty ones
+        pinned["train.micro_batch"] = min(pinned["train.micro_batch"], rows)
+    return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
+
+
+def _planned(settings: Settings, config: LlamaConfig, machine: Device) -> Candidate:
+    """How it is trained on the device, or if that is asked for, or it does not fit a GPU, how it is streamed there.
+
+    Raises:
+        OutOfDeviceMemory: neither fits.
+    """
+    memory = settings.train.memory
+    if memory == "stream":
+        return placed(settings, config, machine)
+    try:
+        return planned(settings, config, machine)
+    except OutOfDeviceMemory as too_large:
+        if memory == "device" or machine.type != "cuda":
+            raise
+        try:
+            return placed(settings, config, machine)
+        except OutOfDeviceMemory as streamed_too:
+            raise OutOfDeviceMemory(f"{too_large}; nor streamed: {streamed_too}") from None
+
+
 def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidate:
     """What a run on this device does with its "auto" keys.
 
@@ -116,6 +186,20 @@ def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidat
     if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
         raise OutOfDeviceMemory(found.refusal)
     return found.nearest
+
+
+def placed(settings: Settings, config: LlamaConfig, machine: Device) -> StreamCandidate:
+    """How a run on this device is streamed: what lies where, and the rows of a micro-batch.
+
+    Raises:
+        OutOfDeviceMemory: nothing fits, with the tier that is too small.
+    """
+    asked = asked_of(settings, config, machine)
+    eager = settings.train.compile == "none" or (machine.type == "cpu" and compiler_obstacle() is not None)
+    scopes: tuple[Compile, ...] = ("none",) if eager else ("blocks",)
+    limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
+    rates = dict.fromkeys(asked.precisions, RANKING_FLOPS)
+    return planner.placed(replace(asked, scopes=scopes), machine, limits, rates, on=default_device())
 
 
 def _remats(device: Device) -> tuple[str | float, ...]:

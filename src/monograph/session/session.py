@@ -33,11 +33,12 @@ from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, load_weights, require_same_file
+from monograph.run.models import Recipe, require_same_file
 from monograph.run.progress import Progress
 from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
 from monograph.session import randomness
 from monograph.session.width import transfer_of
+from monograph.stream import Streamed
 
 FINAL = 0.05  # of the peak learning rate, at the last update
 
@@ -110,7 +111,8 @@ class Session:
             DiskFull: the checkpoints that are there stay.
         """
         state, model, update = self.engine.state(), self.engine.model, self.engine.index
-        if bad := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
+        names = [name for name, _ in model.named_parameters() if name in state.model]
+        if bad := [name for name in names if not bool(state.model[name].isfinite().all())]:
             raise Diverged(
                 f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
@@ -184,9 +186,8 @@ class Session:
         Raises:
             InputRefused: they do not fit this model.
         """
-        load_weights(self.engine.model, checkpoint.model)
         scalars = dict(checkpoint.state["engine"])
-        self.engine.load_state(EngineState(self.engine.state().model, dict(checkpoint.optimizer), scalars))
+        self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, scalars))
         self.engine.step.index = 0
 
     def branch(self, checkpoint: Checkpoint) -> None:
@@ -230,7 +231,10 @@ class Session:
             self._remember_memory()
         if update == 2:
             planned = self.planned.by_origin if self.planned else None
-            found = ledger(self.engine.step.planes, planned, self.engine.step.device)
+            if isinstance(self.engine, Streamed):
+                found: dict[str, Any] = self.engine.ledger()
+            else:
+                found = ledger(self.engine.step.planes, planned, self.engine.step.device)
             self.run.log({"update": update, "memory": found})
 
     def _remember_memory(self) -> None:

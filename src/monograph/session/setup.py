@@ -21,16 +21,17 @@ from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import Optimizer
-from monograph.planner import Candidate
+from monograph.planner import Candidate, StreamCandidate
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import Recipe, build, is_weight_file
 from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.attention import choose_kernel
-from monograph.session.planning import planned, require_together, shape_before
+from monograph.session.planning import fitting_choices, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
 from monograph.session.width import require_rate, transfer_of
+from monograph.stream import Placement, Streamed
 
 BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -94,6 +95,7 @@ class Made(NamedTuple):
         model: on the host.
         loss: of it.
         planned: what the planner expects of it, None where it was not asked.
+        placement: where the buffers of a streamed model live, None of another.
     """
 
     settings: Settings
@@ -101,6 +103,7 @@ class Made(NamedTuple):
     model: nn.Module
     loss: Loss
     planned: Candidate | None
+    placement: Placement | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -129,7 +132,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     rows = int(train.tokens_per_update) // settings.data.sequence_length
     before = shape_before(recipe)
-    fitting = _fitting(before, rows, settings, machine) if before else None
+    fitting = fitting_choices(before, rows, settings, machine) if before else None
     model, loss = build(recipe)
     config = model.config if isinstance(model, Llama) else None
     if config:
@@ -137,7 +140,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
     known = planner.known_learning_rate(preset, name.partition(":")[0]) if preset != "auto" else 1e-3
     lr = known if optim.lr == "auto" else optim.lr
-    choices, plan = fitting or _fitting(config, rows, settings, machine)
+    choices, plan = fitting or fitting_choices(config, rows, settings, machine)
     fixed: dict[str, Any] = {
         "optim.name": name,
         "optim.lr": lr,
@@ -148,7 +151,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     settings = settings.resolve(fixed, "plan")
     if transfer := transfer_of(settings, _shape(model)):
         transfer.initialise_(model)
-    return Made(settings, recipe, model, loss, plan)
+    return Made(settings, recipe, model, loss, plan, plan.placement if isinstance(plan, StreamCandidate) else None)
 
 
 def _shape(model: nn.Module) -> LlamaConfig | None:
@@ -156,8 +159,19 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
 
 
 def make_engine(made: Made, device: torch.device) -> Resident:
-    """The engine of one model on the device."""
+    """The engine of one model, whose weights are on the device or come to it."""
     train, clip = made.settings.train, made.settings.optim.grad_clip
+    if train.memory == "stream":
+        return Streamed(
+            made.model,
+            loss=made.loss,
+            optim=made.optimizer,
+            clip=None if clip == "none" else clip,
+            precision=Precision(train.precision),
+            remat=named(train.remat),
+            micro_batch=int(train.micro_batch),
+            placement=made.placement or Placement(device),
+        )
     return Resident(
         made.model.to(device),
         loss=made.loss,
@@ -225,32 +239,6 @@ def _prepare(session: Session, progress: Progress) -> None:
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
-
-
-def _fitting(
-    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device
-) -> tuple[dict[str, Any], Candidate | None]:
-    """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
-
-    What another module would need nobody knows.
-
-    Raises:
-        OutOfDeviceMemory: by the plan nothing fits.
-    """
-    train, plan = settings.train, None
-    found: dict[str, Any] = {"train.micro_batch": rows, "train.remat": "none", "train.compile": "whole"}
-    if config:
-        plan = planned(settings, config, machine)
-        found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
-        # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
-        graph_holds = plan.work.compile
-        found["train.compile"] = planner.scopes(config.num_hidden_layers)[0] if graph_holds == "none" else graph_holds
-    if train.remat == "offload":  # what leaves the device crosses between graphs
-        found["train.compile"] = "blocks"
-    pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
-    if pinned["train.micro_batch"] != "auto":  # no more rows than the update has, or the rest would be empty ones
-        pinned["train.micro_batch"] = min(pinned["train.micro_batch"], rows)
-    return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
 def _require_fit(config: LlamaConfig, corpus: Corpus, settings: Settings) -> None:

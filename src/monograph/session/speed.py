@@ -12,6 +12,7 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
+from monograph.stream import Streamed
 
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
 
@@ -20,13 +21,8 @@ def calibrate(session: Session) -> float:
     """Seconds that an update of the session takes; see `seconds_per_update`."""
     engine, window = session.engine, next(session.open_batches(0))
 
-    def update() -> None:
-        engine.accumulate(window)
-        engine.step.discard()
-        engine.step.apply()
-
     with session.undisturbed():
-        return seconds_per_update(engine, update)
+        return seconds_per_update(engine, lambda: engine.rehearse(window))
 
 
 def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
@@ -55,7 +51,7 @@ def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
 def remember(session: Session, seconds: float) -> None:
     """Keep what an update takes on this machine, so that the next plan knows it."""
     engine, settings = session.engine, session.settings
-    if not isinstance(engine.model, Llama):
+    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
     machine, rows = describe(), session.batches.rows_per_window
     asked = asked_of(settings, engine.model.config, machine)

@@ -224,6 +224,8 @@ class Story:
             more = [("generate", name, *dashes, prompt), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
+        if self.held_out and name == "last":  # which is what a sweep without arguments takes
+            more = [more[0], ("sweep",), *more[1:]]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
 
@@ -234,7 +236,7 @@ class Story:
         training = model.training
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
         step = self.session.engine.step
-        with step.averaged(), graph.set_aside(step):
+        with step.averaged(), step.assembled(), graph.set_aside(step):
             written = generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
             texts = [completion.text for completion in written]
         model.train(training)

@@ -1,0 +1,94 @@
+# Run: pytest tests/commands/test_stream.py
+"""`train.memory=stream` as a person types it: the same files as a run on the device, in and out."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, newest, over, with_texts
+
+DEEPER = over(TINY, "model.num_hidden_layers=3", "model.tie_word_embeddings=false", "train.micro_batch=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return with_texts(tmp_path_factory.mktemp("streamed"))
+
+
+@pytest.fixture(scope="module")
+def monograph():
+    with CommandServer() as server:
+        yield server
+
+
+def weights(run):
+    return [(newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_files_as_on_the_device(folder, monograph, precision):
+    settings = over(DEEPER, f"train.precision={precision}")
+    found = {}
+    for memory in ("device", "stream"):
+        out = f"{memory}-{precision}"
+        done = monograph.run(folder, "train", *settings, f"train.memory={memory}", "--out", out, "--json")
+        assert done.code == 0, done.err
+        found[memory] = json.loads(done.out.splitlines()[-1])
+    assert weights(folder / f"stream-{precision}") == weights(folder / f"device-{precision}")
+    same = ("train_loss", "eval_loss", "tokens", "params")
+    assert [found["stream"][key] for key in same] == [found["device"][key] for key in same]
+    rows = [json.loads(line) for line in (folder / f"stream-{precision}" / "metrics.jsonl").read_text().splitlines()]
+    [memory] = [row["memory"] for row in rows if "memory" in row]
+    assert sum(memory["homes"].values()) >= 12 * found["stream"]["params"] and memory["device"]["slots and desks"] > 0
+
+
+def test_killed_and_taken_up_in_the_other_way(folder, monograph):
+    longer = over(DEEPER, "train.updates=40", "train.save_every=4")
+    assert monograph.run(folder, "train", *longer, "--out", "never-killed").code == 0
+    for number, memory in enumerate(("stream", "device", "stream")):
+        first = [*longer, "train.memory=device", "--out", "moved"]
+        command = monograph.start(
+            folder, "train", *(["--resume", "moved", f"train.memory={memory}"] if number else first)
+        )
+        command.until(lambda at=10 * (number + 1): (folder / "moved").exists() and _reached(folder / "moved", at))
+        command.signal(signal.SIGKILL)
+        command.wait()
+    assert monograph.run(folder, "train", "--resume", "moved").code == 0
+    assert weights(folder / "moved") == weights(folder / "never-killed")
+
+
+def _reached(run, update):
+    return any(int(path.name[5:]) >= update for path in run.glob("checkpoints/step-*"))
+
+
+def test_a_folder_is_finetuned(folder, monograph):
+    assert monograph.run(folder, "train", *DEEPER, "--out", "parent").code == 0
+    assert monograph.run(folder, "export", "parent", "--to", "hf").code == 0
+    tuned = [setting for setting in DEEPER if not setting.startswith(("model.", "data.tokenizer"))]
+    done = monograph.run(folder, "train", *tuned, "model.init=hf", "train.memory=stream", "--out", "tuned", "--json")
+    assert done.code == 0, done.err
+    assert monograph.run(folder, "evaluate", "tuned", "--json").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["train.compile=whole"], "with it train.compile is blocks or none"),
+        (["train.remat=offload"], "with it train.remat is none or full"),
+        (["optim.name=adamw:all-bf16", "train.precision=bf16"], "keeps full-precision weights"),
+        (["model.init=own.py:build"], "has no begin"),
+    ],
+)
+def test_what_does_not_go_with_it(folder, monograph, settings, words):
+    (folder / "own.py").write_text(
+        "from torch import nn\n\ndef build(vocab_size):\n"
+        "    model = nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))\n"
+        "    model.lm_head = model[1]\n    return model\n"
+    )
+    base = [s for s in DEEPER if not s.startswith("model.")] if "model.init=own.py:build" in settings else DEEPER
+    done = monograph.run(folder, "train", *over(base, *settings), "train.memory=stream")
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
