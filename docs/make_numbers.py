@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PEERS, GENERATE, SIBLINGS = (ROOT / "docs" / f"{name}.md" for name in ("peers", "generate", "siblings"))
-TRANSFER = ROOT / "docs" / "transfer.md"
+TRANSFER, SWEEP = (ROOT / "docs" / f"{name}.md" for name in ("transfer", "sweep"))
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
@@ -156,6 +156,30 @@ def transfer(found: Found) -> str:
     return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
 
 
+def sweep_runs(found: Found) -> str:
+    """How many times faster one command is than the single runs, and how far their losses are apart."""
+    ratios, [case] = found["ratios"], found["cases"]
+    at_once = max(max(group["rounds"]) for group in case["sweep"]["groups"])
+    return (
+        f"{found['settings']['preset']}, {found['settings']['updates']:,} updates each: compile, start and report "
+        f"included {ratios['compile_included']:.2f} ×, training alone {ratios['compile_excluded']:.2f} ×, "
+        f"{'one after another' if at_once == 1 else f'{at_once} at once'} by its own choice; "
+        f"largest difference of a held-out loss {ratios['largest_loss_difference']:.0e}"
+    )
+
+
+def stream(found: Found) -> str:
+    """What was on the device and what at home, and whether it was the truth."""
+    [case] = found["cases"]
+    streamed, resident = case["resumed"], case["resident"]
+    return (
+        f"{streamed['parameters'] / 1e9:.2f} billion parameters in fp32: {streamed['device_bytes'] / 2**30:.2f} GiB on "
+        f"the device, {streamed['home_bytes'] / 2**30:.0f} GiB at home; losses and norms "
+        f"{'equal in every bit' if found['equal_bits'] else 'DIFFERENT'} to the resident run's; "
+        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time an update (one thread, nothing hidden)"
+    )
+
+
 def ensemble(found: Found) -> str:
     """How many times faster N members are together than by the best other way, one thread."""
     lines = []
@@ -202,6 +226,16 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "N small models trained as one against an eager loop and the best other way (below 1: slower), one thread "
         "([how](docs/ensemble.md#what-it-saves))",
         ensemble,
+    ),
+    "sweep_runs": (
+        "a sweep of 8 learning rates and 2 seeds in one command against 16 `monograph train` one after another "
+        "([how](docs/sweep.md#beside-single-runs))",
+        sweep_runs,
+    ),
+    "stream": (
+        "a model trained in stages on a device that holds a fraction of its state, killed and resumed "
+        "([how](docs/stream.md#measured))",
+        stream,
     ),
     "transfer": (
         "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
@@ -339,6 +373,26 @@ def carrying() -> str:
     return "\n".join(lines)
 
 
+def sweeping() -> str:
+    """The times of both sides of benchmarks/sweep_runs.py."""
+    found = json.loads((RESULTS / "sweep_runs.json").read_text())
+    [case], at = found["cases"], found["machine"]
+    singles, sweep = case["single"], case["sweep"]
+    [group] = sweep["groups"]
+    lines = [
+        f"{found['settings']['preset']}, 8 learning rates and 2 seeds, {found['settings']['updates']:,} updates each, "
+        f"{at['device']}, {at['cores']} cores, printed by [benchmarks/sweep_runs.py](../benchmarks/sweep_runs.py). "
+        f"The sweep found: {group['why']}.",
+        "",
+        f"| | {len(singles)} single runs | one sweep | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, key in (("compile, start, evaluation and report included", "wall_s"), ("training alone", "training_s")):
+        total = sum(run[key] for run in singles)
+        lines.append(f"| {name} | {total:.0f} s | {sweep[key]:.0f} s | {total / sweep[key]:.2f} × |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
     return {
@@ -347,6 +401,7 @@ def pages() -> dict[Path, list[str]]:
         GENERATE: [generating()],
         SIBLINGS: [fusing()],
         TRANSFER: [carrying()],
+        SWEEP: [sweeping()],
     }
 
 

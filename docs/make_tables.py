@@ -16,6 +16,7 @@ BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
 BLOCKS = "tests/laws/test_scopes.py"
+STREAMED = "tests/laws/test_streamed_is_resident.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
@@ -23,7 +24,7 @@ NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 
 # What stands behind a value that works: a law by its number, or the file that tests it.
 BEHIND: dict[str, dict[str, str]] = {
-    "train.memory": {"device": ACCUMULATED},
+    "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
     "train.precision": {"fp32": COMPILED, "bf16": COMPILED, "fp16": SCALED, "fp8": "tests/graph/test_fp8.py"},
     "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
     | {"offload": "tests/graph/test_offload.py"},
@@ -44,6 +45,7 @@ LAW = {
     ACCUMULATED: "law 2",
     RECOMPUTED: "law 3",
     PACKED: "law 9",
+    STREAMED: "law 4",
     TRANSFERRED: "law 14",
 }
 # Where a key takes any text or number: what stands for all that is refused.
