@@ -34,7 +34,7 @@ SHAPE = LlamaConfig(
 )  # fmt: skip
 ASKED = Asked(SHAPE, 512, 16 * 512, precisions=("bf16",), scopes=("blocks",), remats=("none",))
 GIB = 2**30
-SMALL = 7 * GIB // 4  # what slots, desks and passes need, and some more
+SMALL = 11 * GIB // 8  # what slots, desks and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
 
 
