@@ -25,6 +25,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch
 from monograph.resident import Resident
 from monograph.run.folder import Run
+from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.session import choices, randomness
 from monograph.session.session import Session, make_schedule
@@ -65,11 +66,12 @@ class Seat:
         return self._engine.member_state(self._number)
 
     def load_state(self, state: EngineState) -> None:
-        """Take moments and counters over; the weights are live in the module.
+        """Take weights, moments and counters over.
 
         Raises:
             InputRefused: they do not fit.
         """
+        load_weights(self.model, state.model)
         whole, step = self._engine.state(), self._engine.step
         if odd := sorted(whole.optimizer.keys() ^ state.optimizer.keys()):
             raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
