@@ -305,3 +305,10 @@ def test_ensemble_compile(script, monkeypatch, tmp_path):
     monkeypatch.setattr(compile_.Ensemble, "capture", lambda self, window: None)
     found = smoke(compile_, monkeypatch, tmp_path / "found.json")
     assert [case["members"] for case in found["cases"]] == [2, 3]
+
+
+def test_stream_and_sweep_runs(script):
+    stream, sweep_runs = script("stream"), script("sweep_runs")
+    assert stream.window(0, 2, stream.SMOKE)["targets"].shape == (2, 256)
+    [axis] = sweep_runs.axes_of({"optim.lr": sweep_runs.RATES})[1]
+    assert len(axis.values) == 8
