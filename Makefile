@@ -4,6 +4,8 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python -m
+# One process for each core, up to four; each takes whole files.
+WORKERS = -n auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all lint format python setup setup-dev
@@ -20,10 +22,10 @@ train: setup
 
 # Cheap first.
 test: lint
-	$(RUN) pytest -q -m 'not slow' $(ARGS)
+	$(RUN) pytest -q -m 'not slow' $(WORKERS) $(ARGS)
 
 test-all: lint
-	$(RUN) pytest -q $(ARGS)
+	$(RUN) pytest -q $(WORKERS) $(ARGS)
 
 lint: setup-dev
 	$(RUN) ruff check

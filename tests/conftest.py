@@ -19,6 +19,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["MPLBACKEND"] = "Agg"
 # What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Workers that share the cores have one thread each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)

@@ -56,6 +56,8 @@ AT_ONCE: dict[str, Placement] = {
         on_device=frozenset((stage, name) for stage in (0, 2, 7) for name in ("weights", "rest", *WHOLE)),
     ),
 }
+EVERY = PLACEMENTS | AT_ONCE
+PRECISIONS = ("fp32", "bf16")
 
 
 def arguments(precision: str | Precision = "fp32", **changes: Any) -> dict[str, Any]:
@@ -123,3 +125,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
+
+
+def unclipped(placement):
+    """What both are made with where weights are updated in the backward pass."""
+    return {"clip": None} if placement.when == "backward" else {}

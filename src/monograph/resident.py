@@ -127,10 +127,9 @@ class Resident:
     def _warm(self, batch: Batch) -> None:
         step = self.step
         kept = {name: counter.clone() for name, counter in step.counters.items()}
-        accumulate(step, [batch] * (WARM_UP if step.recorder else 1))  # after so many a micro-step is captured
-        step.discard()
-        # Without a target an update is skipped on the device, so this compiles it and changes nothing but its counters.
-        step.apply()
+        if step.recorder:
+            accumulate(step, [batch] * WARM_UP)  # after so many a micro-step is captured
+        self.rehearse(batch)
         for name, counter in step.counters.items():
             counter.copy_(kept[name])
         self._scored(batch)
@@ -149,7 +148,7 @@ class Resident:
             try:
                 return work()
             except (RuntimeError, InputRefused) as error:
-                if not _out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
             # Outside the except block: the traceback would keep the failed pass's tensors alive.
@@ -285,7 +284,8 @@ class Resident:
         return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
 
 
-def _out_of_memory(error: BaseException | None) -> bool:
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether the device's memory, or the host's, was too small."""
     if isinstance(error, InputRefused):  # the trial step explains what a module raises
-        return _out_of_memory(error.__cause__)
+        return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -13,7 +13,7 @@ from monograph.stream import Placement, renewal
 from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
-from monograph.stream.traffic import Traffic, device_bytes, traffic
+from stream.traffic import Traffic, device_bytes, traffic
 from streamed import AT_ONCE, PLACEMENTS, WHOLE, streamed
 
 EVERY = PLACEMENTS | AT_ONCE

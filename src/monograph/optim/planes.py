@@ -86,6 +86,14 @@ class Plane:
             part = flat[..., offset // block : -(-(offset + size) // block)]
             yield name, part.view(parameter.shape) if block == 1 else part
 
+    def hold(self, flat: Tensor) -> None:
+        """Make the parameters views of `flat`; they have no gradient until the next `link`."""
+        for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
+            parameter.grad = None
+            parameter.data = view
+            if flat.dtype != self.grad.dtype:
+                parameter.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, whatever anybody set it to since."""
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
@@ -165,10 +173,6 @@ def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], sta
     param = param.to(torch.bfloat16) if state == "all-bf16" else param
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
     plane = Plane(kind, slots, param, grad, number)
-    for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(param), strict=True):
-        parameter.grad = None
-        parameter.data = view
-        if param.dtype != grad.dtype:
-            parameter.grad_dtype = grad.dtype
+    plane.hold(param)
     plane.link()
     return plane

@@ -19,7 +19,7 @@ from monograph.planner.defaults import (
     updates_for,
     warmup,
 )
-from monograph.planner.streaming import Limits, StreamCandidate, placed, streamed
+from monograph.planner.streaming import Limits, StreamCandidate, streamed
 
 __all__ = [
     "DEFAULT",
@@ -36,7 +36,6 @@ __all__ = [
     "interval",
     "known_learning_rate",
     "optimizer",
-    "placed",
     "plan",
     "plan_anywhere",
     "precision",

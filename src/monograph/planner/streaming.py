@@ -61,7 +61,7 @@ class Limits:
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
         """Those of this machine's host and disk, with a device of which so much may be taken."""
         host = describe(torch.device("cpu"))
-        disk = shutil.disk_usage(folder or tempfile.gettempdir()).free
+        disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
@@ -98,6 +98,11 @@ class StreamCandidate(Candidate):
 _PLANES = ("weights", "gradients", "moments")
 
 
+def _there(folder: Path) -> Path:
+    """The folder, or of those that it will be made in the one that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
 def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
     """The ways to stream that fit, best first, each but the first with why it was not chosen.
 
@@ -113,18 +118,6 @@ def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[s
     timed = [_timed(*each, device, limits, peak_flops) for each in distinct[:TIMED]]
     best, *others = sorted([*timed, *(each for each, _ in distinct[TIMED:])], key=_rank)
     return [best, *(replace(each, why=_why(each, best)) for each in others)]
-
-
-def placed(
-    asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float], on: torch.device
-) -> StreamCandidate:
-    """How a run on this machine is streamed: `.placement`, `.work` with its micro-batch, and what is expected.
-
-    Raises:
-        OutOfDeviceMemory: nothing fits.
-    """
-    best = streamed(asked, device, limits, peak_flops)[0]
-    return replace(best, placement=replace(best.placement, device=on, folder=limits.folder))
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────

@@ -137,7 +137,7 @@ def fitting_choices(
         "train.memory": "device",
     }
     if config:
-        plan = _planned(settings, config, machine)
+        plan = planned(settings, config, machine)
         found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
         # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
         graph_holds = plan.work.compile
@@ -152,54 +152,26 @@ def fitting_choices(
     return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
-def _planned(settings: Settings, config: LlamaConfig, machine: Device) -> Candidate:
-    """How it is trained on the device, or if that is asked for, or it does not fit a GPU, how it is streamed there.
-
-    Raises:
-        OutOfDeviceMemory: neither fits.
-    """
-    memory = settings.train.memory
-    if memory == "stream":
-        return placed(settings, config, machine)
-    try:
-        return planned(settings, config, machine)
-    except OutOfDeviceMemory as too_large:
-        if memory == "device" or machine.type != "cuda":
-            raise
-        try:
-            return placed(settings, config, machine)
-        except OutOfDeviceMemory as streamed_too:
-            raise OutOfDeviceMemory(f"{too_large}; nor streamed: {streamed_too}") from None
-
-
-def planned(settings: Settings, config: LlamaConfig, device: Device) -> Candidate:
-    """What a run on this device does with its "auto" keys.
+def planned(settings: Settings, config: LlamaConfig, machine: Device) -> Candidate:
+    """What a run on this machine does with its "auto" keys, and where its weights live: `monograph plan`'s own choice.
 
     Raises:
         OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
     """
-    asked = asked_of(settings, config, device)
-    eager = settings.train.compile == "none" or (device.type == "cpu" and compiler_obstacle() is not None)
+    asked, memory = asked_of(settings, config, machine), settings.train.memory
+    eager = settings.train.compile == "none" or (machine.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
     rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
-    found = planner.plan(replace(asked, scopes=scopes), device, rates, known)
-    if found.chosen is None and found.nearest.peak_memory_bytes > device.free_memory_bytes:
-        raise OutOfDeviceMemory(found.refusal)
-    return found.nearest
-
-
-def placed(settings: Settings, config: LlamaConfig, machine: Device) -> StreamCandidate:
-    """How a run on this device is streamed: what lies where, and the rows of a micro-batch.
-
-    Raises:
-        OutOfDeviceMemory: nothing fits, with the tier that is too small.
-    """
-    asked = asked_of(settings, config, machine)
-    eager = settings.train.compile == "none" or (machine.type == "cpu" and compiler_obstacle() is not None)
-    scopes: tuple[Compile, ...] = ("none",) if eager else ("blocks",)
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
-    rates = dict.fromkeys(asked.precisions, RANKING_FLOPS)
-    return planner.placed(replace(asked, scopes=scopes), machine, limits, rates, on=default_device())
+    if machine.type == "cpu" and memory == "auto":
+        memory = "device"  # there is no other memory to stream from
+    found = planner.plan_anywhere(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
+    if not found.candidates or (found.chosen is None and found.nearest.peak_memory_bytes > machine.free_memory_bytes):
+        raise OutOfDeviceMemory(found.refusal)
+    best = found.nearest
+    if isinstance(best, StreamCandidate):
+        return replace(best, placement=replace(best.placement, device=default_device(), folder=limits.folder))
+    return best
 
 
 def _remats(device: Device) -> tuple[str | float, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor, nn
 
+from monograph.errors import OutOfDeviceMemory
 from monograph.graph import capture as graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
@@ -13,11 +15,12 @@ from monograph.graph.trial import Trial
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import Optimizer
-from monograph.resident import Resident
+from monograph.resident import Resident, out_of_memory
 from monograph.schedule import Schedule
 from monograph.stream.lanes import Lanes
 from monograph.stream.placement import Placement
-from monograph.stream.step import StreamedStep, without_targets
+from monograph.stream.renewal import HALF_DONE
+from monograph.stream.step import StreamedStep
 from monograph.stream.store import Stored
 from monograph.stream.trial import streamed_trial
 
@@ -73,12 +76,21 @@ class Streamed(Resident):
         """Add the window's exact gradient.
 
         Raises:
-            OutOfDeviceMemory: a micro-batch of one row does not fit.
+            OutOfDeviceMemory: a micro-batch of one row does not fit, or one when some weights were updated already.
         """
-        if self.step.placement.when == "backward":  # what was updated cannot be repeated
-            self.step.accumulate(list(self._micro_batches(window)))
-        else:
-            self._fitting(window, lambda: self.step.accumulate(list(self._micro_batches(window))))
+
+        def attempt() -> None:
+            try:
+                self.step.accumulate(list(self._micro_batches(window)))
+            except RuntimeError as error:
+                if self.step.walk.repeatable or not out_of_memory(error):
+                    raise
+                self.step.walk.failed = OutOfDeviceMemory(
+                    f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
+                )
+                raise self.step.walk.failed from error
+
+        self._fitting(window, attempt)
 
     @property
     def model(self) -> nn.Module:
@@ -87,11 +99,10 @@ class Streamed(Resident):
         return self.step.model
 
     def rehearse(self, window: Batch) -> None:
-        """All the work of an update, without targets, which the device refuses; see `Resident.rehearse`."""
-        self.accumulate(without_targets(window))
-        self.step.apply()
+        """See `Resident.rehearse`."""
+        self.step.loss_sum.fill_(math.nan)  # what is updated in the backward pass is then refused
+        super().rehearse(window)
         self.step.walk.flush()
-        self.step.discard()
 
     def trial(self, window: Batch) -> Trial:
         """One eager pass of the first micro-batch, there and back; weights and state stay as they are.
@@ -101,10 +112,6 @@ class Streamed(Resident):
         """
         batch = next(self._micro_batches(window))
         return self._fitting(window, lambda: streamed_trial(self.step, batch))
-
-    def _warm(self, batch: Batch) -> None:
-        self.step.warm(batch)
-        self._scored(batch)
 
     def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         return self.step.walk.evaluate(list(self._micro_batches(batch)))

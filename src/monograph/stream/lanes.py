@@ -66,7 +66,6 @@ class Work(NamedTuple):
         call: does it.
         reads: and `writes`: the spaces.
         moved_bytes: that it copies between homes.
-        flops: that it computes.
     """
 
     mark: Mark
@@ -75,7 +74,6 @@ class Work(NamedTuple):
     reads: tuple[Space, ...]
     writes: tuple[Space, ...]
     moved_bytes: int
-    flops: float
 
 
 class Executor(Protocol):
@@ -121,17 +119,11 @@ class Lanes:
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
         moved = source.numel() * source.element_size()
         self.moved_bytes[reads.home, writes.home] += moved
-        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), moved, 0.0)
+        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), moved)
 
-    def compute(
-        self,
-        call: Callable[[], Any],
-        reads: Iterable[Space] = (),
-        writes: Iterable[Space] = (),
-        flops: float = 0.0,
-    ) -> Any:
+    def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
         """What the call returns; it reads and writes no space but these."""
-        return self._give("compute", call, tuple(reads), tuple(writes), 0, flops)
+        return self._give("compute", call, tuple(reads), tuple(writes), 0)
 
     def finish(self) -> None:
         """Return when everything is done; afterwards every space may be read and written by anybody."""
@@ -140,14 +132,8 @@ class Lanes:
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
 
-    def _give(  # noqa: PLR0913 - the fields of a piece of work
-        self,
-        lane: Lane,
-        call: Callable[[], Any],
-        reads: tuple[Space, ...],
-        writes: tuple[Space, ...],
-        moved_bytes: int,
-        flops: float,
+    def _give(
+        self, lane: Lane, call: Callable[[], Any], reads: tuple[Space, ...], writes: tuple[Space, ...], moved_bytes: int
     ) -> Any:
         happened = self._happened[lane]
         needed = [space.written for space in (*reads, *writes) if space.written]
@@ -168,7 +154,7 @@ class Lanes:
             space.read[lane] = mark
         for space in writes:
             space.written, space.read = mark, {}
-        return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes, flops))
+        return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
         """Drop what every lane knows to have happened: nobody has to wait for it any more."""

@@ -24,6 +24,7 @@ DESKS = 4
 # Elements of a piece, a multiple of the 256 that share a number in 8-bit moments: long enough to fill a link and a
 # device, short beside a large model's blocks.
 MOST = 2**23
+HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 Renew = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
@@ -107,8 +108,7 @@ class Renewal:
                 self._renew(piece, parts, spaces, desk, renew, scale, accepted, into)
             except torch.OutOfMemoryError as error:
                 raise OutOfDeviceMemory(
-                    f"the update of {self.stage.name} does not fit the device's memory: take fewer blocks a stage or "
-                    "fewer rows (train.micro_batch), and go on from the last checkpoint"
+                    f"the update of {self.stage.name} does not fit the device's memory: {HALF_DONE}"
                 ) from error
             self.begin()
             yield

@@ -112,9 +112,7 @@ class Bound:
         """In the block the model's parameters are what is on the device."""
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
-            for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(plane.param), strict=True):
-                parameter.grad = None
-                parameter.data = view
+            plane.hold(plane.param)
         try:
             yield
         finally:

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
-from monograph.graph.remat import Policy
-from monograph.loss import Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane, join, split
-from monograph.resident import IGNORE
-from monograph.schedule import Schedule
 from monograph.step import Step
 from monograph.stream.cuda import executor
 from monograph.stream.lanes import Lanes
@@ -36,20 +32,18 @@ class StreamedStep(Step):
 
     CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("squares", "renew_part")
 
-    def __init__(  # noqa: PLR0913 - those of a step, and two
+    def __init__(
         self,
         model: nn.Module,
         *,
-        loss: Loss = token_loss,
         optim: Optimizer | None = None,
-        schedule: Schedule | None = None,
         clip: float | None = None,
         precision: Precision | None = None,
-        remat: Policy | None = None,
         placement: Placement | None = None,
         lanes: Lanes | None = None,
+        **others: Any,
     ):
-        """Prepare a step; see `monograph.Streamed`."""
+        """Prepare a step; see `monograph.Streamed`. `others` are `Step`'s own."""
         optim, precision = optim or AdamW(), precision or Precision()
         self.placement = placement or Placement()
         if self.placement.when == "backward" and clip is not None:
@@ -60,7 +54,7 @@ class StreamedStep(Step):
         if optim.state == "all-bf16":
             raise UsageError("memory = stream keeps full-precision weights: all-bf16 is for memory = device")
         self._rounds = precision.rounds
-        super().__init__(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
+        super().__init__(model, optim=optim, clip=clip, precision=precision, **others)
         self.recorder = None
         self.walk = Walk(self, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
         self.renew_part: Callable[..., None] = self._renew_part
@@ -90,16 +84,6 @@ class StreamedStep(Step):
         for batch in batches:
             self.settle(batch)
         self.walk.accumulate(batches, observe)
-
-    def warm(self, batch: Any) -> None:
-        """Compile everything that an update runs; nothing changes."""
-        kept = {name: counter.clone() for name, counter in self.counters.items()}
-        self.accumulate([without_targets(batch)])
-        self.apply()  # without a target the device refuses it
-        self.walk.flush()
-        self.discard()
-        for name, counter in self.counters.items():
-            counter.copy_(kept[name])
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
@@ -151,19 +135,9 @@ class StreamedStep(Step):
         self.changed_at_home()
         split_ones = [each for each in self.store.stored if each.splits]
         for each in split_ones:
-            _point(each.plane, each.plane.state["ema"] if self.holds_average else each.master())
+            each.plane.hold(each.plane.state["ema"] if self.holds_average else each.master())
         try:
             yield
         finally:
             for each in split_ones:
-                _point(each.plane, each.plane.param)
-
-
-def _point(plane: Plane, flat: Tensor) -> None:
-    for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(flat), strict=True):
-        parameter.data = view
-
-
-def without_targets(batch: Any) -> Any:
-    """The batch with nothing to predict, so that an update of it is refused."""
-    return {name: torch.full_like(t, IGNORE) if name == "targets" else t for name, t in batch.items()}
+                each.plane.hold(each.plane.param)

@@ -227,9 +227,5 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
         buffers[name] = Buffer(here, Space(label, home))
     plane.param, plane.grad = buffers[WEIGHTS].tensor, buffers[GRADIENT].tensor
     plane.state = {name: buffers[name].tensor for name in plane.state}
-    for (_, parameter, _), (_, view) in zip(plane.slots, plane.views(plane.param), strict=True):
-        parameter.grad = None
-        parameter.data = view
-        if plane.param.dtype != plane.grad.dtype:
-            parameter.grad_dtype = plane.grad.dtype  # type: ignore[attr-defined]
+    plane.hold(plane.param)
     return Stored(plane, buffers, start, splits)

@@ -8,7 +8,7 @@ there; on the way back a stage computes again what its gradient needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice, pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monograph.errors import OutOfDeviceMemory
 from monograph.loss import CountedLoss
 from monograph.optim import Plane
 from monograph.stream.boundaries import Boundaries
@@ -38,6 +39,8 @@ class Walk:
         slots: where stages are on the device.
         boundaries: what goes from stage to stage.
         fresh: whether no gradient was added since the last update.
+        repeatable: whether a window that failed can be tried again, as no weight was updated by its gradient.
+        failed: why some weights are updated and others not, for good.
     """
 
     def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
@@ -53,7 +56,8 @@ class Walk:
         self._decided: tuple[Tensor, Tensor] | None = None
         self._waiting: list[Stage] = []
         self._beside: tuple[Renewal, Iterator[None]] | None = None
-        self.fresh = True
+        self.fresh = self.repeatable = True
+        self.failed: OutOfDeviceMemory | None = None
         lanes.finish()  # what was done to this memory, and to the planes, no lane knows of
 
     @property
@@ -72,6 +76,7 @@ class Walk:
         """
         if self._waiting and observe:
             self.flush()
+        self.repeatable = True
         further = self._there(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: list[Any] = [None for _ in batches]
@@ -246,14 +251,23 @@ class Walk:
         """Update as much as is due after one of so many micro-batches."""
         renewal, work = self._beside or (None, iter(()))
         if renewal:
-            for _ in islice(work, -(-renewal.count // micro_batches)):
+            self._make(islice(work, -(-renewal.count // micro_batches)))
+
+    def _make(self, work: Iterable[None]) -> None:
+        """Update pieces; if that fails nothing can be read or saved any more, as it is half updated."""
+        if self.failed:
+            raise self.failed
+        try:
+            for _ in work:
                 pass
+        except OutOfDeviceMemory as error:
+            self.failed = error
+            raise
 
     def _all_beside(self) -> None:
         """End the update that was begun."""
         renewal, work = self._beside or (None, iter(()))
-        for _ in work:
-            pass
+        self._make(work)
         if renewal and renewal.stage in self._waiting:
             self._waiting.remove(renewal.stage)
         self._beside = None
@@ -265,7 +279,7 @@ class Walk:
         scale = (torch.ones_like(step.lr) if counted else 1.0 / step.count.clamp_min(1)) / step.loss_scale
         accepted = step.loss_sum.isfinite() & (step.count > 0)
         step.applied.add_(accepted)
-        self._decided = scale, accepted
+        self._decided, self.repeatable = (scale, accepted), False
 
     def _renew_at_once(self, bound: Bound) -> None:
         assert self._decided is not None

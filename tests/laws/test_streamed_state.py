@@ -1,0 +1,185 @@
+# Run: pytest tests/laws/test_streamed_state.py
+"""Law 4 beside the plain run, in every bit: evaluation, trials, failing windows, states and files for other engines."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from batches import packed
+from monograph.errors import OutOfDeviceMemory
+from monograph.loop import load_checkpoint, save_checkpoint
+from monograph.optim import AdamW, Muon
+from streamed import (
+    EVERY,
+    PLACEMENTS,
+    PRECISIONS,
+    files,
+    flat,
+    other_bits,
+    resident,
+    streamed,
+    trained,
+    unclipped,
+    windows,
+)
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_several_windows_an_update(place):
+    results = []
+    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
+        for seed in (10, 20, 30):
+            engine.accumulate(windows(1, seed)[0])
+            left = trained(engine, windows(1, seed + 1))
+        results.append(left)
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, ema=0.5)])
+@pytest.mark.parametrize("place", EVERY)
+def test_evaluated(place, optim):
+    """After every update, and between a window and its update."""
+    scores = []
+    changes = {"optim": optim, "precision": "bf16", **unclipped(EVERY[place])}
+    for engine in (resident(**changes), streamed(placement=EVERY[place], **changes)):
+        found = [engine.evaluate(packed(5, seed=77))]
+        for window in windows():
+            engine.accumulate(window)
+            if EVERY[place].when != "backward":  # which has updated already
+                found.append(engine.evaluate(packed(5, seed=77)))
+            engine.update()
+            found.append(engine.evaluate(packed(5, seed=77)))
+        named = {f"score {number}": score for number, (score, _) in enumerate(found)}
+        scores.append(named | flat(engine.state()))
+    assert not other_bits(*scores)
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_a_trial_changes_nothing(place):
+    changes = unclipped(EVERY[place])
+    engine, untried = (streamed(placement=EVERY[place], **changes) for _ in range(2))
+    results = [trained(untried, windows())]
+    seen = [engine.trial(window) for window in windows(2)]
+    assert seen[0] == resident().trial(windows(1)[0])
+    left = trained(engine, windows(2))
+    engine.trial(windows(1)[0])
+    results.append(left | trained(engine, windows(2, first=2)))
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_an_update_of_no_window_changes_nothing(place):
+    """Nor is the one before it lost, which may still wait for a forward pass."""
+    results = []
+    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
+        seen = [engine.update()]
+        left = trained(engine, windows(2))
+        seen += [engine.update(), engine.update()]
+        left |= {f"{n} {name}": getattr(seen[n], name) for n in range(3) for name in ("count", "grad_norm", "skipped")}
+        results.append(left | trained(engine, windows(2, first=2)))
+    assert not other_bits(*results)
+
+
+def out_of_memory_at(monkeypatch, owner, name, call):
+    """The owner's function runs out of memory the n-th time that it is called."""
+    function, calls = getattr(owner, name), []
+
+    def fails(*arguments, **keywords):
+        calls.append(name)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+REPEATED = [*itertools.product(["on the host", "next forward, offloaded"], ["forward", "again", "loss"]),
+            ("backward", "forward"), ("backward", "loss")]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [1, 8])
+@pytest.mark.parametrize(("place", "name"), REPEATED)
+def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name, call, monkeypatch):
+    """The stages whose update waited for it, and was made, are not updated again."""
+    results = []
+    for runs_out in (False, True):
+        engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
+        trained(engine, windows(2))
+        if runs_out:
+            out_of_memory_at(monkeypatch, engine.step.walk.passes, name, min(call, 2 if name == "loss" else call))
+        else:
+            engine.micro_batch = 2
+        results.append(trained(engine, windows(2, first=2)))
+        assert engine.micro_batch == 2
+    assert not other_bits(*results)
+
+
+@pytest.mark.parametrize("place", ["on the host", "next forward"])
+def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
+    """It may be half done, and can be neither repeated nor left out."""
+    engine = streamed(placement=PLACEMENTS[place])
+    trained(engine, windows(1))
+    out_of_memory_at(monkeypatch, engine.step, "renew_part", 5)
+    words = "^the update of block 1 does not fit the device's memory: take fewer"
+    with pytest.raises(OutOfDeviceMemory, match=words):
+        trained(engine, windows(2))
+    no_longer_readable(engine, words)
+
+
+@pytest.mark.parametrize("name", ["again", "first_again"])
+def test_a_pass_that_runs_out_of_memory_between_updates_ends_the_run(name, monkeypatch):
+    engine = streamed(placement=EVERY["backward"], **unclipped(EVERY["backward"]))
+    trained(engine, windows(1))
+    out_of_memory_at(monkeypatch, engine.step.walk.passes, name, 3)
+    words = "^a backward pass that updates weights does not fit the device's memory: take fewer"
+    with pytest.raises(OutOfDeviceMemory, match=words):
+        trained(engine, windows(2))
+    no_longer_readable(engine, words)
+
+
+def no_longer_readable(engine, words):
+    """Nor can it be saved: some of its weights are of one update and some of another."""
+    for read in (engine.state, lambda: engine.model, engine.update, lambda: engine.accumulate(windows(1)[0])):
+        with pytest.raises(OutOfDeviceMemory, match=words):
+            read()
+
+
+class Nowhere:
+    def state(self):
+        return {"seed": 0, "rows": 0}
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("place", ["next forward", "everywhere"])
+def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path):
+    """By their states, and by the files of checkpoints, which are the same bytes."""
+    changes = {"precision": precision, "optim": optim}
+    whole = trained(resident(**changes), windows(6))
+
+    def engines():
+        yield streamed(placement=PLACEMENTS[place], **changes)
+        yield resident({"initializer_range": 0.3}, **changes)
+        yield streamed({"initializer_range": 0.1}, blocks_per_stage=4, **changes)
+
+    by_state, by_file, state, found = {}, {}, None, []
+    for turn, engine in enumerate(engines()):
+        if state:
+            engine.load_state(state)
+        by_state |= trained(engine, windows(2, first=2 * turn))
+        state = engine.state()
+    for turn, engine in enumerate(engines()):
+        folder = tmp_path / f"{turn}"
+        if turn:
+            load_checkpoint(engine, tmp_path / f"{turn - 1}")
+        by_file |= trained(engine, windows(2, first=2 * turn))
+        save_checkpoint(engine, Nowhere(), folder)
+        twin = resident(**changes)
+        trained(twin, windows(2 * turn + 2))
+        save_checkpoint(twin, Nowhere(), tmp_path / f"twin {turn}")
+        found.append((files(folder), files(tmp_path / f"twin {turn}")))
+    assert not other_bits(by_state, whole) and not other_bits(by_file, whole)
+    assert all(mine == its for mine, its in found)
