@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,6 +159,26 @@ def ratios(above: Sequence[Timing], below: Sequence[Timing]) -> dict[str, dict[s
 def shown(values: Mapping[str, Any], digits: int = 2) -> str:
     """`1.18 (1.15-1.24)`: the median and the range."""
     return f"{values['median']:.{digits}f} ({values['low']:.{digits}f}-{values['high']:.{digits}f})"
+
+
+# ── the command line ──────────────────────────────────────────────────────────────────────────────
+
+
+def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
+    """What `monograph ARGUMENTS --json` prints at last, and its seconds."""
+    environment = os.environ | {
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    began = clock()
+    done = subprocess.run(
+        [sys.executable, "-m", "monograph", *arguments, "--json"],
+        cwd=home, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"monograph {' '.join(arguments)}: exit {done.returncode}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1]), clock() - began
 
 
 # ── memory and waiting ────────────────────────────────────────────────────────────────────────────

@@ -13,9 +13,6 @@ The losses of both sides are printed beside each other: they are the same runs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -24,31 +21,13 @@ from typing import Any
 import harness
 
 from monograph.config.axes import axes_of, points
-from monograph.device import clock
 
 RATES = "log:1e-3..1.28e-1:8"
 
 
-def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
-    """The command's JSON and its seconds."""
-    environment = os.environ | {
-        "HOME": str(home),
-        "PYTHONPATH": str(harness.ROOT / "src"),
-        "OMP_NUM_THREADS": str(harness.torch.get_num_threads()),
-    }
-    began = clock()
-    done = subprocess.run(
-        [sys.executable, "-m", "monograph", *arguments, "--json"],
-        cwd=home, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"monograph {' '.join(arguments)}: exit {done.returncode}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]), clock() - began
-
-
 def single(home: Path, common: list[str], rate: Any, seed: int) -> dict[str, Any]:
     """One training alone."""
-    found, wall_s = command(home, "train", *common, f"optim.lr={rate}", f"train.seed={seed}")
+    found, wall_s = harness.command(home, "train", *common, f"optim.lr={rate}", f"train.seed={seed}")
     print(f"train   lr {float(rate):<9.4g} seed {seed}: {found['eval_loss']:.4f} in {wall_s:.1f} s", flush=True)
     return {
         "lr": float(rate), "seed": seed, "eval_loss": found["eval_loss"], "wall_s": wall_s,
@@ -59,7 +38,9 @@ def single(home: Path, common: list[str], rate: Any, seed: int) -> dict[str, Any
 
 def swept(home: Path, common: list[str], rates: str, seeds: list[int]) -> dict[str, Any]:
     """All of them in one command."""
-    found, wall_s = command(home, "sweep", *common, f"optim.lr={rates}", f"train.seed={','.join(map(str, seeds))}")
+    found, wall_s = harness.command(
+        home, "sweep", *common, f"optim.lr={rates}", f"train.seed={','.join(map(str, seeds))}"
+    )
     print(f"sweep   {len(found['members'])} members in {wall_s:.1f} s", flush=True)
     folder = (home / found["members"][0]["run"]).parents[1]
     record = json.loads((folder / "sweep.json").read_text())
