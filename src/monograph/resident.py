@@ -128,7 +128,7 @@ class Resident:
         step = self.step
         kept = {name: counter.clone() for name, counter in step.counters.items()}
         if step.recorder:
-            accumulate(step, [batch] * WARM_UP)  # after so many a micro-step is captured
+            accumulate(step, [batch] * (WARM_UP - 1))  # a micro-step is captured after so many
         self.rehearse(batch)
         for name, counter in step.counters.items():
             counter.copy_(kept[name])
