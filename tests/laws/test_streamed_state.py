@@ -7,10 +7,13 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from batches import packed
-from monograph.errors import OutOfDeviceMemory
+from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.graph.remat import Remat
 from monograph.loop import load_checkpoint, save_checkpoint
+from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
 from streamed import (
     EVERY,
@@ -183,3 +186,69 @@ def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path)
         found.append((files(folder), files(tmp_path / f"twin {turn}")))
     assert not other_bits(by_state, whole) and not other_bits(by_file, whole)
     assert all(mine == its for mine, its in found)
+
+
+# ---- what cannot be run in stages ------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """A linear layer with something beside it that a second pass would do otherwise."""
+
+    def __init__(self, linear, how):
+        super().__init__()
+        self.weight, self.how = linear.weight, how
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.how == "draws":
+            x = nn.functional.dropout(x, 0.1, self.training)
+        elif self.how == "writes":
+            self.seen += 1
+        elif self.how == "replaces":
+            self.seen = self.seen + 1
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("draws", "draws random numbers"),
+        ("writes", "writes its buffer .*seen"),
+        ("replaces", "writes its buffer .*seen"),
+    ],
+)
+@pytest.mark.parametrize("where", ["block", "before"])
+def test_what_a_second_pass_would_compute_otherwise_is_refused(how, words, where):
+    engine = streamed()
+    model = engine.step.model
+    if where == "block":
+        block = model.model.layers[2]
+        block.mlp.up_proj = Noisy(block.mlp.up_proj, how)
+    else:
+        table = model.model.embed_tokens
+        table.noisy = Noisy(nn.Linear(model.config.hidden_size, 1, bias=False), how)
+        table.register_forward_hook(lambda module, inputs, out: (module.noisy(out), out)[1])
+    for work in (engine.trial, engine.accumulate):
+        with pytest.raises(UsageError, match=f"a second time for its gradient, and it {words}"):
+            work(windows(1)[0])
+
+
+@pytest.mark.parametrize(("calls", "words"), [(0, "did not call its model"), (2, "calls its model 2 times")])
+def test_a_loss_that_does_not_call_its_model_once_is_refused(calls, words):
+    plain = TokenLoss()
+
+    def loss(model, batch):
+        scored = [plain(model, batch) for _ in range(calls)]
+        return (scored[0][0], scored[0][1]) if scored else (torch.zeros((), requires_grad=True), torch.ones(()))
+
+    with pytest.raises(UsageError, match=words):
+        streamed(loss=loss).accumulate(windows(1)[0])
+    with pytest.raises(UsageError, match=words):
+        streamed(loss=loss).trial(windows(1)[0])
+
+
+@pytest.mark.parametrize("policy", [Remat.Pointwise(), Remat.Budget(0.5), Remat.Full()])
+def test_a_trial_with_recomputation(policy):
+    engine = streamed(remat=policy)
+    assert engine.trial(windows(1)[0]) == resident().trial(windows(1)[0])
+    assert not other_bits(trained(engine, windows()), trained(resident(), windows()))

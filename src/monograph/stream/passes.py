@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from monograph.errors import UsageError
 from monograph.optim import Plane, unlinked
 from monograph.stream.store import Stage, staged
 
@@ -38,17 +39,19 @@ class Passes:
                 self.step.loss(self.step.model, batch)
         except _Called as found:
             args, kwargs = found.args
+        else:
+            raise UsageError("memory = stream: the loss did not call its model, which it must do once")
         hidden, further = self.model.begin(*args, **kwargs)
         return hidden, further
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
         """A stage's output."""
-        with torch.no_grad(), self.step.context():
+        with torch.no_grad(), self.step.context(), self._repeatable([block for _, block in stage.blocks]):
             return self._blocks(stage, state, further)
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
         """The first stage's output, and what blocks take besides."""
-        with torch.no_grad(), self.step.context():
+        with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
             return self.begin(batch)
 
     def score(self, state: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -93,6 +96,33 @@ class Passes:
             yield
 
     @contextmanager
+    def _repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """In the block modules run that will run again for their gradient, and must then compute the same.
+
+        Raises:
+            UsageError: they drew a random number, or wrote a buffer.
+        """
+        draws, buffers = self._draws(), _written(modules)
+        yield
+        for before, after in zip(draws, self._draws(), strict=True):
+            if not torch.equal(before, after):
+                raise UsageError(
+                    f"memory = stream runs {type(modules[0]).__name__} a second time for its gradient, and it draws "
+                    "random numbers (dropout?), which would be others then: set that to 0, or use memory = device"
+                )
+        for name, now in _written(modules).items():
+            if now != buffers.get(name):
+                raise UsageError(
+                    f"memory = stream runs {type(modules[0]).__name__} a second time for its gradient, and it writes "
+                    f"its buffer {name}, which would be written twice: use memory = device"
+                )
+
+    def _draws(self) -> list[Tensor]:
+        """Where torch's generators stand."""
+        device = self.step.device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+    @contextmanager
     def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
         """In the block the model, when it is called, does this instead."""
         model = self.step.model
@@ -102,9 +132,30 @@ class Passes:
         finally:
             del model.forward
 
-    def _resumed(self, hidden: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def _resumed(self, hidden: Tensor) -> Iterator[None]:
         """In the block the model's blocks have run already."""
-        return self._forward(lambda *args, **kwargs: self.model.end(hidden))
+        calls = 0
+
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if not torch.compiler.is_compiling():
+                calls += 1
+            return self.model.end(hidden)
+
+        with self._forward(ended):
+            yield
+        if calls > 1:
+            raise UsageError(
+                f"memory = stream: the loss calls its model {calls} times, and the blocks run once: call it once, on "
+                "all rows, or use memory = device"
+            )
+
+
+def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is, and how often that was written."""
+    named = (each for module in modules for each in module.named_buffers())
+    return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 
 def _gradient_of(state: Tensor) -> Tensor:

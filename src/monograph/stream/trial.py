@@ -29,6 +29,7 @@ def streamed_trial(step: StreamedStep, batch: Any) -> Trial:
             elif not bool(gradient.any()):
                 missing.append(name)
 
+    step.settle(batch)  # before modules are watched: it runs a twin of them
     with buffers_kept(step.model), running(step.model) as stack:
         try:
             step.accumulate([batch], observe)
