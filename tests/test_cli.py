@@ -183,15 +183,23 @@ def test_interrupted_is_130(calls: Calls, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
+TOO_SMALL = (
+    "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch or "
+    "data.sequence_length"
+)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
+        (MemoryError(), 6, TOO_SMALL),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 6, TOO_SMALL),
         (OSError(errno.ENOSPC, "No space left on device", "a/file"), 7, "cannot write a/file: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),
     ],
 )
-def test_what_the_disk_refuses_is_no_bug(
+def test_what_the_machine_refuses_is_no_bug(
     calls: Calls, error: OSError, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls.outcome = error

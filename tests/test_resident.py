@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from batches import copied, flat_gradient, large_batch_gradient, ragged, tiny_llama
-from monograph.errors import InputRefused, OutOfDeviceMemory
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph.capture import capture
 from monograph.graph.remat import Remat
 from monograph.loop import train
 from monograph.loss import TokenLoss
@@ -145,3 +146,24 @@ def test_evaluate_is_the_mean_over_all_rows_whatever_the_micro_batch():
     for total, count in sums[1:]:
         torch.testing.assert_close(total, sums[0][0], rtol=1e-13, atol=0)
         assert count == sums[0][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"micro_batch": 0}, "micro_batch = 0: expected rows"),
+        ({"clip": -1.0}, "clip = -1.0: expected a norm above 0"),
+        ({"clip": float("nan")}, "clip = nan"),
+        ({"optim": "adamw"}, "optim is a str: expected monograph.AdamW"),
+        ({"model": "nano"}, "model is a str: expected a torch.nn.Module"),
+    ],
+)
+def test_what_an_engine_cannot_be_made_of_is_refused(change, words):
+    made = {"model": tiny_llama(), **change}
+    with pytest.raises(UsageError, match=words):
+        Resident(made.pop("model"), **made)
+
+
+def test_an_engine_is_captured_by_its_own_method():
+    with pytest.raises(UsageError, match="not a Resident; an engine has capture"):
+        capture(Resident(tiny_llama()))

@@ -68,6 +68,8 @@ class Resident:
         self._hold(micro_batch)
 
     def _hold(self, micro_batch: int | None, row_dim: int = 0) -> None:
+        if micro_batch is not None and micro_batch < 1:
+            raise UsageError(f"micro_batch = {micro_batch}: expected rows, at least 1, or None for all at once")
         self.micro_batch, self._row_dim = micro_batch, row_dim
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self.announce: Callable[[str], None] = lambda line: None

@@ -14,7 +14,15 @@ import typer.main
 
 from monograph import interrupts
 from monograph.cli.typed import app
-from monograph.errors import DiskFull, InputRefused, MonographError, Stopped, UsageError, bug_report
+from monograph.errors import (
+    DiskFull,
+    InputRefused,
+    MonographError,
+    OutOfDeviceMemory,
+    Stopped,
+    UsageError,
+    bug_report,
+)
 
 __all__ = ["app", "main"]
 
@@ -95,6 +103,12 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
         return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return _fail(
+            "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch "
+            "or data.sequence_length",
+            OutOfDeviceMemory.exit_code,
+        )
     summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
     return 1

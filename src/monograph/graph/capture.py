@@ -59,9 +59,13 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         The same object.
 
     Raises:
-        UsageError: the model has no blocks.
+        UsageError: the model has no blocks, or an engine instead of a step.
         CaptureFailed: at the first call of a function that cannot be captured as one graph.
     """
+    if not hasattr(step, "CAPTURED"):
+        raise UsageError(
+            f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
+        )
     capture_by(functools.partial(compiled, backend=backend), step, scope)
     _replay(step, scope)
     return step

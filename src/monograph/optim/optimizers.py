@@ -122,8 +122,10 @@ def checked(optim: Optimizer) -> Optimizer:
     """The same optimizer.
 
     Raises:
-        UsageError: a field has a value that means nothing.
+        UsageError: another object, or a field has a value that means nothing.
     """
+    if not isinstance(optim, AdamW | Muon):
+        raise UsageError(f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)")
     if optim.ema is not None and not 0 < optim.ema < 1:
         raise UsageError(f"ema = {optim.ema}: expected a decay between 0 and 1, or None for no average")
     if optim.state not in STATES:

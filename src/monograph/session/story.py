@@ -93,7 +93,8 @@ class Story:
         rows = self.session.corpus.held_out
         if len(rows) == 0:
             return
-        size = self.session.engine.micro_batch or 16
+        # The engine cuts them; streamed, a model crosses the link once for all of them.
+        size = self.session.batches.rows_per_window
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
         tokens = int(self.session.engine.step.tokens)
         bits = self.held_out.bits_per_byte
