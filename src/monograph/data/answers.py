@@ -99,7 +99,8 @@ class Answers:
         begin = _lead(conversation.messages)
         for answer in answers:
             row, begin = self._fitting(conversation, answer, begin, marker)
-            if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
+            # An answer that lies inside of the last row, in a chat that says the same again, is another one.
+            if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
                 row = Row(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows

@@ -175,6 +175,18 @@ class Rows:
             first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
 
+    def answer_ends(self) -> dict[int, int]:
+        """{id: answers that end with it} of conversations, the most frequent first."""
+        assert self._side.answers is not None
+        ends, counts = np.unique(self._side.tokens[self._side.answers[1::2] - 1], return_counts=True)
+        return {int(ends[each]): int(counts[each]) for each in np.argsort(-counts, kind="stable")}
+
+    def first_prompt(self) -> list[int]:
+        """Ids of the first conversation up to where its first answer begins."""
+        assert self._side.answers is not None
+        ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
+        return ids
+
     def batches(
         self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False
     ) -> Batches:
