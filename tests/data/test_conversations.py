@@ -16,6 +16,7 @@ from monograph.data.conversations import Conversation, conversation_records, con
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.show import answer_ends, render_row
+from monograph.data.sources import find
 from monograph.errors import InputRefused, UsageError
 
 SAID = said("q", "a")
@@ -86,10 +87,11 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
-    [(_, text)] = conversation_records(write_chats(tmp_path / "a.jsonl", [chat]))
+    [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
+    [(_, text)] = conversation_records(file)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "9" * 5000 + "}")
-    [(_, fault)] = conversation_records(tmp_path / "a.jsonl")
+    [(_, fault)] = conversation_records(file)
     assert not isinstance(fault, str) and "not JSON" in fault.detail
 
 
@@ -268,3 +270,52 @@ def test_damage_is_found_and_mended(opened: Any) -> None:
     again = opened()
     assert again.fingerprint == text.fingerprint and any("tokenised again" in note for note in again.notes)
     assert again.train.tokens == text.train.tokens
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
+def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form: str) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'monograph[parquet]'")
+    chats = [*many(12), CHATS["two rounds of tools"]] if form == "messages" else many(12)
+    records: list[dict[str, Any]] = [{"id": number, form: chat} for number, chat in enumerate(chats)]
+    if form == "conversations":
+        names = {"user": "human", "assistant": "gpt"}
+        records = [{form: [{"from": names[m["role"]], "value": m["content"]} for m in chat]} for chat in chats]
+    if form == "prompt":
+        records = [{"prompt": chat[:-1], "completion": chat[-1]["content"]} for chat in chats]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = pa.Table.from_pylist(records)
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(table, tmp_path / "c.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "c.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    tokenizer = speaking(tmp_path / "chatml", "chatml")
+    one, other = (
+        corpus(tmp_path / name, tokenizer=tokenizer, sequence_length=512, held_out=0)
+        for name in ("c.jsonl", f"c.{kind}")
+    )
+    if form == "messages":  # a call that lacks an argument has null for it, as all calls of a table have all of them
+        assert one.train.conversations == other.train.conversations == 13
+    assert pieces_of(one.train) == pieces_of(other.train)
+
+
+def test_a_damaged_table_of_conversations_is_refused(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'monograph[parquet]'")
+    from pyarrow import parquet
+
+    tokenizer = speaking(tmp_path / "chatml", "chatml")
+    parquet.write_table(pa.Table.from_pylist([{"messages": [5]}]), tmp_path / "a.parquet")
+    with pytest.raises(InputRefused, match=r"a.parquet, row 1: messages\[0\] is a number, not an object"):
+        corpus(tmp_path / "a.parquet", tokenizer=tokenizer)
+    parquet.write_table(pa.Table.from_pylist([{"messages": [{"role": b"user"}]}]), tmp_path / "a.parquet")
+    with pytest.raises(InputRefused, match="a.parquet, row 1: is not JSON"):
+        corpus(tmp_path / "a.parquet", tokenizer=tokenizer)
+    parquet.write_table(pa.Table.from_pylist([{"messages": SAID}] * 99), tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    for damaged in (content[:-9], content[: len(content) // 2]):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        with pytest.raises(InputRefused, match="a.parquet: is damaged"):
+            corpus(tmp_path / "a.parquet", tokenizer=tokenizer)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.data.records import KINDS, Fault, Record, checked, json_objects, short
 from monograph.data.sources import LINES, SourceFile
+from monograph.data.tables import table_columns, table_objects
 from monograph.errors import UsageError
 
 ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered with all that was said before it
 # What a record is known by, in the order in which it is looked for.
-MESSAGES, SHARED, PROMPT, COMPLETION = "messages", "conversations", "prompt", "completion"
+MESSAGES, SHARED, PROMPT, COMPLETION, TOOLS = "messages", "conversations", "prompt", "completion", "tools"
+_ASKED = (MESSAGES, SHARED, PROMPT)  # as data.text_key, each of them asks for conversations
 # "from" and "value", as chats are commonly shared.
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 
@@ -55,23 +56,29 @@ def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
         UsageError: some are and some are not.
         InputRefused: a file cannot be read.
     """
-    found = [file for file in files if file.suffix in LINES and _begins(file.path, key)]
+    found = [file for file in files if file.has_records and _begins(file, key)]
     if found and len(found) < len(files):
         other = next(file for file in files if file not in found)
         raise UsageError(f"data.source: {found[0].path} holds conversations and {other.path} does not; give one kind")
     return bool(found)
 
 
-def _begins(path: Path, key: str) -> bool:
-    _, first = next(json_objects(path), (0, {}))
-    if isinstance(first, Fault):
-        return False
-    return key in (MESSAGES, SHARED, PROMPT) or (key not in first and _form(first) is not None)
+def _begins(file: SourceFile, key: str) -> bool:
+    if file.suffix in LINES:
+        _, first = next(json_objects(file.path), (0, {}))
+        keys = [] if isinstance(first, Fault) else list(first)
+    else:
+        keys = table_columns(file.path)
+    return key in _ASKED or (key not in keys and _form(keys) is not None)
 
 
-def conversation_records(path: Path) -> Iterator[Record]:
-    """(line number from 1, conversation as its `to_text`, or what is wrong) of every line that is not blank."""
-    for number, record in json_objects(path, exact=True):
+def conversation_records(file: SourceFile) -> Iterator[Record]:
+    """(number from 1, conversation as its `to_text`, or what is wrong) of every record."""
+    if file.suffix in LINES:
+        records = json_objects(file.path, exact=True)
+    else:
+        records = table_objects(file.path, (*_ASKED, COMPLETION, TOOLS))
+    for number, record in records:
         yield number, record if isinstance(record, Fault) else conversation_text(record)
 
 
@@ -106,7 +113,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if len(messages) > MOST_MESSAGES:
         raise _Bad("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
     _require_order(messages, form)
-    found = Conversation(messages, _tools(record.get("tools")), trained_from)
+    found = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
     if not found.answers:
         raise _Bad("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
     return found
@@ -118,7 +125,7 @@ class _Bad(Exception):
         self.fault = Fault(reason, detail)
 
 
-def _form(record: Mapping[str, Any]) -> str | None:
+def _form(record: Container[str]) -> str | None:
     there = [key for key in (MESSAGES, SHARED) if key in record]
     return there[0] if there else PROMPT if PROMPT in record and COMPLETION in record else None
 

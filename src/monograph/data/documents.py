@@ -139,7 +139,7 @@ def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...
 
 def _records(file: SourceFile, reading: Reading) -> Iterator[Record]:
     if reading.answering:
-        return conversation_records(file.path)
+        return conversation_records(file)
     return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
 
 

@@ -94,8 +94,11 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
 def _conversations(found: Corpus) -> str:
     stats, held = found.stats, found.held_out
     in_all = count(round(stats.tokens / stats.trained_share))
+    # Of a template that writes earlier turns in another way later, each answer has a sequence of its own.
+    sequences = found.train.documents
+    rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
-        f"{counted(stats.conversations, 'conversation')}, {count(stats.tokens)} of {in_all} tokens trained "
+        f"{counted(stats.conversations, 'conversation')}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
         f"({stats.trained_share:.1%}), packed {stats.packed_share:.1%}; "
         + (f"held out: {counted(held.conversations, 'conversation')}" if held.conversations else "nothing held out")
     )
