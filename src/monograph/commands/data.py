@@ -44,7 +44,7 @@ def _texts(corpus: Corpus) -> str:
 def _chats(corpus: Corpus) -> str:
     stats, train = corpus.stats, corpus.train
     chats = f"{counted(stats.files, 'file')}, {counted(stats.conversations, 'conversation')}"
-    trained = f"{stats.tokens:,} of {train.inputs + train.documents:,} tokens trained ({stats.trained_share:.1%})"
+    trained = f"{stats.tokens:,} of {train.inputs:,} tokens trained ({stats.trained_share:.1%})"
     return f"{chats} in {counted(train.documents, 'sequence')}, {trained}\nanswers end with {answer_ends(corpus)}"
 
 

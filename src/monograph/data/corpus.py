@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,16 +142,21 @@ def corpus(
     with tempfile.TemporaryDirectory(prefix="monograph-") as spool:
         found = find(source, Path(spool), progress)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
-        answering = how if hold_conversations(found.files, text_key) else None
-        if answering and not isinstance(asked, Tokenizer):
-            raise UsageError(f"data.tokenizer = {tokenizer}: conversations need {_WITH_TEMPLATE}")
-        request = Request(found, held_out, asked, Reading(text_key, bad_records == "skip", answering))
+        reading = _reading(found, Reading(text_key, bad_records == "skip", how), asked)
+        request = Request(found, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
-    weights = [file.weight for file in found.files]
+    return _packed(request, stored, sequence_length, packing)
+
+
+def _packed(request: Request, stored: Stored, sequence_length: int, packing: str) -> Corpus:
+    """Tokens in rows.
+
+    Raises:
+        InputRefused: too few of them.
+    """
+    found, weights = request.found, [file.weight for file in request.found.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
-    if stored.notes and not train.tokens + held.tokens:
-        raise InputRefused(f"{found.name}: no text in it: {stored.notes[0]}")
-    _check_size(found.name, train, held, held_out)
+    _check_size(found.name, stored, train, held, request.held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
         name=found.name,
@@ -192,7 +197,18 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _check_size(name: str, train: Rows, held: Rows, held_out: float) -> None:
+def _reading(found: Found, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
+    """How these records are read: as conversations only if they are such."""
+    if not hold_conversations(found.files, asked.text_key):
+        return replace(asked, answering=None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise UsageError(f"data.tokenizer = bpe:{tokenizer}: conversations need {_WITH_TEMPLATE}")
+    return asked
+
+
+def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: float) -> None:
+    if stored.notes and not train.tokens + held.tokens:
+        raise InputRefused(f"{name}: no text in it: {stored.notes[0]}")
     length = held.sequence_length
     if train.conversations or held.conversations:
         lacking = "to train on" if not train.conversations else "held out" if held_out and not len(held) else None

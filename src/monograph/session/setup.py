@@ -76,7 +76,8 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
         held = stats.held_out_documents
-        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}"
+        of_what = " of answers" if stats.conversations else ""
+        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
     for line in found.notes:
         progress.line("note", line)
     if stats.conversations:
@@ -93,7 +94,7 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
 
 def _conversations(found: Corpus) -> str:
     stats, held = found.stats, found.held_out
-    in_all = count(round(stats.tokens / stats.trained_share))
+    in_all = count(found.train.inputs)
     # Of a template that writes earlier turns in another way later, each answer has a sequence of its own.
     sequences = found.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
