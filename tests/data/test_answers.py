@@ -372,3 +372,14 @@ def test_calls_are_written_with_their_own_numbers(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "add"}, call(a=1, b=2.5, c=10**20)]
     [row] = rows_of(tokenizer, Conversation(chat, None, 0))
     assert '{"a": 1, "b": 2.5, "c": 100000000000000000000}' in tokenizer.decode(trained(row)[0])
+
+
+def test_the_same_words_again_are_another_answer(tmp_path: Path) -> None:
+    """A row that begins later in a chat of one repeated turn has the same ids, and its answer is still its own."""
+    tokenizer = speaking(tmp_path, "chatml")
+    chat = said(*["why so", "because"] * 6)
+    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=60))
+    assert sum(len(row.spans) for row in rows) == 6 and len(rows) > 1
+    for row in rows:
+        edges = [edge for span in row.spans for edge in span]
+        assert edges == sorted(set(edges))
