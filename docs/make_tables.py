@@ -32,6 +32,8 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.parallel": {"none": ACCUMULATED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
+    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_answers.py"),
+    "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_answers.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),

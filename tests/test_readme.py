@@ -30,11 +30,12 @@ TAUGHT = [page for page in PAGES if page.name != "log.md"]
 
 
 def texts(directory: Path) -> None:
-    """What the examples read: two folders of text and a configuration."""
+    """What the examples read: two folders of text, a conversation and a configuration."""
     for name in ("my_texts", "other_texts"):
         (directory / name).mkdir()
         for part in range(8):
             (directory / name / f"{part}.txt").write_text(f"{name} {part}: the quick brown fox jumps.\n" * 40)
+    (directory / "chats.jsonl").write_text('{"prompt": "What does it do?", "completion": "It jumps."}\n')
     (directory / "run.toml").write_text("[train]\nupdates = 2\n")
     (directory / "RUN").mkdir()
     (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")

@@ -10,6 +10,7 @@ from batches import packed, tiny_llama
 from monograph import compat
 from monograph.data.tokenizer import Tokenizer
 from monograph.resident import Resident
+from monograph.session.opening import Opening
 from monograph.session.story import Story
 
 
@@ -58,7 +59,7 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     graphs = compat.captured_graphs()
     settings = SimpleNamespace(train=SimpleNamespace(seed=0))
     session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings)
-    telling = SimpleNamespace(session=session, prompt="alpha")
+    telling = SimpleNamespace(session=session, opening=Opening("alpha", "alpha", (), ()))
     assert Story._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()

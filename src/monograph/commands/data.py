@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from monograph.config import Settings
-from monograph.data.show import render_row
+from monograph.data.corpus import Corpus
+from monograph.data.show import answer_ends, render_row
 from monograph.errors import UsageError
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
@@ -19,19 +20,32 @@ def show(settings: Settings, *, row: int | None) -> int:
     corpus = open_corpus(sized(settings), Progress())
     if row is None:
         stats = corpus.stats
-        texts = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
-        tokens = f"{stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
-        print(f"{corpus.name}: {texts}, {stats.bytes:,} bytes, {tokens}")
+        print(f"{corpus.name}: {_chats(corpus) if stats.conversations else _texts(corpus)}")
         visits = corpus.train.per_epoch
         epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
         rows = f"{counted(len(corpus.train), 'row')} of {settings.data.sequence_length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
+        if stats.conversations:
+            held = counted(corpus.held_out.conversations, "conversation")
         print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
     print(render_row(corpus, row or 0, colour=takes_colour(sys.stdout)))
     return 0
+
+
+def _texts(corpus: Corpus) -> str:
+    stats = corpus.stats
+    texts = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
+    return f"{texts}, {stats.bytes:,} bytes, {stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
+
+
+def _chats(corpus: Corpus) -> str:
+    stats, train = corpus.stats, corpus.train
+    chats = f"{counted(stats.files, 'file')}, {counted(stats.conversations, 'conversation')}"
+    trained = f"{stats.tokens:,} of {train.inputs:,} tokens trained ({stats.trained_share:.1%})"
+    return f"{chats} in {counted(train.documents, 'sequence')}, {trained}\nanswers end with {answer_ends(corpus)}"
 
 
 def build(settings: Settings) -> int:

@@ -95,6 +95,8 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
     graphs = compat.captured_graphs()
     rate, session.training_since_s = 0.0, clock()
     with story.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
+        if session.corpus.stats.conversations and not engine.index:
+            story.evaluate(block, 0, limit=None)  # what the model knew before
         began, since = clock(), 0
         for update in train(engine, session.batches, session.updates):
             done, since = update.index + 1, since + 1

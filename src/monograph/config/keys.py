@@ -103,6 +103,10 @@ class DataSection(Section):
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
     text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
     bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
+    answers: Literal["every", "last"] = _key("every", "every or last", "of a conversation, which are trained on")
+    too_long: Literal["truncate", "refuse"] = _key(
+        "truncate", "truncate or refuse", "conversations of more than a row; truncate: turns at the front are left out"
+    )
 
 
 class OptimSection(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from monograph.data.template import ChatTemplate, Message
@@ -39,23 +39,51 @@ def chat_ids(
     Raises:
         InputRefused: as `ChatTemplate.render`, or a template that computes with such letters.
     """
-    template = template_of(tokenizer)
-    text = template.render(messages, add_generation_prompt, **variables)
-    typed = [content for content in tokenizer.special if _holds(messages, content)]
-    if not typed:
-        return tokenizer.encode_rendered(text)
-    taken = text + json.dumps(list(messages), ensure_ascii=False)
+    marker = marker_for(tokenizer, [list(messages), variables])
+    text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
+    return tokenizer.encode_rendered(text, marker)
+
+
+def marker_for(tokenizer: Tokenizer, said: Any) -> str:
+    """A character that is nowhere in what is said, to keep a control token's letters apart; "" where none has any.
+
+    Raises:
+        InputRefused: there is no such character.
+    """
+    if not _typed(tokenizer, said):
+        return ""
+    taken = json.dumps(said, ensure_ascii=False, default=str) + template_of(tokenizer).source
     marker = next((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), None)
     if marker is None:
         raise InputRefused("a chat with all of Unicode's private characters and a control token is not supported")
+    return marker
+
+
+def rendered(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    marker: str,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str:
+    """A chat as text, with `marker` inside of each control token's letters that somebody typed.
+
+    Raises:
+        InputRefused: see `chat_ids`.
+    """
+    text = template.render(messages, add_generation_prompt, **variables)
+    typed = _typed(tokenizer, [list(messages), variables]) if marker else []
+    if not typed:
+        return text
     apart = [_apart(dict(message), typed, marker) for message in messages]
-    marked = template.render(apart, add_generation_prompt, **variables)
-    if marked.replace(marker, "") != text or any(_holds(apart, content) for content in typed):
+    marked = template.render(apart, add_generation_prompt, **_apart(variables, typed, marker))
+    if marked.replace(marker, "") != text or _typed(tokenizer, apart):
         raise InputRefused(
             f"the text {typed[0]!r} in a message is a control token of this model, and its chat template does not "
             "copy it as it is; write it in another way"
         )
-    return tokenizer.encode_rendered(marked, marker)
+    return marked
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
@@ -87,11 +115,18 @@ def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
 
 
-def _holds(value: Any, content: str) -> bool:
+def _typed(tokenizer: Tokenizer, said: Any) -> list[str]:
+    """The special tokens whose letters are in what is said."""
+    letters = "\0".join(_texts(said))  # all at once: there may be a thousand such tokens
+    return [content for content in tokenizer.special if content in letters]
+
+
+def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        return content in value
+        yield value
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(_holds(each, content) for each in values)
+    for each in values:
+        yield from _texts(each)
 
 
 def _apart(value: Any, contents: Sequence[str], marker: str) -> Any:

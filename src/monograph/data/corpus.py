@@ -8,10 +8,12 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from monograph.data.answers import Answering
+from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
 from monograph.data.files import writing
 from monograph.data.progress import Progress
@@ -32,8 +34,11 @@ class Stats:
     Attributes:
         files: in all.
         documents: texts and records in all, of which `held_out_documents` are held out (a text may be cut in two).
+        conversations: of the training side, 0 of texts; `documents` are then the stretches that are trained on as one,
+            and bytes those of what is trained on.
         bytes: bytes of text in all, of which `held_out_bytes` are held out.
         tokens: training targets, each counted once; `held_out_tokens` are the held-out side's.
+        trained_share: share of the training rows' tokens that are targets, but for each document's first.
         bytes_per_token: of the training side.
         packed_share: share of the training rows' positions that hold an input.
         skipped: files and records that were found and not used, as {reason: count}.
@@ -41,8 +46,10 @@ class Stats:
 
     files: int
     documents: int
+    conversations: int
     bytes: int
     tokens: int
+    trained_share: float
     bytes_per_token: float
     packed_share: float
     held_out_documents: int
@@ -97,6 +104,8 @@ def corpus(
     held_out: float = 0.05,
     text_key: str = "text",
     bad_records: str = "refuse",
+    answers: str = "every",
+    too_long: str = "truncate",
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
@@ -113,8 +122,13 @@ def corpus(
         packing: "packed" puts pieces of several documents into a row; "padded" one.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
             see `monograph.data.split.split`. 0 for none.
-        text_key: the key or column of a record that holds its text.
+        text_key: the key or column of a record that holds its text. Records without it that have "messages",
+            "conversations", or "prompt" and "completion" are conversations, of which the assistant's answers are
+            trained on (docs/finetune.md); they need a tokenizer with a chat template.
         bad_records: whether a bad record or a damaged file of records is an error, or passed over ("skip") and counted.
+        answers: of conversations, train on "every" answer or on the "last" alone.
+        too_long: what happens to conversations of more than a row: turns at their front are left out ("truncate"), or
+            they are bad records ("refuse").
         cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
         progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
 
@@ -123,17 +137,26 @@ def corpus(
         InputRefused: text or tokenizer that cannot be used, named; too little to hold out one row.
         DiskFull: no room for the cache.
     """
-    _check_settings(packing, bad_records, sequence_length)
+    _check_settings(packing, bad_records, answers, too_long, sequence_length)
     asked, held_out = parse(tokenizer), float(held_out)
     with tempfile.TemporaryDirectory(prefix="monograph-") as spool:
         found = find(source, Path(spool), progress)
-        request = Request(found, held_out, asked, Reading(text_key, bad_records == "skip"))
+        how = Answering(answers == "every", too_long == "truncate", sequence_length)
+        reading = _reading(found, Reading(text_key, bad_records == "skip", how), asked)
+        request = Request(found, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
-    weights = [file.weight for file in found.files]
+    return _packed(request, stored, sequence_length, packing)
+
+
+def _packed(request: Request, stored: Stored, sequence_length: int, packing: str) -> Corpus:
+    """Tokens in rows.
+
+    Raises:
+        InputRefused: too few of them.
+    """
+    found, weights = request.found, [file.weight for file in request.found.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
-    if stored.notes and not train.tokens + held.tokens:
-        raise InputRefused(f"{found.name}: no text in it: {stored.notes[0]}")
-    _check_size(found.name, held, held_out)
+    _check_size(found.name, stored, train, held, request.held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
         name=found.name,
@@ -147,8 +170,18 @@ def corpus(
     )
 
 
-def _check_settings(packing: str, bad_records: str, sequence_length: int) -> None:
-    choices = (("packing", packing, ("packed", "padded")), ("bad_records", bad_records, ("refuse", "skip")))
+_WITH_TEMPLATE = (
+    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here"
+)
+
+
+def _check_settings(packing: str, bad_records: str, answers: str, too_long: str, sequence_length: int) -> None:
+    choices = (
+        ("packing", packing, ("packed", "padded")),
+        ("bad_records", bad_records, ("refuse", "skip")),
+        ("answers", answers, ("every", "last")),
+        ("too_long", too_long, ("truncate", "refuse")),
+    )
     for key, value, (one, other) in choices:
         if value not in (one, other):
             raise UsageError(f"data.{key} = {value!r}: must be {one!r} or {other!r}")
@@ -164,9 +197,24 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _check_size(name: str, held: Rows, held_out: float) -> None:
+def _reading(found: Found, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
+    """How these records are read: as conversations only if they are such."""
+    if not hold_conversations(found.files, asked.text_key):
+        return replace(asked, answering=None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise UsageError(f"data.tokenizer = bpe:{tokenizer}: conversations need {_WITH_TEMPLATE}")
+    return asked
+
+
+def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: float) -> None:
+    if stored.notes and not train.tokens + held.tokens:
+        raise InputRefused(f"{name}: no text in it: {stored.notes[0]}")
     length = held.sequence_length
-    if held_out and held.tokens < length:
+    if train.conversations or held.conversations:
+        lacking = "to train on" if not train.conversations else "held out" if held_out and not len(held) else None
+        if lacking:
+            raise InputRefused(f"{name}: no conversation is {lacking}; give more of them, or set held_out = 0")
+    elif held_out and held.tokens < length:
         remedy = "give more text, raise held_out, shorten sequence_length, or set held_out = 0"
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
@@ -175,8 +223,10 @@ def _stats(found: Found, skipped: dict[str, int], train: Rows, held: Rows) -> St
     return Stats(
         files=len(found.files),
         documents=train.documents + held.documents,
+        conversations=train.conversations,
         bytes=train.bytes + held.bytes,
         tokens=train.tokens,
+        trained_share=train.tokens / train.inputs,
         bytes_per_token=train.bytes / train.tokens,
         packed_share=train.filled,
         held_out_documents=held.documents,

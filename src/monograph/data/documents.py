@@ -11,7 +11,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.data.answers import Answering
 from monograph.data.blocks import Damaged
+from monograph.data.conversations import conversation_records
 from monograph.data.progress import Meter, Progress
 from monograph.data.records import Fault, Record, json_lines
 from monograph.data.sources import LINES, SourceFile
@@ -45,10 +47,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Reading:
-    """How records are read: the key of their text, and whether a bad one is an error or passed over."""
+    """How records are read.
+
+    Attributes:
+        text_key: the key of their text.
+        skip_bad: whether a bad one is passed over, or an error.
+        answering: how rows are made of conversations; None where records are texts. A conversation's text is its
+            `Conversation.to_text`.
+    """
 
     text_key: str
     skip_bad: bool
+    answering: Answering | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,9 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
             for number, text in _records(file, reading):
                 records += 1
                 if isinstance(text, Fault):
-                    line = f"{file.path}{':' if file.suffix in LINES else ', row '}{number}: {text.detail}"
+                    line = f"{place(file, number)}: {text.detail}"
                     if not reading.skip_bad:
-                        raise InputRefused(f"{line}; {_REMEDY}")
+                        raise refused(line)
                     first_bad = first_bad or line
                     reasons[text.reason] += 1
                 elif text:
@@ -109,6 +119,16 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
     return Survey(bucket_bytes, frozenset(unusable), dict(skipped), _note(skipped, records, first_bad))
 
 
+def place(file: SourceFile, record: int) -> str:
+    """Where a record is."""
+    return f"{file.path}{':' if file.suffix in LINES else ', row '}{record}"
+
+
+def refused(line: str) -> InputRefused:
+    """The error to raise for a record that is bad and not to be skipped."""
+    return InputRefused(f"{line}; {_REMEDY}")
+
+
 def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
     if not skipped:
         return ()
@@ -118,6 +138,8 @@ def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...
 
 
 def _records(file: SourceFile, reading: Reading) -> Iterator[Record]:
+    if reading.answering:
+        return conversation_records(file)
     return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
 
 
@@ -125,6 +147,7 @@ class Documents:
     """All documents of some files, divided; making it reads every record once.
 
     Attributes:
+        reading: how records are read.
         survey: what was found in the records.
         split: which documents are held out.
         notes: lines for the person about both.
@@ -136,7 +159,7 @@ class Documents:
     def __init__(
         self, files: Sequence[SourceFile], reading: Reading, held_out: float, progress: Progress | None = None
     ) -> None:
-        self._files, self._reading = files, reading
+        self._files, self.reading = files, reading
         has_records = any(file.has_records for file in files)
         meter = Meter(progress if has_records else None, "records", None)
         self.survey = survey(files, reading, meter)
@@ -194,7 +217,7 @@ class Documents:
         """(number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
         if index in self.survey.unusable:
             return
-        for number, text in _records(self._files[index], self._reading):
+        for number, text in _records(self._files[index], self.reading):
             if text and not isinstance(text, Fault):
                 content = text.encode()
                 yield number, text, len(content), fingerprint(content)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from itertools import chain, islice
@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from monograph.data.ahead import ahead
-from monograph.data.documents import Document, Documents
+from monograph.data.answers import Answers, Row, Unusable
+from monograph.data.conversations import Conversation
+from monograph.data.documents import Document, Documents, place, refused
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import ShardWriter, token_dtype
+from monograph.data.sources import SourceFile
 from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused
 
 # Merges hardly change beyond this much text, and the time to count its words grows with it.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
@@ -80,24 +84,28 @@ def train_tokenizer(
 
 
 class SideWriter:
-    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records.
+    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records, of conversations also STEM.answers.
 
     STEM.tokens has [bos] + ids + [eos] of every document, STEM.starts has D + 1 entries (the first token of each
-    document, and the end), STEM.records has D: the line or row in its file, 0 for a text.
+    document, and the end), STEM.records has D: the line or row in its file, 0 for a text. Of conversations a document
+    is a row, whose template says how it begins, and STEM.answers has begin and end of each stretch that is trained on.
 
     Attributes:
         tokens: the shard of tokens.
-        bytes: of all texts so far.
+        bytes: of all texts so far; of conversations, of what is trained on.
         counts: documents of each file.
     """
 
-    def __init__(self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack) -> None:
+    def __init__(
+        self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack, conversations: bool = False
+    ) -> None:
         def shard(suffix: str, dtype: np.dtype[Any], vocab_size: int) -> ShardWriter:
             return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype, vocab_size, tokenizer.hash))
 
         self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size), tokenizer.vocab_size)
         self._starts, self._records = shard(".starts", _INDEX, 0), shard(".records", _INDEX, 0)
-        self._bos, self._eos = tokenizer.bos_id, tokenizer.eos_id
+        self._answers = shard(".answers", _INDEX, 0) if conversations else None
+        self._bos, self._eos, self._token_bytes = tokenizer.bos_id, tokenizer.eos_id, tokenizer.token_bytes
         self._document: Document | None = None
         self.bytes, self.counts = 0, [0] * files
         self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -114,6 +122,17 @@ class SideWriter:
             self.bytes += document.bytes
             self.counts[document.file] += 1
         tokens.extend(ids)
+
+    def add_row(self, document: Document, row: Row) -> None:
+        """A row of a conversation, and where it is trained on."""
+        assert self._answers is not None
+        begin, ids = self.tokens.count, np.array(row.ids, dtype=np.int64)
+        self._starts.append(np.array([begin], dtype=np.int64))
+        self._records.append(np.array([document.record], dtype=np.int64))
+        self._answers.append(begin + np.array(row.spans, dtype=np.int64).reshape(-1))
+        self.tokens.append(ids)
+        self.counts[document.file] += 1
+        self.bytes += sum(int(self._token_bytes[ids[first:last]].sum()) for first, last in row.spans)
 
     def write(self) -> None:
         """Hand what was added to the shards."""
@@ -151,6 +170,47 @@ def encode_documents(
         for side in sides.values():
             side.end()
     return sides
+
+
+def encode_conversations(
+    documents: Documents, files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
+) -> tuple[dict[str, SideWriter], dict[str, int], tuple[str, ...]]:
+    """Write FOLDER/train.* and FOLDER/held_out.* of conversations, in one pass.
+
+    Returns:
+        The writers; {reason: conversations passed over}, which are none unless bad records are; and lines for the
+        person.
+
+    Raises:
+        InputRefused: a conversation that cannot be trained on as it is asked, named.
+    """
+    reading = documents.reading
+    assert reading.answering is not None
+    answers, skipped, first_bad = Answers(tokenizer, reading.answering), Counter[str](), ""
+    with ExitStack() as stack:
+        sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
+        for document in documents:
+            where = place(files[document.file], document.record)
+            said = Conversation.of_text("".join(part for part, _ in document.parts))
+            known = answers.counts["untagged"]
+            try:
+                rows = answers.rows(said)
+            except Unusable as unusable:
+                if not reading.skip_bad:
+                    raise refused(f"{where}: {unusable}") from None
+                skipped[unusable.fault.reason] += 1
+                first_bad = first_bad or f"{where}: {unusable}"
+                continue
+            except InputRefused as error:
+                raise InputRefused(f"{where}: {error}") from None
+            if answers.counts["untagged"] > known == 0:
+                answers.untagged = f"{where}: {answers.untagged}"
+            for row in rows:
+                sides["held_out" if document.held_out else "train"].add_row(document, row)
+            meter.add(document.bytes)
+        for side in sides.values():
+            side.end()
+    return sides, dict(skipped), answers.notes(skipped, first_bad)
 
 
 def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter) -> None:

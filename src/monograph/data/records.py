@@ -23,8 +23,9 @@ class Fault(NamedTuple):
 Record = tuple[int, str | Fault]
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
-_KINDS: dict[type, str] = {
-    dict: "an object", list: "an array", float: "a number", str: "a string", bool: "a boolean", type(None): "null",
+KINDS: dict[type, str] = {
+    dict: "an object", list: "an array", float: "a number", int: "a number", str: "a string",
+    bool: "a boolean", type(None): "null",
 }  # fmt: skip
 
 
@@ -46,6 +47,8 @@ def _no_constant(name: str) -> None:
 
 # Numbers become floats unseen: Python refuses to read integers of thousands of digits, and no text is a number.
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=float, parse_constant=_no_constant)
+# Where a number is written again, as in the arguments of a tool's call, 3 stays 3.
+_EXACT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
@@ -54,13 +57,15 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
         if isinstance(record, Fault):
             yield number, record
         elif key not in record:
-            yield number, Fault("no text", f"has no key {_short(key)}; its keys are {_few(list(record))}")
+            yield number, Fault("no text", f"has no key {short(key)}; its keys are {few(list(record))}")
         else:
             yield number, checked(record[key], key)
 
 
-def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """(line number from 1, object or what is wrong) of every line that is not blank; its numbers are floats.
+def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """(line number from 1, object or what is wrong) of every line that is not blank.
+
+    Its numbers are floats, or as they are written if `exact` (of up to 4,300 digits).
 
     A byte order mark at the beginning of the file is no part of its first line.
 
@@ -72,19 +77,20 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
         if line is None:
             yield number, _TOO_LONG
         elif not line.isspace() and line:
-            yield number, _parsed(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            yield number, _parsed(line, _EXACT if exact else _JSON)
 
 
 def checked(text: Any, key: str) -> str | Fault:
     """`text` if it is one that can be trained on, or empty; else what is wrong with it."""
     if not isinstance(text, str):
-        return Fault("text is no string", f"{_short(key)} is {_KINDS[type(text)]}, not a string")
+        return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
     if "\0" in text:
-        return Fault("NUL in the text", f"{_short(key)} has a NUL character at {text.index(chr(0))}")
+        return Fault("NUL in the text", f"{short(key)} has a NUL character at {text.index(chr(0))}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return Fault("lone surrogate", f"{_short(key)} has a lone surrogate at character {error.start}")
+        return Fault("lone surrogate", f"{short(key)} has a lone surrogate at character {error.start}")
     return text
 
 
@@ -93,17 +99,17 @@ def not_utf8(error: UnicodeDecodeError) -> Fault:
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
 
 
-def _parsed(line: bytes) -> dict[str, Any] | Fault:
+def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
     fault = Fault("not JSON", "is nested too deeply")
     try:
-        record = _JSON.decode(line.decode())
+        record = decoder.decode(line.decode())
         if isinstance(record, dict):
             return record
-        fault = Fault("not an object", f"is {_KINDS[type(record)]}, not an object")
+        fault = Fault("not an object", f"is {KINDS[type(record)]}, not an object")
     except UnicodeDecodeError as error:
         fault = not_utf8(error)
     except _KeyTwice as error:
-        fault = Fault("a key twice", f"has the key {_short(str(error))} twice in one object")
+        fault = Fault("a key twice", f"has the key {short(str(error))} twice in one object")
     except json.JSONDecodeError as error:
         fault = Fault("not JSON", f"is not JSON: {error.msg}, at character {error.pos + 1}")
     except ValueError as error:
@@ -113,13 +119,15 @@ def _parsed(line: bytes) -> dict[str, Any] | Fault:
     return fault
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """A name from a file as it may be shown."""
     # What a file says may hold terminal commands; ascii() shows them as letters.
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
-def _few(names: list[str]) -> str:
-    shown = ", ".join(map(_short, names[:6])) or "none"
+def few(names: list[str]) -> str:
+    """The first of some such names."""
+    shown = ", ".join(map(short, names[:6])) or "none"
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +44,11 @@ class Rows:
         sequence_length: T.
         packed: whether a row may hold several pieces; decides the keys of a batch.
         shares: how often an epoch sees which rows.
-        tokens: number of targets: every token but each document's first.
+        inputs: number of positions that hold a token with one after it: each token but a document's last.
+        tokens: number of targets: every token but each document's first, or of conversations those trained on.
         bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
-        documents: number of documents.
+        documents: number of documents; of conversations, of the stretches that are trained on as one.
+        conversations: number of conversations, 0 of texts.
         filled: share of all positions that hold an input.
     """
 
@@ -75,7 +77,9 @@ class Rows:
         self.shares = [share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)]
         self.sequence_length, self.packed = sequence_length, packed
         self.documents = len(side.starts) - 1
-        self.tokens = len(side.tokens) - self.documents
+        self.conversations = side.conversations
+        self.inputs = len(side.tokens) - self.documents
+        self.tokens = self.inputs if side.answers is None else int(np.diff(side.answers)[::2].sum())
         self.bytes = side.bytes
         self.filled = self._plan.filled
 
@@ -114,7 +118,7 @@ class Rows:
         source_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
         arrays = {
             "tokens": (self._tokenizer.pad_id, self._side.tokens[source_N]),
-            "targets": (IGNORE, self._side.tokens[source_N + 1]),
+            "targets": (IGNORE, self._targets(source_N + 1)),
         }
         if self.packed:
             arrays["segments"] = (0, np.repeat(ordinal_P + 1, lengths_P))
@@ -124,6 +128,15 @@ class Rows:
             window[key] = np.full(shape_RT, padding, dtype=np.int64)
             window[key].reshape(-1)[place_N] = values_N
         return window
+
+    def _targets(self, index_N: Int64) -> NDArray[Any]:
+        """The tokens at these places of the shard; IGNORE for one of a conversation that is not trained on."""
+        targets_N, answers = self._side.tokens[index_N], self._side.answers
+        if answers is None:
+            return targets_N
+        # A place is in a stretch where an odd number of the rising begins and ends lies before it.
+        trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
+        return np.where(trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:
         """`count` rows of nothing but padding, in the form of `window`."""
@@ -161,6 +174,18 @@ class Rows:
         for document in range(self.documents):
             first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
+
+    def answer_ends(self) -> dict[int, int]:
+        """{id: answers that end with it} of conversations, the most frequent first."""
+        assert self._side.answers is not None
+        ends, counts = np.unique(self._side.tokens[self._side.answers[1::2] - 1], return_counts=True)
+        return {int(ends[each]): int(counts[each]) for each in np.argsort(-counts, kind="stable")}
+
+    def first_prompt(self) -> list[int]:
+        """Ids of the first conversation up to where its first answer begins."""
+        assert self._side.answers is not None
+        ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
+        return ids
 
     def batches(
         self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False

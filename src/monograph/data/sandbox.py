@@ -4,8 +4,9 @@ A template comes with a model from anywhere. Jinja's sandbox keeps it away from 
 loops and strings of gigabytes, and no thread can stop those: hence a process. It imports nothing of this package, so
 that it starts in a tenth of a second.
 
-The first line of standard input is the template's source, each further one the variables of a rendering, all of them
-JSON; the answers are lines of JSON, {"text": ...} or {"error": ...}.
+The first line of standard input is [the template's source, the day that it finds or null for today's], each further one
+[the variables of a rendering, two texts to put around what is tagged as an answer's, or null], all of them JSON; the
+answers are lines of JSON, {"text": ...} or {"error": ...}.
 
 What a template finds here is what transformers gives it (`apply_chat_template` of release 5).
 """
@@ -32,9 +33,13 @@ OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbo
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant says; its text is that of the block."""
+    """`{% generation %}` marks what an assistant says; its text is that of the block, between the marks asked for."""
 
     tags = {"generation"}
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(generation_marks=("", ""))
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -42,7 +47,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
 
     def _inside(self, caller: Any) -> str:
-        return caller()
+        begin, end = self.environment.generation_marks  # type: ignore[attr-defined]
+        return f"{begin}{caller()}{end}"
 
 
 class _Dict:
@@ -85,12 +91,12 @@ def _raise_exception(message: object) -> None:
     raise jinja2.exceptions.TemplateError(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def compiled(source: str) -> jinja2.Template:
+def compiled(source: str, day: str | None) -> jinja2.Template:
     """The template, ready to render; raises what jinja raises."""
+
+    def strftime_now(form: str) -> str:
+        return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
+
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST:
         raise jinja2.exceptions.SecurityError(f"jinja2 {jinja2.__version__} is not safe; install 3.1.6 or newer")
     environment = ImmutableSandboxedEnvironment(
@@ -99,7 +105,7 @@ def compiled(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": strftime_now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
@@ -117,14 +123,16 @@ def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) 
 
 def _answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     template = None
-    source = json.loads(next(lines))
+    source, day = json.loads(next(lines))
     for line in lines:
         # Whole seconds of the processor since the start, after which the system ends the process.
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
         try:
-            template = template or compiled(source)
-            yield {"text": "".join(_pieces(template, json.loads(line), 64 * len(line) + (1 << 20)))}
+            template = template or compiled(source, day)
+            variables, marks = json.loads(line)
+            template.environment.generation_marks = marks or ("", "")  # type: ignore[attr-defined]
+            yield {"text": "".join(_pieces(template, variables, 64 * len(line) + (1 << 20)))}
         except MemoryError:
             yield {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,18 +22,18 @@ import tokenizers
 from numpy.typing import NDArray
 
 from monograph.data import encoding
+from monograph.data.answers import DAY
 from monograph.data.documents import Documents, Reading
 from monograph.data.files import sync_folder, write_durably, writing
 from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
+from monograph.data.request import FORMAT, Request
 from monograph.data.shards import open_shard, seal
-from monograph.data.sources import Found
 from monograph.data.split import check_fraction
 from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
-FORMAT = 2
 _POLL_S = 0.2
 
 
@@ -41,12 +42,14 @@ class Side:
     """One side of the held-out split, tokenised.
 
     Attributes:
-        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document.
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or a row of a conversation.
         starts: int64 [D + 1], memory-mapped: first token of each document, and the end.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text.
-        bytes: UTF-8 bytes of all texts.
+        bytes: UTF-8 bytes of all texts, or of what is trained on of conversations.
         files: names of the files [F].
         first: int64 [F + 1], first document of each file, and the end.
+        answers: int64 [2 S], memory-mapped, rising: of conversations, where each trained stretch of tokens begins and
+            ends; None of texts, all of which are trained on.
     """
 
     tokens: NDArray[Any]
@@ -55,6 +58,15 @@ class Side:
     bytes: int
     files: tuple[str, ...]
     first: NDArray[np.int64]
+    answers: NDArray[np.int64] | None = None
+
+    @property
+    def conversations(self) -> int:
+        """How many there are; a document is a row of one."""
+        if self.answers is None:
+            return 0
+        begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
+        return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
         """What a document is called: its file, and its line or row there."""
@@ -73,29 +85,6 @@ class Stored:
     held_out: Side
     skipped: dict[str, int]
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What decides the tokens: the text, how it is read and split, and a tokenizer or the size of the one to train."""
-
-    found: Found
-    held_out: float
-    tokenizer: Tokenizer | int
-    reading: Reading
-
-    @property
-    def sources(self) -> list[Any]:
-        """What decides the documents: files and, where some have records, how these are read."""
-        records = any(file.has_records for file in self.found.files)
-        reading = [self.reading.text_key, self.reading.skip_bad] if records else None
-        return [FORMAT, self.found.sha256, self.held_out, reading]
-
-    @property
-    def key(self) -> str:
-        """Hex name of the folder; equal requests have equal keys."""
-        asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
-        return hashlib.sha256(json.dumps([*self.sources, asked]).encode()).hexdigest()[:32]
 
 
 def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
@@ -185,8 +174,12 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
-    meter = Meter(progress, "tokens", documents.text_bytes)
-    sides = encoding.encode_documents(documents, len(files), tokenizer, building, meter)
+    meter, skipped, said = Meter(progress, "tokens", documents.text_bytes), documents.survey.skipped, documents.notes
+    if reading.answering:
+        sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
+        skipped, said = dict(Counter(skipped) + Counter(unusable)), (*said, *more)
+    else:
+        sides = encoding.encode_documents(documents, len(files), tokenizer, building, meter)
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:
@@ -197,7 +190,12 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
         "format": FORMAT,
         "key": request.key,
         "sources": {"name": request.found.name, "sha256": request.found.sha256, "bytes": request.found.bytes},
-        "settings": {"held_out": request.held_out, "text_key": reading.text_key, "skip_bad": reading.skip_bad},
+        "settings": {
+            "held_out": request.held_out,
+            "text_key": reading.text_key,
+            "skip_bad": reading.skip_bad,
+            **({"answering": reading.answering._asdict(), "day": DAY} if reading.answering else {}),
+        },
         "tokenizer": {
             "sha256": tokenizer.hash,
             "bos": tokenizer.bos_id,
@@ -209,11 +207,11 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
             name: {"tokens": side.tokens.count, "bytes": side.bytes, "documents": side.counts}
             for name, side in sides.items()
         },
-        "skipped": documents.survey.skipped,
-        "notes": documents.notes,
+        "skipped": skipped,
+        "notes": said,
         "files": {
             "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
-            **{path.name: seal(path) for side in encoding.SIDES for path in _shards(building, side)},
+            **{path.name: seal(path) for side in encoding.SIDES for path in _shards(building, side, reading)},
         },
     }
     write_durably(building / "manifest.json", json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False))
@@ -221,8 +219,9 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     return notes
 
 
-def _shards(folder: Path, side: str) -> list[Path]:
-    return [folder / f"{side}.{suffix}" for suffix in ("tokens", "starts", "records")]
+def _shards(folder: Path, side: str, reading: Reading) -> list[Path]:
+    suffixes = ("tokens", "starts", "records", *(["answers"] if reading.answering else []))
+    return [folder / f"{side}.{suffix}" for suffix in suffixes]
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -237,19 +236,17 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
-    paths = {side: _shards(folder, side) for side in encoding.SIDES}
+    paths = {side: _shards(folder, side, request.reading) for side in encoding.SIDES}
     meter = Meter(
         progress, "verify", sum(path.stat().st_size for side in encoding.SIDES for path in paths[side] if path.exists())
     )
     sides = {}
     for side in encoding.SIDES:
-        tokens, starts, records = (
-            open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side]
-        )
+        tokens, *index = (open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side])
         kept = manifest["sides"][side]
         first = np.cumsum([0, *kept["documents"]])
-        index = starts.view(np.int64), records.view(np.int64)
-        sides[side] = Side(tokens, *index, kept["bytes"], tuple(manifest["names"]), first)
+        starts, records, *answers = (each.view(np.int64) for each in index)
+        sides[side] = Side(tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers)
     meter.finish()
     notes = (*notes, *manifest["notes"])
     return Stored(folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes)

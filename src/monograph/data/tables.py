@@ -1,9 +1,10 @@
-"""The text column of a .parquet or .arrow file, row by row, read by pyarrow; and folders of saved datasets."""
+"""The columns of a .parquet or .arrow file, row by row, read by pyarrow; and folders of saved datasets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,65 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
         Damaged: the file is damaged, or has no column `key` of strings.
         InputRefused: not readable, or pyarrow is not installed.
     """
+    columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
+    with _read_by_pyarrow(path) as pa:
+        values = (value for column in columns(pa, path, key) for value in column)
+        for number, value in enumerate(values, 1):
+            yield number, _text(value, key)
+
+
+def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """(row number from 1, the columns of these that there are, without nulls, or what is wrong) of every row.
+
+    Raises:
+        Damaged, InputRefused: as `table_rows`.
+    """
+    number = 0
+    with _read_by_pyarrow(path) as pa:
+        there = [key for key in keys if key in _schema(pa, path).names]
+        parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
+        for part in parts(pa, path, there):
+            part.validate(full=True)
+            for row in part.select(there).to_pylist():
+                number += 1
+                yield number, _plain(row)
+
+
+def table_columns(path: Path) -> list[str]:
+    """The names of a table's columns; raises as `table_rows`."""
+    with _read_by_pyarrow(path) as pa:
+        return list(_schema(pa, path).names)
+
+
+@contextmanager
+def _read_by_pyarrow(path: Path) -> Iterator[Any]:
+    """Pyarrow, whose errors are the file's."""
     try:
         import pyarrow as pa
     except ImportError:
         raise missing(path, "pyarrow", "parquet") from None
-    columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
-    number = 0
     try:
-        for column in columns(pa, path, key):
-            for value in column:
-                number += 1
-                yield number, _text(value, key)
+        yield pa
     # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno:
             raise refuse_unreadable(path, error) from None
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
+    """A row as JSON has it; where some rows have no value, tables have nulls."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        return Fault("not JSON", f"is not JSON: {error}")
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(value: Any, key: str) -> str | Fault:
@@ -59,11 +103,16 @@ def _text(value: Any, key: str) -> str | Fault:
 
 
 def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+    _require_strings(pa, path, _schema(pa, path), key)
+    # As a dictionary, a text that a file repeats a million times is in memory once.
+    for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
+        yield part.column(part.schema.get_field_index(key))
+
+
+def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> Iterator[Any]:
     from pyarrow import parquet
 
-    _require_strings(pa, path, parquet.read_schema(path), key)
-    # As a dictionary, a text that a file repeats a million times is in memory once.
-    options = {"read_dictionary": [key], "pre_buffer": False, "buffer_size": 1 << 20}
+    options |= {"pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         # Of groups only: asked about a column whose metadata is damaged, pyarrow ends the process.
         unpacked = sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
@@ -72,30 +121,50 @@ def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
             raise Damaged(path, f"is a compression bomb: {packed:,} bytes become {unpacked:,}")
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, unpacked)))
         seen = 0
-        for part in file.iter_batches(batch, columns=[key], use_threads=False):
+        for part in file.iter_batches(batch, columns=list(keys), use_threads=False):
             seen += part.num_rows
-            yield part.column(part.schema.get_field_index(key))
+            yield part
         if seen != rows:
             raise Damaged(path, f"has {seen:,} rows, not the {rows:,} that it says")
 
 
+def _schema(pa: Any, path: Path) -> Any:
+    if path.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_schema(path)
+    with _arrow_reader(pa, path) as reader:
+        return reader.schema
+
+
 def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
+    _require_strings(pa, path, _schema(pa, path), key)
+    for batch in _arrow_parts(pa, path, [key]):
+        column = batch.column(batch.schema.get_field_index(key))
+        if not pa.types.is_dictionary(column.type):
+            # Each row's UTF-8 is looked at on its own; what is left to verify are the offsets: pyarrow trusts them.
+            column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+        column.validate(full=True)
+        yield column
+
+
+def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
+    with _arrow_reader(pa, path) as reader:
+        is_file = hasattr(reader, "num_record_batches")
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+            batch.validate()
+            yield batch
+
+
+@contextmanager
+def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
     with open(path, "rb") as file:
         is_file = file.read(6) == b"ARROW1"
         file.seek(-min(8, path.stat().st_size), 2)
         if not is_file and file.read() != _END_OF_STREAM:
             raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")
     with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
-        _require_strings(pa, path, reader.schema, key)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
-            batch.validate()
-            column = batch.column(batch.schema.get_field_index(key))
-            if not pa.types.is_dictionary(column.type):
-                # Each row's UTF-8 is looked at on its own; what is left to verify are the offsets: pyarrow trusts them.
-                column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
-            column.validate(full=True)
-            yield column
+        yield reader
 
 
 def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:

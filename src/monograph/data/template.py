@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -27,22 +28,43 @@ Message = Mapping[str, Any]  # "role", "content", and what else a template reads
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+class Unspeakable(InputRefused):
+    """A chat that its template refuses in words of its own, such as roles that do not take turns."""
+
+
 class ChatTemplate:
     """A chat template in Jinja.
 
     Attributes:
         source: its text.
         tokens: the special tokens that it knows by name, such as {"bos_token": "<s>"}.
+        day: the day that it takes for today's, such as "2024-07-26"; None for the real one.
 
     Raises:
         InputRefused: larger than 64 KiB, which no template of a model is.
     """
 
-    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, where: str, tokens: Mapping[str, str] | None = None, day: str | None = None
+    ) -> None:
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
-        self.source, self.tokens, self._where = source, dict(tokens or {}), where
+        self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
         self._process: subprocess.Popen[bytes] | None = None
+
+    def on(self, day: str) -> ChatTemplate:
+        """The same template, on another day."""
+        return ChatTemplate(self.source, self._where, self.tokens, day)
+
+    @property
+    def reads_the_date(self) -> bool:
+        """Whether what it writes may depend on the day."""
+        return "strftime_now" in self.source
+
+    @property
+    def tags_answers(self) -> bool:
+        """Whether it says itself, by `{% generation %}`, what an assistant writes."""
+        return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """The chat as text, special tokens included; equal to transformers' `apply_chat_template(tokenize=False)`.
@@ -53,10 +75,23 @@ class ChatTemplate:
             variables: what else the template reads, such as enable_thinking or date_string.
 
         Raises:
-            InputRefused: the template is no Jinja, refuses the messages, or does what no template needs: reaches for
-                Python's insides, computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64
-                times its input.
+            Unspeakable: the template refuses the messages in words of its own.
+            InputRefused: the template is no Jinja, or does what no template needs: reaches for Python's insides,
+                computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64 times its input.
         """
+        return self._rendered(messages, add_generation_prompt, variables, None)
+
+    def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: Any) -> str:
+        """The chat as text with `marks` around what the template tags as an assistant's; else as `render`."""
+        return self._rendered(messages, False, variables, marks)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        marks: tuple[str, str] | None,
+    ) -> str:
         request = {
             "tools": None,
             "documents": None,
@@ -66,12 +101,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps(request)
+            line = json.dumps([request, marks])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
         answer = self._answer(line)
         if "text" not in answer:
-            raise InputRefused(f"{self._where}: the chat template does not render: {answer['error']}")
+            refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
+            raise refused(f"{self._where}: the chat template does not render: {answer['error']}")
         return str(answer["text"])
 
     def _answer(self, line: str) -> dict[str, str]:
@@ -85,7 +121,7 @@ class ChatTemplate:
                 start_new_session=True,
             )
             weakref.finalize(self, _end, process)
-            line = json.dumps(self.source) + "\n" + line
+            line = json.dumps([self.source, self.day]) + "\n" + line
         answer = _asked(self._process, line)
         if answer is None:
             _end(self._process)

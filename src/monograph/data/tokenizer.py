@@ -178,16 +178,22 @@ class Tokenizer:
         Raises:
             InputRefused: as `encode`.
         """
+        ids, at = list[int](), 0
+        for start, end, index in self.controls(text):
+            ids += [*self.encode(text[at:start].replace(marker, "")), index]
+            at = end
+        return ids + self.encode(text[at:].replace(marker, ""))
+
+    def controls(self, text: str) -> list[tuple[int, int, int]]:
+        """(begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
         try:
             found = self._recognising.encode(text, add_special_tokens=False)
         except TypeError:
-            return self.encode(text)  # which says what is wrong with it
-        controls, ids, at = set(self.special.values()), list[int](), 0
-        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
-            if index in controls:
-                ids += [*self.encode(text[at:start].replace(marker, "")), index]
-                at = end
-        return ids + self.encode(text[at:].replace(marker, ""))
+            self.encode(text)  # which says what is wrong with it
+            raise
+        special = set(self.special.values())
+        both = zip(found.ids, found.offsets, strict=True)
+        return [(start, end, index) for index, (start, end) in both if index in special]
 
     @functools.cached_property
     def _recognising(self) -> tokenizers.Tokenizer:

@@ -180,7 +180,8 @@ def _generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> d
     """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None and tokenizer.companions.stops:
-        return {**ends, "eos_token_id": list(tokenizer.companions.stops)}
+        stops = dict.fromkeys((*tokenizer.companions.stops, tokenizer.eos_id))  # each may end what was trained on
+        return {**ends, "eos_token_id": list(stops)}
     return {"_from_model_config": True, **ends}
 
 

@@ -67,16 +67,22 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
             held_out=data.held_out,
             text_key=data.text_key,
             bad_records=data.bad_records,
+            answers=data.answers,
+            too_long=data.too_long,
             progress=stage.report,
         )
         stats, length = found.stats, data.sequence_length
-        if stats.tokens < length:
+        if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
         held = stats.held_out_documents
-        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}"
+        of_what = " of answers" if stats.conversations else ""
+        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
     for line in found.notes:
         progress.line("note", line)
+    if stats.conversations:
+        progress.line("chats", _conversations(found))
+        return found
     progress.line(
         "tokens",
         f"{count(stats.tokens)} of {found.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
@@ -84,6 +90,19 @@ def open_corpus(settings: Settings, progress: Progress) -> Corpus:
         + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
     )
     return found
+
+
+def _conversations(found: Corpus) -> str:
+    stats, held = found.stats, found.held_out
+    in_all = count(found.train.inputs)
+    # Of a template that writes earlier turns in another way later, each answer has a sequence of its own.
+    sequences = found.train.documents
+    rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
+    return (
+        f"{counted(stats.conversations, 'conversation')}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
+        f"({stats.trained_share:.1%}), packed {stats.packed_share:.1%}; "
+        + (f"held out: {counted(held.conversations, 'conversation')}" if held.conversations else "nothing held out")
+    )
 
 
 class Made(NamedTuple):

@@ -26,6 +26,7 @@ from monograph.planner import updates_for
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.invocation import show
+from monograph.session.opening import opening_of
 from monograph.session.session import Session
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
@@ -36,7 +37,6 @@ LARGEST_YARDSTICK_BYTES = 64_000_000
 # The time is kept from this share of it on, if the run would take more than LATE times as long as it may; what comes
 # after the last update has the rest after END_SHARE.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
-STDLIB_PROMPT = "def read(self, size"
 
 
 class Story:
@@ -48,7 +48,7 @@ class Story:
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # what the yardsticks took is not the run's
-        self.prompt = _prompt(session)
+        self.opening = opening_of(session.corpus, session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.rates: list[float] = []
@@ -73,19 +73,19 @@ class Story:
         return block
 
     def rate(self, updates: int, seconds: float) -> float:
-        """Targets per second of the last updates."""
-        self.rates.append(updates * self._targets / seconds)
+        """Tokens per second of the last updates."""
+        self.rates.append(updates * self._tokens / seconds)
         return self.rates[-1]
 
     @property
     def recent_s(self) -> float:
         """Seconds that one of the last updates took, at the median of a few; 0 before there were any."""
         recent = sorted(self.rates[-RECENT:])
-        return self._targets / recent[len(recent) // 2] if recent else 0.0
+        return self._tokens / recent[len(recent) // 2] if recent else 0.0
 
     @property
-    def _targets(self) -> float:
-        """Of an update."""
+    def _tokens(self) -> float:
+        """Of an update: targets, or of conversations all that could be."""
         return self.session.corpus.stats.packed_share * int(self.session.settings.train.tokens_per_update)
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
@@ -110,9 +110,9 @@ class Story:
         text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
         if text is None:
             return
-        share = update / self.session.updates
-        self.session.run.log({"update": update, "share": share, "sample": self.prompt + text})
-        block.sample(share, self.prompt + text)
+        share, sample = update / self.session.updates, self.opening.text + text
+        self.session.run.log({"update": update, "share": share, "sample": sample})
+        block.sample(share, sample)
 
     def keep_time(self, update: int) -> None:
         """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
@@ -198,6 +198,11 @@ class Story:
         }
 
     def _standing(self) -> str:
+        if self.held_out and self.session.corpus.stats.conversations:
+            before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
+            return f"   loss of held-out answers {self.held_out.loss:.3f}" + (
+                f", {before[0]:.3f} before" if before else ""
+            )
         bits = self.held_out.bits_per_byte if self.held_out else None
         if bits is None:
             return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
@@ -220,9 +225,7 @@ class Story:
         longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if isinstance(self.session.engine.model, Llama):
-            prompt = "class Cache:" if self.python else self.prompt
-            dashes = ("--",) if prompt.startswith("-") else ()  # or it would be taken for an option
-            more = [("generate", name, *dashes, prompt), ("export", name, "--to", _free()), *more]
+            more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
         if self.held_out and name == "last":  # which is what a sweep without arguments takes
@@ -238,14 +241,16 @@ class Story:
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
         step = self.session.engine.step
         with step.averaged(), step.assembled(), graph.set_aside(step):
-            written = generate(model, self.session.corpus.tokenizer, [self.prompt], sampling, max_tokens=tokens, n=n)
+            tokenizer, opening = self.session.corpus.tokenizer, self.opening
+            written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             texts = [completion.text for completion in written]
         model.train(training)
         return texts
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
-        if len(corpus.held_out) == 0 or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
+        # What answers are worth depends on what they answer, which no compressor is told.
+        if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
             return {}
         kept = corpus.folder / "yardsticks.json"
         try:
@@ -279,17 +284,6 @@ def finished(run: Run) -> dict[str, Any] | None:
 def standard_json(values: dict[str, Any]) -> dict[str, Any]:
     """The values with null for NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _prompt(session: Session) -> str:
-    """The first words of the held-out text, or of the training text: as many as leave a model room to go on."""
-    corpus, config = session.corpus, session.model_config
-    rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
-    text = STDLIB_PROMPT if corpus.name == "stdlib" else " ".join(first_line.split(" ")[:4])[:40]
-    while config and len(corpus.tokenizer.encode(text)) > config.max_position_embeddings // 2:
-        text = text[: len(text) // 2]
-    return text
 
 
 def _free() -> str:

@@ -19,6 +19,7 @@ from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
 
 LONGEST_ROW = 4096
+_READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
         loss,
         tokenizer,
         Precision(settings.train.precision),  # the run's own, or the figures differ
-        {key: getattr(settings.data, key) for key in ("sequence_length", "packing", "text_key", "bad_records")},
+        {key: getattr(settings.data, key) for key in _READING},
         averaged,
         {key: getattr(settings.data, key) for key in ("source", "held_out")},
         state["fingerprint"],

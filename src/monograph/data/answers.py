@@ -1,0 +1,244 @@
+"""Which tokens of a conversation are trained on: what inference must write after the prompt that inference would send.
+
+For the assistant's turn i let P_i be the chat before it, rendered with what begins an answer, and R_i the chat with it.
+The trained text is R_i after P_i, up to and with the first token that stops inference. That holds for any template, or
+the conversation is refused: nothing is guessed from markers or from lengths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from monograph.data.chat import marker_for, rendered, template_of
+from monograph.data.conversations import Conversation
+from monograph.data.records import Fault
+from monograph.data.template import Message, Unspeakable
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import InputRefused
+
+# What a template finds that asks for the date, so that a conversation has the same tokens on every day: the day that
+# templates of the Llama 3 family fall back on.
+DAY = "2024-07-26"
+_SHOWN_CHARS = 40  # of each of two texts that part
+_OPEN, _CLOSE = "\ue000", "\ue001"  # around what a template tags
+
+
+class Row(NamedTuple):
+    """A stretch of text to train on.
+
+    Attributes:
+        ids: of its tokens, up to the last that is trained.
+        spans: (begin, end) of the tokens that are, in order.
+    """
+
+    ids: list[int]
+    spans: tuple[tuple[int, int], ...]
+
+
+class Unusable(Exception):
+    """A conversation that this model cannot be trained on, though nothing is wrong with the template: see `fault`."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+class Answering(NamedTuple):
+    """What decides the rows of conversations, beside the tokenizer and its template.
+
+    Attributes:
+        every: train on every answer; else on the last alone.
+        truncate: leave out whole turns at the front where a row is too long; else refuse it.
+        longest: inputs that a row may have.
+    """
+
+    every: bool
+    truncate: bool
+    longest: int
+
+
+class Answers:
+    """Turns conversations into rows for one tokenizer and its template.
+
+    Attributes:
+        stops: ids that stop inference: the tokenizer's end of text and those of generation_config.json.
+        counts: of "answers"; "truncated", those before which turns were left out; "parted", those whose prompt ends
+            inside of a token of the whole; "untagged", those that the template's own tags have otherwise.
+        untagged: the first of the latter, in words.
+
+    Raises:
+        InputRefused: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
+        self._tokenizer, self._how = tokenizer, how
+        self._template = template_of(tokenizer).on(DAY)
+        self.stops = stops_of(tokenizer)
+        self.counts: Counter[str] = Counter()
+        self.untagged = ""
+        self._names = {index: name for name, index in tokenizer.special.items()}
+        self._encoder = _Encoder(tokenizer)
+
+    def rows(self, conversation: Conversation) -> list[Row]:
+        """The rows of a conversation; each answer is trained on in exactly one.
+
+        An answer's row is its prompt and itself. Where the row of the next answer begins with it, they are one row; so
+        most templates give one row for a conversation, and one that writes earlier turns in another way as the chat
+        goes on (Qwen 3 takes thoughts out) gives one for each answer.
+
+        Raises:
+            Unusable: the template refuses the messages, or one answer alone is too long.
+            InputRefused: the template does not begin an answer as the prompt ends, or ends none with a stop token.
+        """
+        marker = marker_for(self._tokenizer, conversation)
+        answers = conversation.answers if self._how.every else conversation.answers[-1:]
+        rows: list[Row] = []
+        begin = _lead(conversation.messages)
+        for answer in answers:
+            row, begin = self._fitting(conversation, answer, begin, marker)
+            # An answer that lies inside of the last row, in a chat that says the same again, is another one.
+            if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
+                row = Row(row.ids, rows.pop().spans + row.spans)
+            rows.append(row)
+        return rows
+
+    def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
+        """Lines for the person about all conversations so far, of which some were skipped for these reasons."""
+        counts, lines = self.counts, []
+        if skipped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+            lines.append(f"skipped conversations: {reasons}; the first: {first_bad}")
+        if counts["truncated"]:
+            lines.append(f"turns were left out before {counts['truncated']:,} of {counts['answers']:,} answers to fit")
+        if self._template.reads_the_date:
+            lines.append(f"the chat template reads the date; in all of these conversations it is {DAY}")
+        if counts["untagged"]:
+            share = f"{counts['untagged']:,} of {counts['answers']:,} answers"
+            lines.append(f"the template's own generation tags differ in {share}; the first: {self.untagged}")
+        return tuple(lines)
+
+    def _fitting(self, said: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
+        """The row of one answer, and the number of the first turn in it; its history is as long as fits."""
+        lead = _lead(said.messages)
+        questions = [number for number in range(begin + 1, answer) if said.messages[number]["role"] == "user"]
+        for first in [begin, *(questions if self._how.truncate else [])]:
+            row = self._row([*said.messages[:lead], *said.messages[first : answer + 1]], said.tools, marker)
+            if len(row.ids) - 1 <= self._how.longest:
+                self.counts.update(answers=1, truncated=int(first > lead))
+                return row, first
+        shortest = "without all that can be left out before it " if self._how.truncate else ""
+        remedy = "" if self._how.truncate else ", or cut conversations with data.too_long=truncate"
+        raise Unusable(
+            Fault(
+                "too long",
+                f"message {answer} {shortest}ends {len(row.ids) - 1:,} tokens into the conversation, which is more "
+                f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
+            )
+        )
+
+    def _row(self, messages: Sequence[Message], tools: list[Any] | None, marker: str) -> Row:
+        variables = {"tools": tools} if tools else {}
+        try:
+            prompt, whole = (
+                rendered(self._template, self._tokenizer, part, marker, asks, **variables)
+                for part, asks in ((messages[:-1], True), (messages, False))
+            )
+        except Unspeakable as refused:
+            raise Unusable(Fault("refused by the chat template", str(refused))) from None
+        if not whole.startswith(prompt):
+            raise InputRefused(_parting(prompt, whole, marker))
+        before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)
+        after = all_ids[len(before) :]
+        if all_ids[: len(before)] != before:
+            # A token of the whole has letters of both; inference has the prompt's tokens before it writes its first.
+            self.counts["parted"] += 1
+            after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker)
+        end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
+        if end is None:
+            raise InputRefused(self._without_stop(whole[len(prompt) :].replace(marker, "")))
+        if not before:
+            raise InputRefused("the chat template writes nothing before an answer: its first token has no input")
+        if self._template.tags_answers and not marker:
+            self._compare_tags(messages, variables, prompt, after[:end])
+        return Row(before + after[:end], ((len(before), len(before) + end),))
+
+    def _without_stop(self, ending: str) -> str:
+        names = ", ".join(repr(self._names.get(stop, str(stop))) for stop in sorted(self.stops))
+        ends = [index for _, _, index in self._tokenizer.controls(ending)]
+        remedy = f"; if {self._names[ends[0]]!r} ends a turn, add its id {ends[0]} there" if ends else ""
+        return (
+            f"the model would never learn to stop: no token of generation_config.json's eos_token_id and no end of "
+            f"text ({names}) is in what the chat template writes for an answer, which ends with "
+            f"{ending[-_SHOWN_CHARS:]!r}{remedy}"
+        )
+
+    def _compare_tags(
+        self, messages: Sequence[Message], variables: dict[str, Any], prompt: str, trained: Sequence[int]
+    ) -> None:
+        marked = self._template.tagged(messages, (_OPEN, _CLOSE), **variables)
+        _, *parts = marked.split(_OPEN)
+        inside, at = "", marked.index(_OPEN) if parts else 0
+        for part in parts:
+            tagged, _, rest = part.partition(_CLOSE)
+            inside += tagged[max(0, len(prompt) - at) :]
+            at += len(tagged) + len(rest)
+        ours = self._shown(trained)
+        if inside != ours:
+            self.counts["untagged"] += 1
+            self.untagged = self.untagged or f"trained {_ends(ours)!r}, tagged {_ends(inside)!r}"
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        pieces = self._tokenizer.pieces
+        text = b"".join(self._names[index].encode() if index in self._names else pieces[index] for index in ids)
+        return text.decode("utf-8", "replace")
+
+
+class _Encoder:
+    """Encodes rendered chats, each of which begins as the last one did: up to a special token, that is taken over."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text, self._ids = "", list[int]()
+        self._ends: list[tuple[int, int]] = []  # of special tokens: characters and ids up to and with each
+
+    def ids(self, text: str, marker: str) -> list[int]:
+        """As `Tokenizer.encode_rendered`."""
+        encode = self._tokenizer.encode
+        at, count = next((end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0))
+        ids, ends, shared = self._ids[:count], [end for end in self._ends if end[1] <= count], at
+        for start, end, index in self._tokenizer.controls(text[shared:]):
+            ids += [*encode(text[at : shared + start].replace(marker, "")), index]
+            at = shared + end
+            ends.append((at, len(ids)))
+        ids += encode(text[at:].replace(marker, ""))
+        self._text, self._ids, self._ends = text, ids, ends
+        return list(ids)
+
+
+def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids at which inference ends a text: the end of text, and what generation_config.json lists."""
+    return frozenset({tokenizer.eos_id, *tokenizer.companions.stops})
+
+
+def _lead(messages: Sequence[Message]) -> int:
+    """How many messages stay at the front: the system's."""
+    return int(messages[0]["role"] == "system")
+
+
+def _parting(prompt: str, whole: str, marker: str) -> str:
+    """Why a conversation is refused whose answer does not follow its prompt."""
+    prompt, whole = prompt.replace(marker, ""), whole.replace(marker, "")
+    at = len(os.path.commonprefix([prompt, whole]))
+    begin = max(0, at - _SHOWN_CHARS // 2)
+    asked, written = prompt[begin : at + _SHOWN_CHARS], whole[begin : at + _SHOWN_CHARS]
+    return (
+        f"the chat template writes the chat before an answer in another way once the answer is there: the prompt has "
+        f"{asked!r} where the conversation has {written!r}; a model trained on it would not be asked so"
+    )
+
+
+def _ends(text: str) -> str:
+    return text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"

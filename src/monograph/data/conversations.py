@@ -1,0 +1,212 @@
+"""Conversations in records: who said what, in whichever of the common forms; and what makes one bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from monograph.data.records import KINDS, Fault, Record, checked, json_objects, short
+from monograph.data.sources import LINES, SourceFile
+from monograph.data.tables import table_columns, table_objects
+from monograph.errors import UsageError
+
+ROLES = ("system", "user", "assistant", "tool")
+MOST_MESSAGES = 1000  # each answer is rendered with all that was said before it
+# What a record is known by, in the order in which it is looked for.
+MESSAGES, SHARED, PROMPT, COMPLETION, TOOLS = "messages", "conversations", "prompt", "completion", "tools"
+_ASKED = (MESSAGES, SHARED, PROMPT)  # as data.text_key, each of them asks for conversations
+# "from" and "value", as chats are commonly shared.
+_SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+
+
+class Conversation(NamedTuple):
+    """One record.
+
+    Attributes:
+        messages: each {"role": one of ROLES, "content": a text or None, and what else a template reads}.
+        tools: what the assistant may call, None where the record says nothing.
+        trained_from: the number of the first message that may be trained on: those of a prompt are not.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    trained_from: int
+
+    @property
+    def answers(self) -> list[int]:
+        """The numbers of the messages that can be trained on."""
+        said = range(self.trained_from, len(self.messages))
+        return [number for number in said if self.messages[number]["role"] == "assistant"]
+
+    def to_text(self) -> str:
+        """As JSON, by which equal conversations are known as such; `of_text` reads it."""
+        return json.dumps(self, ensure_ascii=False)
+
+    @classmethod
+    def of_text(cls, text: str) -> Conversation:
+        """What `to_text` wrote."""
+        return cls(*json.loads(text))
+
+
+def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
+    """Whether these are files of conversations: records whose first has one, and has no text under `key`.
+
+    Raises:
+        UsageError: some are and some are not.
+        InputRefused: a file cannot be read.
+    """
+    found = [file for file in files if file.has_records and _begins(file, key)]
+    if found and len(found) < len(files):
+        other = next(file for file in files if file not in found)
+        raise UsageError(f"data.source: {found[0].path} holds conversations and {other.path} does not; give one kind")
+    return bool(found)
+
+
+def _begins(file: SourceFile, key: str) -> bool:
+    if file.suffix in LINES:
+        _, first = next(json_objects(file.path), (0, {}))
+        keys = [] if isinstance(first, Fault) else list(first)
+    else:
+        keys = table_columns(file.path)
+    return key in _ASKED or (key not in keys and _form(keys) is not None)
+
+
+def conversation_records(file: SourceFile) -> Iterator[Record]:
+    """(number from 1, conversation as its `to_text`, or what is wrong) of every record."""
+    if file.suffix in LINES:
+        records = json_objects(file.path, exact=True)
+    else:
+        records = table_objects(file.path, (*_ASKED, COMPLETION, TOOLS))
+    for number, record in records:
+        yield number, record if isinstance(record, Fault) else conversation_text(record)
+
+
+def conversation_text(record: Mapping[str, Any]) -> str | Fault:
+    """The conversation of a record as its `to_text`, or what is wrong with it."""
+    try:
+        text = read_conversation(record).to_text()
+        text.encode()
+    except _Bad as bad:
+        return bad.fault
+    except UnicodeEncodeError:
+        return Fault("lone surrogate", "has a lone surrogate")
+    return text
+
+
+def read_conversation(record: Mapping[str, Any]) -> Conversation:
+    """The conversation of a record.
+
+    It has its messages under "messages", or under "conversations" as {"from", "value"}, or as "prompt" and
+    "completion", each a text or messages, of which only the completion's are trained on. "tools" is an array, or a
+    text that holds one in JSON.
+    """
+    form = _form(record)
+    if form is None:
+        raise _Bad("no conversation", f"has none of the keys {MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}")
+    trained_from = 0
+    if form == PROMPT:
+        prompt, completion = _side(record, PROMPT, "user"), _side(record, COMPLETION, "assistant")
+        messages, trained_from = prompt + completion, len(prompt)
+    else:
+        messages = _messages(record[form], form)
+    if len(messages) > MOST_MESSAGES:
+        raise _Bad("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
+    _require_order(messages, form)
+    found = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
+    if not found.answers:
+        raise _Bad("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
+    return found
+
+
+class _Bad(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = Fault(reason, detail)
+
+
+def _form(record: Container[str]) -> str | None:
+    there = [key for key in (MESSAGES, SHARED) if key in record]
+    return there[0] if there else PROMPT if PROMPT in record and COMPLETION in record else None
+
+
+def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
+    value = record[key]
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, key)
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _Bad("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
+    if not value:
+        raise _Bad("empty conversation", f"{short(key)} is empty")
+    return [_message(each, f"{key}[{number}]") for number, each in enumerate(value)]
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Bad("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
+    if "role" not in value and "from" in value:
+        rest = {key: each for key, each in value.items() if key not in ("from", "value")}
+        said = value["from"]
+        role = _SHARED_ROLES.get(said, said) if isinstance(said, str) else said
+        value = {"role": role, "content": value.get("value"), **rest}
+    role, content = value.get("role"), value.get("content")
+    if role not in ROLES:
+        shown = short(role) if isinstance(role, str) else KINDS[type(role)]
+        raise _Bad("unknown role", f"{where}.role is {shown}: expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    calls = value.get("tool_calls")
+    if calls is not None and (role != "assistant" or not _are_calls(calls)):
+        expected = "an array of objects that name a function each, of an assistant"
+        raise _Bad("tool calls", f"{where}.tool_calls: expected {expected}")
+    if content is None and calls:
+        return dict(value)
+    if content is None:
+        raise _Bad("no content", f"{where} has no content")
+    text = checked(content, f"{where}.content")
+    if isinstance(text, Fault):
+        raise _Bad(text.reason, text.detail)
+    if not text.strip() and not calls and role in ("user", "assistant"):
+        raise _Bad("empty content", f"{where}.content is empty")
+    return dict(value)
+
+
+def _are_calls(calls: Any) -> bool:
+    def named(call: Any) -> bool:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+    return isinstance(calls, list) and bool(calls) and all(map(named, calls))
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value else None
+        except (ValueError, RecursionError):
+            raise _Bad("tools", "'tools' is a text that is not JSON") from None
+    if value is None or isinstance(value, list):
+        return value or None
+    raise _Bad("tools", f"'tools' is {KINDS[type(value)]}, not an array")
+
+
+# What may stand before a message of each role; None: the beginning.
+_BEFORE: dict[str, tuple[str | None, ...]] = {
+    "system": (None,),
+    "user": (None, "system", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+def _require_order(messages: Sequence[Mapping[str, Any]], form: str) -> None:
+    before: str | None = None
+    for number, message in enumerate(messages):
+        role = message["role"]
+        asked = role != "tool" or before == "tool" or bool(messages[number - 1].get("tool_calls"))
+        if before not in _BEFORE[role] or not asked:
+            where = f"message {number} of 'prompt' and 'completion'" if form == PROMPT else f"{form}[{number}]"
+            place = f"follows {before}" if before else "begins"
+            remedy = "" if asked else ", which called no tool"
+            raise _Bad("roles out of order", f"{where}: roles out of order, {role} {place}{remedy}")
+        before = role
