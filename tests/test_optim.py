@@ -151,7 +151,7 @@ def test_gradients_that_somebody_dropped_are_linked_again():
 
 
 def test_gradients_are_not_views_to_autograd():
-    """A compiler looks at each view's base as well, with sizes that are symbols: a fifth of a capture's time."""
+    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (docs/log.md)."""
     step = Step(tiny_llama())
     for plane in step.planes:
         for _, parameter, offset in plane.slots:
