@@ -150,6 +150,15 @@ def test_gradients_that_somebody_dropped_are_linked_again():
     assert float(step([torch.ones(2, 5, dtype=torch.float64)]).grad_norm) > 0
 
 
+def test_gradients_are_not_views_to_autograd():
+    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (docs/log.md)."""
+    step = Step(tiny_llama())
+    for plane in step.planes:
+        for _, parameter, offset in plane.slots:
+            assert parameter.grad is not None and not parameter.grad._is_view()
+            assert parameter.grad.data_ptr() == plane.grad[offset:].data_ptr()
+
+
 def test_frozen_parameters_stay():
     model = network()
     model[0].weight.requires_grad_(False)

@@ -95,6 +95,21 @@ def test_a_member_is_verified_against_itself_alone(place: Path, server: CommandS
     assert "member 3 against the same run alone, 20 updates" in done.err
 
 
+def test_a_member_that_is_not_itself_alone_ends_with_1(place: Path, server: CommandServer) -> None:
+    """One loss of many is another, as if the graph of all had computed it so."""
+    shutil.copytree(place / result((place / "out").read_text())["run"], place / "odd")
+    metrics = place / "odd/members/003/metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    next(line for line in lines if line["update"] == 7)["train_loss"] += 0.25
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = server.run(place, "sweep", "--out", "odd", "--verify", "3", "--json", figures=0)
+    assert done.code == 1, done.err
+    found = result(done.out)["verify"]
+    assert found["equal"] is False and found["bound"] < found["difference"] == pytest.approx(0.25, abs=1e-3)
+    assert re.search(r"largest difference of the training loss 0\.25, beyond \d", " ".join(done.err.split()))
+    assert server.run(place, "sweep", "--out", "odd", "--verify", "2", figures=0).code == 0
+
+
 def test_the_same_command_again_changes_nothing(place: Path, server: CommandServer) -> None:
     found = result((place / "out").read_text())
     done = server.run(place, "sweep", "--out", found["run"], "--json", figures=0)
@@ -161,6 +176,21 @@ def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandSer
         assert pair[0] == pytest.approx(pair[1], rel=1e-5), "as beside a member that learns"
     again = server.run(here, "sweep", "--out", "s", "--json", figures=0)
     assert again.code == 0 and result(again.out)["members"] == found["members"]
+
+
+def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServer, here: Path) -> None:
+    """In less updates than are waited for in a long one, at once with others and alone."""
+    few = over(SHORT, "train.updates=12")
+    done = server.run(here, "sweep", *few, "optim.lr=1e-2,1e30", "train.seed=0,1", "--out", "s", "--json", figures=0)
+    assert done.code == 0, done.err
+    found = result(done.out)
+    assert [member["diverged"] for member in found["members"]] == [None, None, 1, 1]
+    assert "1e+30   diverged        diverged at update 1, 1" in done.err
+    assert found["best"]["knobs"] == {"optim.lr": 1e-2} and found["best"]["tied"] == []
+    again = server.run(here, "sweep", "--out", "s", "--json", figures=0)
+    assert again.code == 0 and result(again.out)["members"] == found["members"]
+    done = server.run(here, "sweep", *few, "optim.lr=1e30", "train.seed=0,1", "--out", "t", figures=0)
+    assert done.code == 5 and "every member of t diverged: lower optim.lr" in done.err
 
 
 def test_every_member_diverged(server: CommandServer, here: Path) -> None:

@@ -84,6 +84,16 @@ def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
     assert server.run(here, "evaluate", "run", "--data", "texts").code == 0
 
 
+def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(server: CommandServer, here: Path) -> None:
+    done = server.run(here, "train", *over(TINY, "train.micro_batch=50"), "--out", "run", figures=0)
+    note = "note      train.micro_batch = 50: an update has 4 rows, so micro-batches of 4"
+    assert done.code == 0 and done.err.count(note) == 1, done.err
+    again = server.run(here, "train", *over(TINY, "train.micro_batch=4"), "--out", "same", figures=0)
+    assert again.code == 0 and "so micro-batches of" not in again.err, again.err
+    cut, asked = ([row["train_loss"] for row in rows(here / name)] for name in ("run", "same"))
+    assert cut == asked and len(cut) == 8
+
+
 def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path) -> None:
     hungry = SLOW.replace("time.sleep(0.05)", "if len(batch['tokens']) > 1: raise torch.OutOfMemoryError('no memory')")
     (here / "own.py").write_text(hungry)

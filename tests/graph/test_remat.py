@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import LENGTH, ragged, tiny_llama
+from monograph import compat
 from monograph.errors import UsageError
+from monograph.graph.inspect import blocks
 from monograph.graph.knapsack import Choice, front, within
-from monograph.graph.recompute import recorded
+from monograph.graph.recompute import follow, recorded, settle
 from monograph.graph.remat import Remat, named, spread
 from monograph.loss import token_loss
 
@@ -102,3 +104,21 @@ def test_a_llama_s_products_are_the_closed_form():
     [compiled, _] = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=True).values()
     assert compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
     assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]
+
+
+@pytest.mark.parametrize(("policy", "asked"), [(Remat.Pointwise(), 0), (Remat.Budget(0.5), 1), (Remat.Full(), 0)])
+def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypatch):
+    """What `Pointwise` keeps does not depend on what a graph would keep; blocks that are alike are asked of once."""
+    graphs, stored_by_graph = [], compat.stored_by_graph
+
+    def spy(*arguments):
+        graphs.append(stored_by_graph(*arguments))
+        return graphs[-1]
+
+    monkeypatch.setattr(compat, "stored_by_graph", spy)
+    model = tiny_llama()
+    follow(model, policy)
+    settle(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
+    assert len(graphs) == asked
+    kept = [block.remat.kept for block in blocks(model).values()]
+    assert kept[0] == kept[1] and bool(kept[0]) == (policy != Remat.Full())

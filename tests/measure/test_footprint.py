@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from batches import tiny_llama
 from monograph.measure import footprint as footprint_module
 from monograph.measure.estimate import estimate_bytes
-from monograph.measure.footprint import Curve, Work, deepened, footprint, footprint_of
+from monograph.measure.footprint import Curve, Work, corners, deepened, footprint, footprint_of
 from monograph.optim import AdamW, Muon
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
@@ -52,6 +53,24 @@ def test_an_update_is_as_long_at_any_depth():
     assert deepened([(1,), (10,)], [(2,), (15,)], 3) == [(4,), (25,)]
 
 
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), max_size=12))
+def test_what_lies_between_corners_is_on_the_line(steps):
+    """So that no sample that is left out is the largest, at any depth."""
+    samples = [
+        *itertools.accumulate(steps, lambda sample, step: (sample[0] + step[0], sample[1] + step[1]), initial=(0, 0))
+    ]
+    found = corners(samples)
+    assert found[0] == samples[0] and found[-1] == samples[-1] and max(map(sum, found)) == max(map(sum, samples))
+    assert corners(found) == found or len(found) < 3 or any(a == b for a, b in itertools.pairwise(steps))
+
+
+def test_runs_as_long_as_the_model_is_deep_are_two_corners():
+    low, high, deep = (
+        [(0, 0), *((i, i) for i in range(1, n)), (0, 9), *((0, 9 + i) for i in range(1, n))] for n in (3, 4, 9)
+    )
+    assert len(corners(low)) == len(corners(high)) == len(corners(deep))
+
+
 def test_the_peak_is_named_by_its_stage():
     found = footprint_of([Curve("forward", [(1, 2, 3, 4, 5, 6)]), Curve("backward", [(1, 2, 3, 4, 5, 7)])])
     assert found.stage == "backward" and found.peak_bytes == 22
@@ -72,6 +91,26 @@ def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, rem
     config = tiny_llama(num_hidden_layers=5).config
     work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
     assert footprint(work) == footprint_of(footprint_module._curves(work))
+
+
+@pytest.mark.parametrize(
+    ("optim", "scope"),
+    [(Muon(), "blocks"), (Muon(), "none"), (AdamW(state="bf16"), "none")],
+)
+def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
+    traced, curves = [], footprint_module._curves
+
+    def spy(work, *graphs):
+        traced.append(work.config.num_hidden_layers)
+        return curves(work, *graphs)
+
+    # Few tokens, so that the update is the peak.
+    work = Work(
+        tiny_llama(num_hidden_layers=6, hidden_size=64, intermediate_size=192).config, 1, 8, optim, "bf16", scope
+    )
+    whole = footprint_of(curves(work))
+    monkeypatch.setattr(footprint_module, "_curves", spy)
+    assert footprint(work) == whole and whole.stage == "update" and traced == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,26 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
     assert Journals(runs, every=1).ended == {1: 5} and Journals(runs, every=1).diverged() == []
 
 
+@pytest.mark.parametrize(
+    ("loss", "skips", "lost"),
+    [
+        (2.0, 6, True),  # nothing was learned in the second half
+        (2.0, 5, False),  # a gradient overflows now and then
+        (float("nan"), 1, True),  # not even a loss at the end
+        (float("nan"), 0, False),  # a window without a target
+    ],
+)
+def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(runs: list[Run], loss: float, skips: int, lost: bool) -> None:
+    journals = Journals(runs[:2], every=1)
+    for index in range(12):
+        last_ones = max(0, index + 1 - (12 - skips))
+        journals.add(together(index, (last_ones, 0), (loss if index == 11 else 2.0, 2.0)), {})
+        assert journals.diverged() == []
+    assert journals.diverged(12) == ([0] if lost else []) and journals.diverged(12) == []
+    assert journals.ended == ({0: 12 - skips} if lost else {})
+    assert ({"update": 12, "diverged": 12 - skips} in runs[0].rows()) == lost
+
+
 def test_one_model_is_an_ensemble_of_one(runs: list[Run]) -> None:
     journals = Journals(runs[:1], every=1)
     assert journals.add(update(0), {}) and runs[0].rows()[0]["train_loss"] == 2.5

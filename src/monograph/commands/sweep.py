@@ -106,7 +106,8 @@ def _round(crew: Crew, updates: int, board: Board, block: CrowdBlock, stop: Stop
             board.trained(crew, done - since, clock() - began)
             block.update(board.done, board.figures)
             since, began = done, clock()
-            crew.freeze({place: journals.ended[place] for place in journals.diverged()})
+            lost = journals.diverged(updates if last else None)
+            crew.freeze({place: journals.ended[place] for place in lost})
         paused, all_lost = clock(), len(crew.ended) == len(crew.members)
         if done % int(settings.train.eval_every) == 0 or last or all_lost:
             journals.flush()

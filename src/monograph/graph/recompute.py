@@ -203,7 +203,8 @@ def settle(module: nn.Module, run: Callable[[nn.Module], object], *, captured: b
         return
     if captured:
         compat.quiet_selective_recompute()
-    recordings = recorded(module, run, captured=captured)
+    budgeted = any(isinstance(plan.policy, Remat.Budget) for plan in choosing.values())
+    recordings = recorded(module, run, captured=captured, stored=budgeted)
     for name, plan in choosing.items():
         names = _kept_of(plan.policy, recordings[name])
         plan.contexts, plan.kept = (_keeping(names), str(sorted(names))) if names else (None, "")
@@ -218,15 +219,24 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
     return frozenset(chosen.what) if chosen else frozenset()
 
 
-def recorded(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> dict[str, Recording]:
+def recorded(
+    module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, stored: bool = True
+) -> dict[str, Recording]:
     """What each block of a module computes and keeps, by name; the arguments are those of `settle`.
 
     Nothing is allocated, and neither the module nor the random numbers are touched.
 
+    Args:
+        module: as above.
+        run: as above.
+        captured: as above.
+        stored: whether `stored_bytes` of captured blocks matters, as it does for a budget: to know it, one of each kind
+            is traced as a graph.
+
     Raises:
         UsageError: the pass does not come as far as to every block.
     """
-    found, compiled = dict[str, Recording](), dict[Recording, int]() if captured else None
+    found, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
     held = (*module.parameters(), *module.buffers())
     mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
     empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in held}

@@ -19,7 +19,7 @@ from monograph.graph.capture import Scope, capture_by
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Batch, TokenLoss
-from monograph.measure.tally import ORIGINS, Sample, Tally
+from monograph.measure.tally import ORIGINS, Graphs, Sample, Tally
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
@@ -134,8 +134,10 @@ def _deep(work: Work) -> list[Curve]:
     if layers <= DEPTHS[1]:
         return _curves(work)
     curves = []
-    for low, high in zip(*(_curves(_cut(work, depth)) for depth in DEPTHS), strict=True):
-        samples = deepened(low.samples, high.samples, layers - DEPTHS[0])
+    graphs = Graphs()
+    for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in DEPTHS), strict=True):
+        of_two, of_three = (corners(each.samples) if each.stage == "update" else each.samples for each in (low, high))
+        samples = deepened(of_two, of_three, layers - DEPTHS[0])
         if samples is None:
             return _curves(work)
         curves.append(Curve(low.stage, samples))
@@ -177,6 +179,17 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
     return _along(low[:ahead], high, beyond) + _along(low[::-1][:back], high[::-1], beyond)
 
 
+def corners(samples: list[Sample]) -> list[Sample]:
+    """The samples but for those within a run of equal steps, which lie between its ends.
+
+    An update has a number for each part of each plane, one after another, in several places: runs as long as the model
+    is deep. What is left is as many samples at any depth.
+    """
+    steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(samples)]
+    turns = [True, *(before != after for before, after in itertools.pairwise(steps)), True]
+    return [*itertools.compress(samples, turns)]
+
+
 def _alike(one: list[Sample], other: list[Sample]) -> int:
     """For how many samples two curves do the same, wherever they begin."""
     pairs = zip(one, other, strict=False)
@@ -194,8 +207,8 @@ def _cut(work: Work, layers: int) -> Work:
     return replace(work, config=replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
 
 
-def _curves(work: Work) -> list[Curve]:
-    with Tally(work.config.vocab_size, work.device_type) as tally:
+def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
+    with Tally(work.config.vocab_size, work.device_type, graphs) as tally:
         # On CUDA the fused attention stands for flex.
         on_cuda = work.device_type == "cuda"
         model = Llama(work.config, attention="sdpa" if on_cuda else "auto")

@@ -27,6 +27,38 @@ Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
 UNIT_BYTES = {"cpu": 64, "cuda": 512}  # an allocation is a multiple of it
 
 
+class Graphs:
+    """Graphs that tallies one after another share: what two models have in common is traced for the first alone.
+
+    Attributes:
+        mode: in which tensors have no data.
+        tally: which counts now.
+    """
+
+    tally: Tally
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random numbers have a state
+        self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+        """`function`, whose graphs `tally` counts as those of a device."""
+
+        def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
+            plan = kernels(graph, device_type, backward)
+
+            def run(arguments: list[Any]) -> Any:
+                return self.tally._run(graph, plan, arguments, backward)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        if function not in self._known:
+            backend = compat.partitioned(lambda graph: runner(graph, False), lambda graph: runner(graph, True))
+            self._known[function] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        return self._known[function]
+
+
 class Tally:
     """Counts storages from the moment an operation makes them until the last tensor that sees them is gone.
 
@@ -41,19 +73,20 @@ class Tally:
         walked: how many samples there were at the end of each graph.
     """
 
-    def __init__(self, vocabulary: int, device_type: str = "cpu"):
-        """Count for "cpu" or "cuda", which differ in how sizes are rounded up."""
+    def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
+        """Count for "cpu" or "cuda", which differ in how sizes are rounded up; `graphs` may be an earlier tally's."""
         self.vocabulary, self.device_type = vocabulary, device_type
+        self._graphs = graphs or Graphs()
         self.origin = "weights"
         self.curve: list[Sample] = []
         self.walked: list[int] = []
         self._live = dict.fromkeys(ORIGINS, 0)
         self._known: dict[int, tuple[str, int]] = {}
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # random numbers have a state
         self._modes = ExitStack()
 
     def __enter__(self) -> Tally:
-        self._modes.enter_context(self._fake)
+        self._graphs.tally = self
+        self._modes.enter_context(self._graphs.mode)
         self._modes.enter_context(_Listener(self))
         return self
 
@@ -72,14 +105,11 @@ class Tally:
         """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
-        graph = torch.compile(
-            function,
-            fullgraph=True,
-            dynamic=False,
-            backend=compat.partitioned(lambda g: self._runner(g, False), lambda g: self._runner(g, True)),
-        )
+        graph = self._graphs.of(function, self.device_type)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling():  # in a look at what blocks keep, which counts nothing
+                return function(*arguments, **keywords)
             with compat.without_modes():
                 return graph(*arguments, **keywords)
 
@@ -117,20 +147,14 @@ class Tally:
         if self.curve[-1:] != [sample]:
             self.curve.append(sample)
 
-    def _runner(self, graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
-        plan = kernels(graph, self.device_type, backward)
-
-        def run(arguments: list[Any]) -> Any:
-            self._walk(plan, arguments, backward)
-            self.walked.append(len(self.curve))
-            with compat.without_modes(), self._fake:  # its nodes are counted already
-                found = graph(*arguments)
-            arguments.clear()
-            self._note(found)
-            return found
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+    def _run(self, graph: torch.fx.GraphModule, plan: list[Kernel], arguments: list[Any], backward: bool) -> Any:
+        self._walk(plan, arguments, backward)
+        self.walked.append(len(self.curve))
+        with compat.without_modes(), self._graphs.mode:  # its nodes are counted already
+            found = graph(*arguments)
+        arguments.clear()
+        self._note(found)
+        return found
 
     def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
         """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""

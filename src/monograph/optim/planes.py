@@ -97,7 +97,7 @@ class Plane:
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, whatever anybody set it to since."""
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
-            parameter.grad = view
+            parameter.grad = view.data  # no view in autograd's eyes: Dynamo would look at its base too, with symbols
 
 
 @contextmanager

@@ -5,6 +5,7 @@ The planes are made by the code that makes those of a run, on tensors without da
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +84,14 @@ class Stages:
 
     def size_bytes(self, index: int, name: str) -> int:
         """Of a stage's buffers of that name."""
-        return sum(plane.size_bytes(name) for plane in self.planes(index))
+        kind = 0 if index == 0 else 2 if index == self.count - 1 else 1
+        return self._sizes[kind].get(name, 0)
+
+    @functools.cached_property
+    def _sizes(self) -> list[dict[str, int]]:
+        """By buffers' names: of the first stage, of one in the middle, of the last. A search asks millions of times."""
+        kinds = self.first, self.middle, self.last
+        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
 
 
 def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:

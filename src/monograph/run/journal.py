@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ class Journal:
             written.append(self.last)
         self.run.log(*written)
 
+    def has_lost(self, updates: int) -> bool:
+        """Whether a run that ends now, after so many updates, ends without learning."""
+        loss = self.last.get("train_loss")
+        return self.streak > 0 and (loss is None or not math.isfinite(loss) or 2 * self.streak >= updates)
+
     def note(self, row: dict[str, Any]) -> None:
         """Write a row that is no update: an evaluation or a sample."""
         self.flush()
@@ -97,12 +103,17 @@ class Journals:
             if index not in self.ended:
                 journal.write([members[index] for members in found], extras)
 
-    def diverged(self) -> list[int]:
+    def diverged(self, of: int | None = None) -> list[int]:
         """Members of which many updates in a row were not finite, each told once; nothing of them is written any more.
 
         `ended` has the update after which each of them learned nothing more.
+
+        Args:
+            of: at the end of their run, how many updates it had. There is no other update to wait for: members whose
+                loss is not finite, or that learned nothing in half of the run or more, have diverged as well.
         """
-        lost = [i for i, each in enumerate(self.journals) if each.streak >= PATIENCE and i not in self.ended]
+        going = [i for i in range(len(self.journals)) if i not in self.ended]
+        lost = [i for i in going if self.journals[i].streak >= PATIENCE or (of and self.journals[i].has_lost(of))]
         for index in lost:
             journal = self.journals[index]
             self.ended[index] = journal.last["update"] - journal.streak
