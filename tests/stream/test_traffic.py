@@ -99,7 +99,11 @@ def held(engine: Any) -> tuple[int, int, int]:
     """Bytes of slots, desks and, over two updates of two micro-batches, at most of boundaries."""
     moved(engine, 2)
     walk = engine.step.walk
-    return walk.slots.device_bytes, sum(room.size_bytes for room in walk._desks.rooms), walk.boundaries.most_bytes
+    return (
+        walk.slots.device_bytes,
+        sum(room.size_bytes for room in walk.updates.desks.rooms),
+        walk.boundaries.most_bytes,
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,4 +1,4 @@
-"""Lanes: three orders of work, and between them exactly the waits that the data ask for.
+"""Lanes: four orders of work, and between them exactly the waits that the data ask for.
 
 Work on one lane is done in the order in which it was given; work on different lanes at the same time. Each piece of
 work says which spaces it reads and writes, and the lanes find out what it has to wait for:
@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-Lane = Literal["compute", "in", "out"]
-LANES: tuple[Lane, ...] = ("compute", "in", "out")
+Lane = Literal["compute", "in", "out", "host"]
+LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
 MARKS = 4096  # kept before those that nobody can wait for are dropped
 
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
         waits: what has to be done before, on other lanes.
         call: does it.
         reads: and `writes`: the spaces.
-        moved_bytes: that it copies between homes.
+        moved_bytes: that it copies between homes; of work on the host what it reads and writes in files.
     """
 
     mark: Mark
@@ -124,6 +124,19 @@ class Lanes:
     def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
         """What the call returns; it reads and writes no space but these."""
         return self._give("compute", call, tuple(reads), tuple(writes), 0)
+
+    def host(
+        self,
+        call: Callable[[], object],
+        reads: Iterable[Space] = (),
+        writes: Iterable[Space] = (),
+        *,
+        from_disk: int = 0,
+        to_disk: int = 0,
+    ) -> None:
+        """Compute on the host, with what is at home; so many bytes of it lie in files."""
+        self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
+        self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
 
     def finish(self) -> None:
         """Return when everything is done; afterwards every space may be read and written by anybody."""
