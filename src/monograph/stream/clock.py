@@ -115,13 +115,15 @@ class Clock:
             seconds = self._spent
         else:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
+        worked = seconds
         if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
             begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
             self.busy_s[DISK] += of_disk
             seconds = max(seconds, of_disk)
+            worked = worked if lane == "host" else seconds  # who waits for a file is not busy
         self.now[lane] = self.done[work.mark] = begin + seconds
-        self.busy_s[lane] += seconds
+        self.busy_s[lane] += worked
         return result
 
     def finish(self) -> None:
