@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from batches import packed, tiny_llama
+from monograph import compat
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.stream import Streamed, cuda
 from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
-from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space
+from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import AT_ONCE, PLACEMENTS, arguments, other_bits, streamed, trained, windows
 
@@ -97,6 +99,37 @@ def test_what_fails_on_the_host_is_raised_in_who_waits_and_ever_after() -> None:
     with pytest.raises(MemoryError):
         thread.until(1)
     assert not done
+
+
+class Beside(Immediately):
+    """A CPU whose host lane is a thread."""
+
+    def __init__(self) -> None:
+        self.thread = HostThread()
+
+    def run(self, work: Work) -> Any:
+        if work.mark.lane == "host":
+            return self.thread.give([], work.call)
+        for mark in (mark for mark in work.waits if mark.lane == "host"):
+            self.thread.until(mark.number)
+        return super().run(work)
+
+    def finish(self) -> None:
+        self.thread.until()
+
+
+@pytest.mark.parametrize("place", ["updated on the host", "backward, updated on both"])
+def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) -> None:
+    """They are made in it, as none but it calls them."""
+    changes = {"precision": "bf16", "clip": None, "placement": EVERY[place]}
+    results = []
+    for each in (Immediately(), Beside()):
+        engine = streamed(SIZES, lanes=Lanes(each), **changes)
+        assert engine.capture(windows(1)[0], "aot_eager") is None
+        before = compat.captured_graphs()
+        results.append(trained(engine, windows(3)))
+        assert compat.captured_graphs() == before
+    assert not other_bits(*results)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

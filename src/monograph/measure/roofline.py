@@ -13,8 +13,10 @@ from monograph.measure.footprint import Work
 # zeroed, in one pass; eager every intermediate goes through memory.
 UPDATE_BYTES = {True: 36, False: 132}
 # The same on the host, where norm and zeros stay on the device: what is read and written, in one pass; eager as many
-# bytes more as it was seen to take longer.
-HOST_UPDATE_BYTES = {True: 28, False: 330}
+# bytes more as it took longer (docs/log.md).
+HOST_UPDATE_BYTES = {True: 28, False: 1700}
+# And where weights are two halves: how many times as long, as generated code has no vectors of 16-bit integers.
+HOST_HALVES = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them.
 KERNELS = {True: 40, False: 160}
 # The host's time for one call of a block's own graph, forward or backward (16 layers, a CPU, torch 2.13).
@@ -171,6 +173,7 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
         return max(work_s, launch_s) if device.type != "cpu" else work_s + launch_s
 
     embedded_s = 2 * config.hidden_size * number * tokens / bandwidth
+    halves = 1.0 if work.precision == "fp32" else HOST_HALVES
     return PassTimes(
         first_s=embedded_s,
         forward_s=passed(2 * of_block, attended, 1),
@@ -178,5 +181,5 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
         loss_s=6 * head * tokens / products + (0.0 if device.type != "cpu" else MICRO_STEP_S),
         first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled, and added
         number_s=UPDATE_BYTES[captured] / bandwidth,
-        host_number_s=HOST_UPDATE_BYTES[captured] / (host_bytes_per_s * CPU.traffic),
+        host_number_s=HOST_UPDATE_BYTES[captured] * halves / (host_bytes_per_s * CPU.traffic),
     )

@@ -20,9 +20,9 @@ from monograph.stream.pinned import on_host
 from monograph.stream.renewal import Piece, cut
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# Elements of a piece: short enough that what eager code makes on the way stays in a processor's cache, and that the
-# thread which launches the device's work does not wait for long, as generated code keeps Python's lock.
-MOST = 2**20
+# Elements of a piece: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
+# is launched on the device, as generated code keeps Python's lock.
+MOST = 2**22
 NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, updates so far, learning rate; fp64
 
 

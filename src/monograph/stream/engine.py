@@ -102,7 +102,7 @@ class Streamed(Resident):
         """See `Resident.rehearse`."""
         self.step.loss_sum.fill_(math.nan)  # what is updated in the backward pass is then refused
         super().rehearse(window)
-        self.step.walk.flush()
+        self.step.at_home()
 
     def trial(self, window: Batch) -> Trial:
         """One eager pass of the first micro-batch, there and back; weights and state stay as they are.

@@ -84,6 +84,11 @@ class StreamedStep(Step):
         """Where it computes."""
         return self.placement.device
 
+    def set_lr(self) -> float | tuple[float, ...]:
+        """See `Step.set_lr`; an update that still waits is made first, by its own."""
+        self.walk.flush()
+        return super().set_lr()
+
     def accumulate(self, batches: Sequence[Any], observe: Observe | None = None) -> None:
         """Add the gradient of the micro-batches; the arguments are those of `Walk.accumulate`."""
         if self.placement.when == "backward" and observe is None:
