@@ -102,6 +102,22 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(seed: int, mon
     assert len(every) > 50 and all(any(races(recorder, dropped)) for dropped in every)
 
 
+def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MARKS", 20)
+    recorder = Recorder()
+    lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+    tensor = torch.zeros(1)
+    for _ in range(500):
+        lane.copy(tensor, tensor, slot, home)
+        lane.compute(lambda: None, writes=[slot])
+        lane.copy(tensor, tensor, home, slot)
+        assert len(lane._at) < 60
+    lane.host(lambda: None, [home])
+    assert recorder.works[-1].waits == (Mark("out", 500),)
+    lane.copy(tensor, tensor, home, slot)
+    assert not list(races(recorder))
+
+
 def test_the_judge_sees_what_is_not_ordered() -> None:
     recorder = Recorder()
     lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)

@@ -108,9 +108,7 @@ class AtHome(Deciding):
         label = f"decision {index}"
         home = on_host(there, label, self.step.device)
         found = Decision(Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST)))
-        self.lanes.compute(
-            lambda: None, writes=[found.there.space]
-        )  # what was there before is computed with until here
+        self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with
         return found
 
     def _heard(self, decision: Tensor) -> None:

@@ -113,6 +113,7 @@ class Lanes:
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._at: dict[Mark, dict[Lane, int]] = {}
+        self._most = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
         """Copy a part of one space to a part of another: `in` to the device, `out` from it."""
@@ -156,7 +157,7 @@ class Lanes:
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
             if mark.lane != lane and mark.number > happened[mark.lane]:
                 waits.append(mark)
-                for other, number in self._at[mark].items():
+                for other, number in self._known(mark).items():
                     happened[other] = max(happened[other], number)
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
@@ -170,11 +171,17 @@ class Lanes:
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
-        """Drop what every lane knows to have happened: nobody has to wait for it any more."""
-        if len(self._at) < MARKS:
+        """Drop what every lane that is used knows to have happened: none of them has to wait for it any more."""
+        if len(self._at) < max(MARKS, self._most):
             return
-        known = {lane: min(happened[lane] for happened in self._happened.values()) for lane in LANES}
+        used = [happened for lane, happened in self._happened.items() if happened[lane]]
+        known = {lane: min(happened[lane] for happened in used) for lane in LANES}
         self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
+        self._most = 2 * len(self._at)  # looked through as often as it doubles, whatever is left
+
+    def _known(self, mark: Mark) -> dict[Lane, int]:
+        """What has happened when the mark is reached; only itself of a dropped one, which a lane new to work may meet."""
+        return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
-        return any(self._at[other][mark.lane] >= mark.number for other in waits if other != mark)
+        return any(self._known(other).get(mark.lane, 0) >= mark.number for other in waits if other != mark)
