@@ -180,7 +180,7 @@ class Lanes:
         self._most = 2 * len(self._at)  # looked through as often as it doubles, whatever is left
 
     def _known(self, mark: Mark) -> dict[Lane, int]:
-        """What has happened when the mark is reached; only itself of a dropped one, which a lane new to work may meet."""
+        """What has happened when the mark is reached; of a dropped one, which a new lane may meet, itself."""
         return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
