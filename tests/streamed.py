@@ -41,6 +41,18 @@ PLACEMENTS: dict[str, Placement] = {
         offload=True,
         on_device=frozenset((stage, name) for stage in (0, 3, 6) for name in ("weights", "rest", "gradient", *WHOLE)),
     ),
+    "updated on the host": Placement(where="host"),
+    "updated on the host, next forward, in files": Placement(
+        when="next forward", where="host", offload=True, on_disk=WHOLE | {"rest"}
+    ),
+    "updated on both": Placement(
+        when="next forward",
+        where="host",
+        on_device=frozenset(
+            {(1, "weights"), (2, "gradient"), (5, "rest"), (7, "exp_avg")}
+            | {(stage, name) for stage in (0, 3) for name in ("weights", "rest", "gradient", *WHOLE)}
+        ),
+    ),
     "everywhere": Placement(
         on_device=frozenset(
             {(1, "weights"), (2, "gradient"), (2, "weights"), (4, "exp_avg"), (5, "rest"), (7, "weights")}
@@ -51,6 +63,13 @@ PLACEMENTS: dict[str, Placement] = {
 AT_ONCE: dict[str, Placement] = {
     "backward": Placement(when="backward"),
     "backward, offloaded": Placement(when="backward", offload=True, on_disk=WHOLE),
+    "backward, updated on the host": Placement(when="backward", where="host", offload=True),
+    "backward, updated on both": Placement(
+        when="backward",
+        where="host",
+        on_device=frozenset((stage, name) for stage in (2, 7) for name in ("weights", "rest", *WHOLE)),
+        on_disk=frozenset({"exp_avg"}),
+    ),
     "backward, some stages on the device": Placement(
         when="backward",
         on_device=frozenset((stage, name) for stage in (0, 2, 7) for name in ("weights", "rest", *WHOLE)),

@@ -117,7 +117,7 @@ def test_a_streamed_plan_says_what_lies_where_and_what_limits_it(capsys, host_of
     code, out, _ = run(capsys, *STREAMED, "--device-memory=8GiB")
     best = json.loads(out.splitlines()[-1])["chosen"]
     assert code == 0 and best["memory"] == "stream" and best["update_s"] > 0 and best["tokens_per_s"] > 0
-    assert set(best["placement"]) == {"when", "offload", "blocks_per_stage", "on_device_share", "on_disk"}
+    assert set(best["placement"]) == {"when", "where", "offload", "blocks_per_stage", "on_device_share", "on_disk"}
     assert sum(best["bytes_by_tier"]["device"].values()) == best["peak_memory_bytes"] <= 8 * 2**30
     assert best["bytes_by_tier"]["host"]["moments_bytes"] > 0 and f"limited by {best['bottleneck']}" in out
     assert "\nhost     " in out and "\nstream   " in out and "streamed" in out

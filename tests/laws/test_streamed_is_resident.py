@@ -17,7 +17,7 @@ from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
-from monograph.stream import Placement, renewal
+from monograph.stream import Placement, at_home, renewal
 from numerics import error_within
 from streamed import (
     AT_ONCE,
@@ -85,13 +85,24 @@ def test_few_blocks(layers, place):
     assert_same({"num_hidden_layers": layers}, placement=EVERY[place], **unclipped(EVERY[place]))
 
 
-@pytest.mark.parametrize("place", ["on the host", "next forward", "everywhere", "backward, offloaded"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "on the host",
+        "next forward",
+        "everywhere",
+        "backward, offloaded",
+        "updated on both",
+        "backward, updated on both",
+    ],
+)
 @pytest.mark.parametrize(
     "optim", [AdamW(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9), Muon(lr=1e-2, state="8bit")]
 )
 def test_updated_in_many_pieces(optim, place, monkeypatch):
     """Of 768 elements, three blocks of codes: planes and matrices are no multiples of that."""
     monkeypatch.setattr(renewal, "MOST", 768)
+    monkeypatch.setattr(at_home, "MOST", 768)
     assert_same(optim=optim, placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
 
@@ -106,14 +117,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("place", ["on the host", "next forward", "everywhere", "backward"])
+@pytest.mark.parametrize(
+    "place",
+    ["on the host", "next forward", "everywhere", "backward", "updated on both", "backward, updated on the host"],
+)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_optimizers(optim, place):
-    precision = "bf16" if place in ("on the host", "backward") else "fp32"
+    precision = "bf16" if place in ("on the host", "backward", "updated on both") else "fp32"
     assert_same(optim=OPTIMIZERS[optim], placement=EVERY[place], precision=precision, **unclipped(EVERY[place]))
 
 
-@pytest.mark.parametrize("place", ["on the host", "next forward"])
+@pytest.mark.parametrize("place", ["on the host", "next forward", "updated on the host"])
 def test_scaled_losses(place):
     """The first scale overflows fp16, so that updates are skipped and the scale falls, and later rises again."""
     changes = {"precision": Precision("fp16", loss_scale=2.0**24, grow_after=2)}
@@ -226,6 +240,7 @@ def test_tied_wherever_it_lives(place):
     [
         ("llama", "on the host", "bf16"),
         ("llama", "next forward, offloaded", "fp32"),
+        ("llama", "updated on both", "bf16"),
         pytest.param("mistral", "everywhere", "bf16", marks=pytest.mark.slow),
         pytest.param("qwen2", "backward", "fp32", marks=pytest.mark.slow),
         pytest.param("qwen3", "some stages on the device", "bf16", marks=pytest.mark.slow),
@@ -238,9 +253,13 @@ def test_captured_block_by_block(family, place, precision):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["on the host", "updated on the host"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_captured_with_generated_code(precision):
-    assert_same(precision=precision, capture="inductor", blocks_per_stage=2, batches=windows(4, rows=packed))
+def test_captured_with_generated_code(precision, place):
+    assert_same(
+        precision=precision, placement=EVERY[place], capture="inductor", blocks_per_stage=2,
+        batches=windows(4, rows=packed),
+    )  # fmt: skip
 
 
 def test_the_norm_of_many_parts_is_the_same_bits_whoever_sums():

@@ -86,6 +86,18 @@ def test_an_update_of_no_window_changes_nothing(place):
     assert not other_bits(*results)
 
 
+@pytest.mark.parametrize("place", ["on the host", "next forward", "updated on both"])
+def test_an_update_right_after_another_leaves_the_first_its_learning_rate(place):
+    """It waits for a forward pass that does not come, while the schedule goes on."""
+    results = []
+    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
+        engine.accumulate(windows(1)[0])
+        engine.update()
+        engine.update()
+        results.append(flat(engine.state()))
+    assert not other_bits(*results)
+
+
 def out_of_memory_at(monkeypatch, owner, name, call):
     """The owner's function runs out of memory the n-th time that it is called."""
     function, calls = getattr(owner, name), []

@@ -37,10 +37,10 @@ SMALL = 11 * GIB // 8  # what slots, desks and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
 
 
-def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE):
+def way_of(optim=None, precision="bf16", when="next forward", offload=False, per_stage=1, config=SHAPE, where="device"):
     optim = optim or AdamW()
     work = Work(config, 2, 512, optim, precision, "blocks", "none", 16, device_type="cuda")
-    return Way(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload)
+    return Way(work, stages_of(config, optim, precision, per_stage), per_stage, when, offload, where)
 
 
 def engine(way, resident):
@@ -66,9 +66,11 @@ def asked_refused(asked=ASKED, **limits):
         way_of(Muon(), per_stage=2),
         way_of(AdamW(state="8bit"), when="backward", per_stage=4, offload=True),
         way_of(Muon(state="bf16"), when="sweep"),
+        way_of(where="host"),
+        way_of(AdamW(ema=0.9), where="host", when="backward", per_stage=2),
         way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
     ],
-    ids=lambda way: f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.blocks_per_stage}",
+    ids=lambda way: f"{way.work.optim.state}-{way.work.precision}-{way.when}-{way.where}-{way.blocks_per_stage}",
 )
 def test_bytes_are_those_of_the_engine_s_own_buffers(way):
     for count in (0, 7, 19, 10**6):
@@ -79,6 +81,8 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.at_once):
                     exact[space.home] += tensor.numel() * tensor.element_size()
+        if way.at_once and way.where == "host":
+            exact[Home.HOST] += in_turn(step)
         device = found["device"]
         assert sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
         assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
@@ -86,6 +90,16 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         assert device["slots"] + device["desks"] == step.walk.device_bytes
         boundaries = device_bytes(step.store, step.placement, way.state_bytes, way.micro_batches).boundaries
         assert device["boundaries"] == boundaries
+
+
+def in_turn(step):
+    """Of gradients, whose memory stages take turns with: the largest of a kind and turn."""
+    largest = {}
+    for stage in step.store.stages:
+        for stored in (each for each in stage.stored if each.on_host):
+            key = stage.index % 2, stored.plane.number
+            largest[key] = max(largest.get(key, 0), 4 * stored.plane.grad.numel())
+    return sum(largest.values())
 
 
 def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
@@ -129,7 +143,7 @@ def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
 
 def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
     words = asked_refused(device_bytes=GIB // 8, host_bytes=64 * GIB)
-    assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "desks" in words and "train.tokens_per_update" in words
+    assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "slots" in words and "train.tokens_per_update" in words
 
 
 def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
@@ -159,14 +173,60 @@ def test_device_and_host_of_one_memory_are_counted_together():
         streamed(ASKED, H200, replace(apart, host_bytes=2 * GIB, shared=True), H200.peak_flops)
 
 
-@pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
-def test_with_an_infinite_link_closed_form_and_clock_agree(when):
-    way, link = way_of(when=when), Link(1e30, 1e30)
+@pytest.mark.parametrize("whole_stages", [0, 3])
+@pytest.mark.parametrize("host_bytes_per_s", [1e9, 1e11, 1e14])
+@pytest.mark.parametrize(
+    ("when", "where"),
+    [
+        ("sweep", "device"),
+        ("next forward", "device"),
+        ("backward", "device"),
+        ("next forward", "host"),
+        ("backward", "host"),
+    ],
+)
+def test_with_an_infinite_link_closed_form_and_clock_agree(when, where, host_bytes_per_s, whole_stages):
+    way, link = way_of(when=when, where=where), Link(1e30, 1e30)
     way = replace(way, work=replace(way.work, clip=None))
-    times = pass_times(way.work, H200, H200.peak_flops["bf16"])
-    resident = way.resident(0)
+    times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
+    resident = way.resident(sum(map(len, way.order[:whole_stages])))
     found = timing(way, way.placement(resident), times, link)
     assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
+
+
+@pytest.mark.parametrize("when", ["next forward", "backward"])
+@pytest.mark.parametrize("rate", [1e10, 1e11, 1e12])
+def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
+    for each in (LINK, Link(rate, rate / 2)):
+        way = replace(way_of(when=when, where="host", offload=True), files_first=False)
+        way = replace(way, work=replace(way.work, clip=None))
+        times = pass_times(way.work, H200, H200.peak_flops["bf16"], rate)
+        resident = way.resident(0)
+        found = timing(way, way.placement(resident), times, each)
+        assert found.update_s >= closed_form(way, resident, times, each) * (1 - 1e-9)
+
+
+def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
+    """And not with an optimizer whose update is more than reading and writing, nor where it is the device itself."""
+    chosen = {}
+    for rate in (1e9, 1e13):
+        limits = Limits(SMALL, 8 * GIB, link=Link(5e9, 5e9), host_bytes_per_s=rate)
+        best = streamed(ASKED, H200, limits, H200.peak_flops)[0]
+        chosen[rate] = best.placement.where
+        assert best.total("device") <= limits.device_bytes and best.total("host") <= limits.host_bytes
+    assert chosen == {1e9: "device", 1e13: "host"}
+    assert {way.where for way in ways(ASKED, H200)} == {"device", "host"}
+    for optim in (AdamW(state="8bit"), Muon()):
+        assert {way.where for way in ways(replace(ASKED, optim=optim), H200)} == {"device"}
+
+
+def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device():
+    way = way_of(where="host")
+    for limit in (SMALL, 2 * GIB, 5 * GIB // 2):
+        resident = way.filled(limit)
+        assert all(not names or len(way.on_host(index, resident)) == 0 for index, names in enumerate(resident))
+        assert not way.device(resident)["desks"]
+        assert {len(names) for names in resident} <= {0, len(way.stages.names), len(way.stages.names) - 1}
 
 
 def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():

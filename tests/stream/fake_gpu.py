@@ -1,8 +1,9 @@
-"""A GPU with streams and events whose copies happen when they must, on a CPU."""
+"""A GPU with streams and events whose copies happen when they must, on a CPU; several threads may use it."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +21,20 @@ class FakeEvent:
 
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
+        assert blocking, "who waits for it would keep a core busy"
         type(self).made += 1
         self.recorded = self.done = 0
+        self.gpu: FakeGpu | None = None
 
     def record(self, stream: FakeStream) -> None:
-        self.recorded += 1
+        self.recorded, self.gpu = self.recorded + 1, stream.gpu
         stream.do(lambda number=self.recorded: setattr(self, "done", number))
+
+    def synchronize(self) -> None:
+        assert self.gpu
+        self.gpu.until(self, self.recorded)
+        self.gpu.synchronized += 1
 
 
 class FakeStream:
@@ -39,10 +47,11 @@ class FakeStream:
         gpu.streams.append(self)
 
     def do(self, work: Callable[[], Any]) -> None:
-        if self.at_once:
-            work()
-        else:
-            self.left.append(work)
+        with self.gpu.lock:
+            if self.at_once:
+                work()
+            else:
+                self.left.append(work)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.do(lambda number=event.recorded: self.gpu.until(event, number))
@@ -61,7 +70,8 @@ class FakeGpu(TorchDispatchMode):
         self.streams: list[FakeStream] = []
         self.random = random.Random(seed)
         self.current = FakeStream(self, at_once=True)
-        self.deferred = self.waited = 0
+        self.deferred = self.waited = self.synchronized = 0
+        self.lock = threading.RLock()
         FakeEvent.made = 0
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self))
@@ -78,16 +88,18 @@ class FakeGpu(TorchDispatchMode):
             self.current = before
 
     def until(self, event: FakeEvent, number: int) -> None:
-        self.waited += 1
-        while event.done < number:
-            busy = [stream for stream in self.streams if stream.left and not stream.waiting]
-            assert busy, "a stream waits for ever"
-            self.random.choice(busy).next()
+        with self.lock:
+            self.waited += 1
+            while event.done < number:
+                busy = [stream for stream in self.streams if stream.left and not stream.waiting]
+                assert busy, "a stream waits for ever"
+                self.random.choice(busy).next()
 
     def synchronize(self) -> None:
-        for stream in self.streams:
-            while stream.left:
-                stream.next()
+        with self.lock:
+            for stream in self.streams:
+                while stream.left:
+                    stream.next()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and not self.current.at_once:

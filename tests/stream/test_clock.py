@@ -13,7 +13,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.stream import Placement
 from monograph.stream.clock import Clock, Costs, Link, pretended
-from monograph.stream.lanes import Home, Lanes, Space
+from monograph.stream.lanes import LANES, Home, Lanes, Space
 from monograph.stream.step import StreamedStep
 
 META = torch.device("meta")
@@ -63,11 +63,25 @@ def test_copies_and_computing_go_on_at_once_but_for_what_waits():
     lanes.copy(data, data, one, home)
     lanes.compute(lambda: clock.spend(3.0), reads=[one])
     lanes.copy(data, data, other, home)
-    assert clock.now == {"in": 4.0, "compute": 5.0, "out": 0.0}
+    assert clock.now == {"in": 4.0, "compute": 5.0, "out": 0.0, "host": 0.0}
     lanes.copy(data, data, home, one)  # out, 4 s: its home is read by the second copy until 4.0
     lanes.compute(lambda: clock.spend(1.0), writes=[one])  # has to wait for the way out
-    assert clock.now == {"in": 4.0, "compute": 9.0, "out": 8.0}
-    assert clock.busy_s == {"compute": 4.0, "in": 4.0, "out": 4.0, "disk": 0.0}
+    assert clock.now == {"in": 4.0, "compute": 9.0, "out": 8.0, "host": 0.0}
+    assert clock.busy_s == {"compute": 4.0, "in": 4.0, "out": 4.0, "host": 0.0, "disk": 0.0}
+
+
+def test_the_host_computes_beside_the_device_and_is_waited_for():
+    """A gradient goes home in 4 s, the host updates in 2, the weights come in 4; the device computes 5 s meanwhile."""
+    clock = Clock(Link(1.0, 1.0, disk=0.5))
+    lanes, data = Lanes(clock), torch.zeros(4, dtype=torch.uint8)
+    slot, gradient, weights, moments = space(), space(Home.HOST), space(Home.HOST), space(Home.DISK)
+    lanes.copy(data, data, gradient, slot)
+    lanes.host(lambda: clock.spend(2.0), [gradient], [weights])
+    lanes.compute(lambda: clock.spend(5.0))
+    lanes.copy(data, data, slot, weights)
+    assert clock.now == {"out": 4.0, "host": 6.0, "compute": 5.0, "in": 10.0}
+    lanes.host(lambda: clock.spend(1.0), writes=[moments], from_disk=1, to_disk=1)  # 4 s of a slow disk
+    assert clock.now["host"] == 10.0 and clock.busy_s["host"] == 3.0 and clock.busy_s["disk"] == 4.0
 
 
 def test_a_file_is_as_slow_as_the_slower_of_disk_and_link_and_there_is_one_disk():
@@ -76,7 +90,7 @@ def test_a_file_is_as_slow_as_the_slower_of_disk_and_link_and_there_is_one_disk(
     lanes.copy(data, data, space(), space(Home.DISK))
     lanes.copy(data, data, space(Home.DISK), space())
     lanes.copy(data, data, space(), space(Home.HOST))
-    assert clock.now == {"in": 5.0, "compute": 0.0, "out": 8.0} and clock.busy_s["disk"] == 8.0
+    assert clock.now == {"in": 5.0, "compute": 0.0, "out": 8.0, "host": 0.0} and clock.busy_s["disk"] == 8.0
 
 
 def test_only_computing_is_called():
@@ -89,16 +103,18 @@ def test_only_computing_is_called():
 # ── whole updates ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("blocks_per_stage", [1, 2])
 @pytest.mark.parametrize("when", EVERY_TIME)
-def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, blocks_per_stage):
+def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, blocks_per_stage, where):
+    """Where a host that takes no time updates, the device has nothing but passes."""
     costs = Costs(first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3)
     layers, micro_batches = 6, 3
     found, step = timed(
-        tiny(layers), Placement(when=when, blocks_per_stage=blocks_per_stage), costs, FAST, micro_batches
+        tiny(layers), Placement(when=when, where=where, blocks_per_stage=blocks_per_stage), costs, FAST, micro_batches
     )
     numbers = sum(each.plane.param.numel() for each in step.store.stored)
-    expected = micro_batches * (1 + layers * (2 + 6) + 5 + 3) + 1e-3 * numbers
+    expected = micro_batches * (1 + layers * (2 + 6) + 5 + 3) + 1e-3 * numbers * (where == "device")
     assert found.update_s == pytest.approx(expected, rel=1e-9) == found.busy_s["compute"]
     assert found.bottleneck == "compute"
 
@@ -114,15 +130,16 @@ def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(w
     assert max(lanes) <= found.update_s * (1 + 1e-9) and found.update_s <= sum(lanes) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("when", EVERY_TIME)
-def test_nothing_begins_before_what_it_waits_for(when):
-    costs, link = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3), Link(900.0, 700.0)
-    _, step = timed(tiny(), Placement(when=when, offload=True), costs, link, clock_of=Recorded)
+def test_nothing_begins_before_what_it_waits_for(when, where):
+    costs, link = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3, 1e-2), Link(900.0, 700.0)
+    _, step = timed(tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded)
     clock = step.walk.lanes.executor
-    last = dict.fromkeys(("compute", "in", "out"), 0.0)
+    last = dict.fromkeys(LANES, 0.0)
     for work in clock.works:
         lane, end = work.mark.lane, clock.done[work.mark]
-        copied_s = 0.0 if lane == "compute" else work.moved_bytes / (link.into if lane == "in" else link.out)
+        copied_s = 0.0 if lane in ("compute", "host") else work.moved_bytes / (link.into if lane == "in" else link.out)
         begin = end - copied_s
         assert all(clock.done[mark] <= begin + 1e-6 for mark in work.waits)
         assert begin >= last[lane] - 1e-6
@@ -135,6 +152,15 @@ def test_a_faster_link_makes_no_update_longer(when):
     costs = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3)
     lengths = [timed(tiny(), Placement(when=when), costs, Link(b, b))[0].update_s for b in (1e2, 1e3, 1e4, 1e5, 1e6)]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > 10 * lengths[-1]
+
+
+@pytest.mark.parametrize("when", EVERY_TIME)
+def test_a_slow_host_is_the_length_of_an_update(when):
+    costs = Costs(forward_s=1.0, again_s=3.0, host_number_s=1.0)
+    found, step = timed(tiny(), Placement(when=when, where="host"), costs, FAST)
+    numbers = sum(each.plane.param.numel() for each in step.store.stored)
+    assert found.busy_s["host"] == numbers and found.bottleneck == "host"
+    assert numbers <= found.update_s <= numbers + found.busy_s["compute"] + 1e-6
 
 
 def test_what_stays_on_the_device_is_not_copied():

@@ -84,6 +84,19 @@ def test_the_formula_by_hand(layers: int) -> None:
     }
 
 
+@pytest.mark.parametrize(("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", 8)])
+def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
+    """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: no desk holds anything."""
+    engine = streamed(placement=Placement(when=when, where="host"), precision="bf16", clip=None)
+    gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
+    passes = (2 * MATRICES + 4 * gains) * (2 * 6 - 2) + 4 * (ends + EMBEDDING)
+    gradients = 4 * (6 * (MATRICES + gains) + ends)
+    assert moved(engine, 2) == {(HOST, DEVICE): passes, (DEVICE, HOST): gradients + 32 * decisions}
+    assert held(engine)[1] == 0
+    if when == "backward":  # in turn, two of a block's; those of both ends are smaller
+        assert engine.step.store.bytes_at()[HOST] == 3 * gradients + 2 * 4 * (MATRICES + gains)
+
+
 def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
     everything = frozenset((stage, name) for stage in range(8) for name in ("weights", "rest", "gradient", *WHOLE))
     engine = streamed(placement=Placement(on_device=everything), precision="bf16")
@@ -99,7 +112,7 @@ def held(engine: Any) -> tuple[int, int, int]:
     """Bytes of slots, desks and, over two updates of two micro-batches, at most of boundaries."""
     moved(engine, 2)
     walk = engine.step.walk
-    return walk.slots.device_bytes, sum(room.size_bytes for room in walk._desks.rooms), walk.boundaries.most_bytes
+    return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
 
 
 @pytest.mark.parametrize("tied", [False, True])

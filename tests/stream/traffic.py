@@ -22,6 +22,7 @@ from monograph.stream.slots import BLOCK_SLOTS, traveling
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
 
 Traffic = Counter[tuple[Home, Home]]
+DECISION = 32  # bytes: four numbers of 8
 
 
 def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches: int) -> Traffic:
@@ -36,6 +37,13 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
                           back      sum over s of g(s) unless updated in the backward pass
         both ways         L G a     offloaded states: the inputs of all stages of blocks
 
+    Of planes that are updated on the host only weights and gradients cross:
+
+        to the device     forward   w(0) + ... + w(L + 1), the last of them when it is next wanted;    back as above
+        from the device   back      sum over s of g(s)
+                          update    32 bytes of decision; in the backward pass for each stage with such planes
+        from and to files           what of g, and of w and o and back, lies there
+
     Weights that a slot still holds from before the update are old ones, and are fetched again. Nothing else depends on
     how many micro-batches there are.
 
@@ -47,13 +55,14 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
     """
     first, *middle, last = store.stages
     before_forward, at_once = placement.when == "next forward", placement.when == "backward"
-    visits = [] if before_forward else [first, *middle, last]
-    visits += middle[: max(0, len(middle) - BLOCK_SLOTS)]
-    visits += [] if store.tied else [first]
+    again = middle[: max(0, len(middle) - BLOCK_SLOTS)]
+    again += [] if store.tied else [first]
     found: Traffic = Counter()
-    for stage in visits:
-        for home, size in _away(stage, lambda name: name == WEIGHTS).items():
-            found[home, Home.DEVICE] += size
+    for on_host in (False, True):
+        visits = again if before_forward and not on_host else [*store.stages, *again]
+        for stage in visits:
+            for home, size in _away(stage, lambda name: name == WEIGHTS, on_host).items():
+                found[home, Home.DEVICE] += size
     for stage in store.stages:
         for home, size in _away(stage, lambda name: name != GRADIENT).items():
             found[home, Home.DEVICE] += size
@@ -61,6 +70,13 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
         for home, size in _away(stage, lambda name: name == GRADIENT and not at_once).items():
             found[home, Home.DEVICE] += size
             found[Home.DEVICE, home] += size
+        for home, size in _away(stage, lambda name: name == GRADIENT, on_host=True).items():
+            found[Home.DEVICE, home] += size
+        in_files = [_away(stage, lambda name, g=g: (name == GRADIENT) == g, on_host=True)[Home.DISK] for g in (0, 1)]
+        found[Home.DISK, Home.HOST] += sum(in_files)
+        found[Home.HOST, Home.DISK] += in_files[0]
+    told = sum(any(each.on_host for each in stage.stored) for stage in store.stages)
+    found[Home.DEVICE, Home.HOST] += DECISION * (told if at_once else min(1, told))
     if placement.offload:
         found[Home.HOST, Home.DEVICE] += len(middle) * micro_batches * state_bytes
         found[Home.DEVICE, Home.HOST] += len(middle) * micro_batches * state_bytes
@@ -123,10 +139,10 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
     return DeviceBytes(store.bytes_at()[Home.DEVICE], slots, desks, boundaries)
 
 
-def _away(stage: Stage, wanted: Callable[[str], bool]) -> Counter[Home]:
-    """Bytes of the stage's buffers of the wanted names by home, without those on the device."""
+def _away(stage: Stage, wanted: Callable[[str], bool], on_host: bool = False) -> Counter[Home]:
+    """Bytes by home of buffers of the wanted names, of planes that are updated on the host, or on the device."""
     found: Counter[Home] = Counter()
-    for each in stage.stored:
+    for each in (stored for stored in stage.stored if stored.on_host == on_host):
         for name, (tensor, space) in each.buffers.items():
             if wanted(name) and space.home != Home.DEVICE:
                 found[space.home] += _size(tensor)

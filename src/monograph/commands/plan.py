@@ -139,6 +139,8 @@ def _streamed(candidate: StreamCandidate) -> str:
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
     when = {"sweep": "updated in a sweep", "next forward": "updated before the next forward pass",
             "backward": "updated in the backward pass"}[placement.when]  # fmt: skip
+    if placement.where == "host":
+        when = when.replace("updated", "updated on the host")
     return f"{blocks}, {when}{', boundaries on the host' if placement.offload else ''}"
 
 
@@ -210,6 +212,7 @@ def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
     return {
         "placement": {
             "when": placement.when,
+            "where": placement.where,
             "offload": placement.offload,
             "blocks_per_stage": placement.blocks_per_stage,
             "on_device_share": candidate.device_share,

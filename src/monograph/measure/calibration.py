@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from monograph.device import Device, default_device, measured_matmul_flops
+from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
@@ -110,3 +110,17 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
         known.setdefault("fp16", known["bf16"])
     dtypes = {name: Precision(name).dtype for name in precisions if name not in known}
     return known | {name: measured_matmul_flops(default_device(), dtype, 0.1) for name, dtype in dtypes.items()}
+
+
+def measured_memory_bytes_per_s(seconds: float = 0.1) -> float:
+    """Bytes/s of the host's memory: two vectors of 64 MiB added to a third, measured for about `seconds` after a call.
+
+    What this machine reaches now, other load included, with the threads that torch has.
+    """
+    one, other, out = (torch.zeros(2**24) for _ in range(3))
+    torch.add(one, other, out=out)
+    count, start = 0, clock()
+    while count == 0 or clock() - start < seconds:
+        torch.add(one, other, out=out)
+        count += 1
+    return count * 3 * one.nbytes / (clock() - start)

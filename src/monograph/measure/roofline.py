@@ -12,6 +12,11 @@ from monograph.measure.footprint import Work
 # Bytes that an update reads and writes per parameter: gradient, weights and two moments in fp32, and the gradient
 # zeroed, in one pass; eager every intermediate goes through memory.
 UPDATE_BYTES = {True: 36, False: 132}
+# The same on the host, where norm and zeros stay on the device: what is read and written, in one pass; eager as many
+# bytes more as it took longer (docs/log.md).
+HOST_UPDATE_BYTES = {True: 28, False: 1700}
+# And where weights are two halves: how many times as long, as generated code has no vectors of 16-bit integers.
+HOST_HALVES = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them.
 KERNELS = {True: 40, False: 160}
 # The host's time for one call of a block's own graph, forward or backward (16 layers, a CPU, torch 2.13).
@@ -133,6 +138,7 @@ class PassTimes:
         loss_s: the head and the loss, there and back.
         first_again_s: the embedding's gradient.
         number_s: the update of one number.
+        host_number_s: the same on the host.
     """
 
     first_s: float
@@ -141,12 +147,13 @@ class PassTimes:
     loss_s: float
     first_again_s: float
     number_s: float
+    host_number_s: float
 
 
-def pass_times(work: Work, device: Device, peak_flops: float) -> PassTimes:
+def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> PassTimes:
     """The same roofline pass by pass, where every block is computed again from its input.
 
-    With what `work.remat` computes a second time besides, inside of a stage.
+    With what `work.remat` computes a second time besides, inside of a stage. `host_bytes_per_s`: of the host's memory.
     """
     config, captured = work.config, work.compile != "none"
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
@@ -166,6 +173,7 @@ def pass_times(work: Work, device: Device, peak_flops: float) -> PassTimes:
         return max(work_s, launch_s) if device.type != "cpu" else work_s + launch_s
 
     embedded_s = 2 * config.hidden_size * number * tokens / bandwidth
+    halves = 1.0 if work.precision == "fp32" else HOST_HALVES
     return PassTimes(
         first_s=embedded_s,
         forward_s=passed(2 * of_block, attended, 1),
@@ -173,4 +181,5 @@ def pass_times(work: Work, device: Device, peak_flops: float) -> PassTimes:
         loss_s=6 * head * tokens / products + (0.0 if device.type != "cpu" else MICRO_STEP_S),
         first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled, and added
         number_s=UPDATE_BYTES[captured] / bandwidth,
+        host_number_s=HOST_UPDATE_BYTES[captured] * halves / (host_bytes_per_s * CPU.traffic),
     )

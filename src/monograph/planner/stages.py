@@ -19,7 +19,7 @@ from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.stream import Placement
 from monograph.stream.renewal import DESKS, MOST
-from monograph.stream.store import GRADIENT, REST, WEIGHTS, Stage, stored
+from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
 
 Names = frozenset[str]
 META = torch.device("meta")
@@ -46,6 +46,10 @@ class PlaneShape:
         """Of one buffer."""
         numbers, dtype = self.buffers.get(name, (0, torch.int8))
         return numbers * dtype.itemsize
+
+    def stays(self, resident: Names) -> bool:
+        """Whether none of its buffers is on the device, where those of these names are."""
+        return not resident & self.buffers.keys()
 
     def pieces(self) -> Iterable[tuple[int, int]]:
         """(begin, end) of what is brought to a desk."""
@@ -134,14 +138,29 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
 
 
-def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool) -> int:
-    """What the desks take, whose guests have gradients with them unless these never leave a slot."""
+def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
+    """What the desks take, whose guests have gradients with them unless these never leave a slot.
+
+    `on_host`: what is all at home is updated there, and is no guest.
+    """
     guests = []
     for _, planes, names in _kinds(stages, resident):
-        for plane in planes:
+        for plane in (each for each in planes if not (on_host and each.stays(names))):
             away = [name for name in plane.buffers if name not in names and (gradient or name != GRADIENT)]
             guests += [{name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()]
     return DESKS * room_bytes(guests)
+
+
+def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
+    """What gradients take at home, where stages take turns with it."""
+    every = enumerate(resident)
+    guests = [
+        (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
+        for index, names in every
+        for plane in stages.planes(index)
+        if plane.stays(names)
+    ]
+    return sum(room_bytes(guest for turn, guest in guests if turn == each) for each in range(TURNS))
 
 
 def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torch.dtype]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,25 +23,90 @@ from monograph.stream.store import GRADIENT, WEIGHTS
 MOST_PLAYED = 16  # micro-batches; of more, several are played as one
 
 
+class Seconds(NamedTuple):
+    """How long each stage is computed with, all micro-batches of it.
+
+    Attributes:
+        there: forward.
+        back: forward again, and back.
+        device: updated on the device.
+        host: updated at home.
+    """
+
+    there: list[float]
+    back: list[float]
+    device: list[float]
+    host: list[float]
+
+    @property
+    def late_s(self) -> float:
+        """For how long the way there waits for what is updated beside it, in this order, at home."""
+        ready, done = 0.0, self.device[0]
+        for host_s, there_s, next_s in zip(self.host, self.there, [*self.device[1:], 0.0], strict=True):
+            ready += host_s
+            done = max(done, ready) + there_s + next_s
+        return done - sum(self.there) - sum(self.device)
+
+    @property
+    def late_in_backward_s(self) -> float:
+        """The same of what is updated at home as soon as its gradient is there, the last stage first."""
+        done = ready = 0.0
+        for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
+            done += back_s
+            ready = max(ready, done) + host_s if host_s else ready
+            done += device_s
+        before = next((index for index, host_s in enumerate(self.host) if host_s), 0)
+        return max(0.0, ready - done - sum(self.there[:before]))
+
+
+def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds:
+    """Those of a way."""
+    stages, count, blocks = way.stages, way.micro_batches, way.blocks_per_stage
+    numbers = [sum(plane.numbers for plane in stages.planes(index)) for index in range(stages.count)]
+    at_home = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
+    inner = stages.count - 2
+    return Seconds(
+        [count * times.first_s, *[count * blocks * times.forward_s] * inner, 0.0],
+        [count * times.first_again_s, *[count * blocks * times.again_s] * inner, count * times.loss_s],
+        [times.number_s * (every - home) for every, home in zip(numbers, at_home, strict=True)],
+        [times.host_number_s * home for home in at_home],
+    )
+
+
 def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Link) -> float:
-    """The longest of each phase, summed: computing beside what comes and what goes."""
-    stages, count, layers = way.stages, way.micro_batches, way.work.config.num_hidden_layers
-    sizes = {
-        name: sum(stages.size_bytes(index, name) for index in range(stages.count) if name not in resident[index])
-        for name in stages.names
-    }
-    weights, gradients, every = sizes[WEIGHTS], sizes[GRADIENT], sum(sizes.values())
-    boundaries = (stages.count - 2) * count * way.state_bytes if way.offload else 0
-    there_s = count * (times.first_s + layers * times.forward_s)
-    back_s = count * (times.loss_s + layers * times.again_s + times.first_again_s)
-    numbers = sum(plane.numbers for index in range(stages.count) for plane in stages.planes(index))
-    renew_s = numbers * times.number_s
-    of_disk_s = 2 * sum(sizes[name] for name in way.on_disk) / link.disk
-    renewed = max(renew_s, of_disk_s), every - gradients * way.at_once, every - gradients
-    there, back = (there_s, weights, boundaries), (back_s, weights + boundaries, gradients * (not way.at_once))
+    """The longest of each phase, summed: computing beside what comes and what goes.
+
+    What is updated at home is computed beside the way there, which waits for it where it is late.
+    """
+    at_home = [way.on_host(index, resident) for index in range(way.stages.count)]
+
+    def away(names: Iterable[str], *, home: bool) -> int:
+        """Bytes that are not on the device, of planes that are updated at home, or of the others."""
+        return sum(
+            plane.size_bytes(name)
+            for index, here in enumerate(resident)
+            for plane in way.stages.planes(index)
+            if (plane in at_home[index]) == home
+            for name in names
+            if name not in here
+        )
+
+    names, seconds = way.stages.names, seconds_of(way, resident, times)
+    weights, weights_home = (away([WEIGHTS], home=home) for home in (False, True))
+    gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
+    renewed_bytes = away(names, home=False) - gradients
+    disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
+    boundaries = (way.stages.count - 2) * way.micro_batches * way.state_bytes if way.offload else 0
+    there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
+    late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
+    late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
+    came = 0 if way.at_once else gradients  # at home, and comes for the update
+    renewed = max(renew_s, disk_s), renewed_bytes + came, renewed_bytes
+    there = there_s + late_there_s, weights + weights_home, boundaries
+    back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
     phases = {
         "sweep": [there, back, renewed],
-        "next forward": [_beside((there_s, 0, boundaries), renewed), back],
+        "next forward": [_beside((there[0], weights_home, boundaries), renewed), back],
         "backward": [there, _beside(back, renewed)],
     }[way.when]
     return sum(max(work_s, into / link.into, out / link.out) for work_s, into, out in phases)
@@ -62,7 +128,7 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
     )  # fmt: skip
     played = min(way.micro_batches, MOST_PLAYED)
     several = way.micro_batches / played
-    costs = {name: seconds * (1 if name == "number_s" else several) for name, seconds in asdict(times).items()}
+    costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in asdict(times).items()}
     state = torch.empty(
         math.ceil(work.rows * work.length * several), work.config.hidden_size,
         dtype=Precision(work.precision).dtype, device=META,

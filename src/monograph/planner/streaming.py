@@ -10,23 +10,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from monograph.device import Device, describe
 from monograph.errors import OutOfDeviceMemory
+from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Work
 from monograph.measure.quantities import gibibytes
 from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE, pass_times
+from monograph.optim import AdamW
 from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.stages import Names, Stages, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.tiers import Tiers, Way
 from monograph.stream import Placement
 from monograph.stream.clock import Link
-from monograph.stream.placement import When
+from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
 BLOCKS_PER_STAGE = 1, 2, 4
@@ -34,7 +37,7 @@ BLOCKS_PER_STAGE = 1, 2, 4
 HOST_SHARE, DISK_SHARE = 0.9, 0.95
 DISK_BYTES_PER_S = 2e9  # a solid-state disk's; no disk was measured
 TIMED = 4  # candidates that the clock times, no two alike but for their micro-batch
-LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "disk": "disk"}
+LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "host": "host", "disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Limits:
         host_bytes: that buffers may take in the host's memory.
         disk_bytes: that files may take in the folder.
         link: how fast copies are.
+        host_bytes_per_s: of the host's memory; None: measured where it is asked for.
         shared: whether device and host have one memory, `host_bytes`.
         folder: where files are.
     """
@@ -54,8 +58,14 @@ class Limits:
     host_bytes: int
     disk_bytes: int = 0
     link: Link = field(default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S))
+    host_bytes_per_s: float | None = CPU_BYTES_PER_S
     shared: bool = False
     folder: Path | None = None
+
+    @cached_property
+    def host_rate(self) -> float:
+        """Bytes/s of the host's memory."""
+        return self.host_bytes_per_s or measured_memory_bytes_per_s()
 
     @classmethod
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
@@ -65,7 +75,7 @@ class Limits:
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
-        return cls(device_bytes, host_bytes, disk_bytes, link, device.type == "cpu", folder)
+        return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
 
 
 @dataclass(frozen=True)
@@ -151,17 +161,21 @@ def ways(asked: Asked, device: Device) -> Iterator[Way]:
         sizes = [min(asked.micro_batch, asked.rows)]
     scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
     remats = [each for each in asked.remats if each != "offload"] or ["none"]
-    updates: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
+    whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
+    updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
+    # At home a sweep is the same as before the next forward pass, and only AdamW's exact moments are bound by memory.
+    if device.type != "cpu" and isinstance(asked.optim, AdamW) and asked.optim.state == "fp32":
+        updates += [(when, "host") for when in whens if when != "sweep"]
     for precision, per_stage in itertools.product(asked.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:
             continue
         stages = stages_of(asked.config, asked.optim, precision, per_stage)
-        for rows, remat, when, offload in itertools.product(sizes, remats, updates, (False, True)):
+        for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
             work = Work(
                 asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed,
                 asked.clip, device.type,
             )  # fmt: skip
-            yield Way(work, stages, per_stage, when, offload)
+            yield Way(work, stages, per_stage, when, offload, where)
 
 
 def _moments(stages: Stages) -> Names:
@@ -184,7 +198,8 @@ def _candidate(
     way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: float
 ) -> tuple[StreamCandidate, Way]:
     tiers = way.tiers(resident)
-    seconds = closed_form(way, resident, pass_times(way.work, device, peak_flops), limits.link)
+    times = pass_times(way.work, device, peak_flops, limits.host_rate)
+    seconds = closed_form(way, resident, times, limits.link)
     moved = 2 * sum(tiers["disk"].values())
     found = StreamCandidate(
         way.work, sum(tiers["device"].values()), seconds, 0.0, None, tiers["device"],
@@ -204,7 +219,7 @@ def _with_time(candidate: StreamCandidate, seconds: float, device: Device) -> St
 def _timed(
     candidate: StreamCandidate, way: Way, device: Device, limits: Limits, peak_flops: Mapping[str, float]
 ) -> StreamCandidate:
-    times = pass_times(way.work, device, peak_flops[way.work.precision])
+    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     found = timing(way, candidate.placement, times, limits.link)
     return replace(_with_time(candidate, found.update_s, device), bottleneck=LANES[found.bottleneck])
 
@@ -216,7 +231,7 @@ def _distinct(found: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[Stream
     """The best one of those that differ in more than their micro-batch and recomputation."""
     first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
     for each, way in found:
-        first.setdefault((way.work.precision, way.when, way.offload, way.blocks_per_stage), (each, way))
+        first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (each, way))
     return list(first.values())
 
 

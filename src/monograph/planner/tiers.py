@@ -13,10 +13,10 @@ from functools import cached_property
 from monograph.measure.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.measure.footprint import Work
 from monograph.ops.cross_entropy import chunk_count
-from monograph.planner.stages import ORIGIN, Names, Stages, desks_bytes, slots_bytes
+from monograph.planner.stages import ORIGIN, Names, PlaneShape, Stages, desks_bytes, slots_bytes, turns_bytes
 from monograph.stream import Placement
 from monograph.stream.boundaries import RINGS
-from monograph.stream.placement import When
+from monograph.stream.placement import When, Where
 from monograph.stream.renewal import MOST
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
@@ -36,6 +36,7 @@ class Way:
         blocks_per_stage: of which they are made.
         when: weights are updated.
         offload: whether boundaries are kept on the host.
+        where: weights are updated, if they are at home.
         on_disk: names of buffers in files.
         files_first: whether these are the first to stay on the device, as a disk is slow, or the last, as there is room
             on a disk.
@@ -46,6 +47,7 @@ class Way:
     blocks_per_stage: int
     when: When
     offload: bool
+    where: Where = "device"
     on_disk: Names = frozenset()
     files_first: bool = True
 
@@ -69,19 +71,26 @@ class Way:
         """What stays on the device first, as (stage, name), in groups of a name: what saves the most copies a byte.
 
         Files first or last; weights, which come up to three times an update, then gradients, which go in the backward
-        pass and come in the forward pass.
+        pass and come in the forward pass. Where weights are updated at home a stage stays there as a whole, or on the
+        device.
         """
         stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
         names = [WEIGHTS, GRADIENT, REST, *(n for n in self.stages.names if n not in (WEIGHTS, GRADIENT, REST))]
         names = [name for name in names if name in self.stages.names and not (name == GRADIENT and self.at_once)]
         names.sort(key=lambda name: (name in self.on_disk) != self.files_first)
         groups = [[(index, name) for index in stages if self.stages.size_bytes(index, name)] for name in names]
+        if self.where == "host":
+            groups = [[(index, name) for name in names if self.stages.size_bytes(index, name)] for index in stages]
         return [group for group in groups if group]
 
     @property
     def at_once(self) -> bool:
         """Whether gradients never leave a slot."""
         return self.when == "backward"
+
+    def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
+        """A stage's planes that are updated at home."""
+        return [plane for plane in self.stages.planes(index) if self.where == "host" and plane.stays(resident[index])]
 
     @cached_property
     def passing(self) -> dict[str, int]:
@@ -130,7 +139,8 @@ class Way:
             for name in names:
                 found[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
         slots = slots_bytes(self.stages, resident)
-        desks = desks_bytes(self.stages, resident, gradient=not self.at_once)
+        on_host = self.where == "host"
+        desks = desks_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
         return found | {"slots": slots, "desks": desks} | self.passing
 
     def filled(self, limit: int) -> list[Names]:
@@ -146,6 +156,8 @@ class Way:
             ends.append(ends[-1] + len(group))
         # Inside of a group memory only grows; at its end slots may vanish.
         whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
+        if self.where == "host":
+            return self.resident(ends[whole])
         low, high = ends[whole], ends[min(whole + 1, len(ends) - 1)]
         while high - low > 1:
             middle = (low + high) // 2
@@ -163,6 +175,8 @@ class Way:
                 tier = tiers["disk" if name in self.on_disk else "host"]
                 origin = ORIGIN.get(name, "moments")
                 tier[origin] = tier.get(origin, 0) + size
+        if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
+            tiers["host"]["gradients"] = turns
         if self.offload:
             tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.state_bytes
         return tiers
@@ -171,6 +185,7 @@ class Way:
         """The same for the engine; its device and folder are the caller's."""
         return Placement(
             when=self.when,
+            where=self.where,
             blocks_per_stage=self.blocks_per_stage,
             offload=self.offload,
             on_device=frozenset((index, name) for index, names in enumerate(resident) for name in names),

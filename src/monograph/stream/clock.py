@@ -50,6 +50,7 @@ class Costs:
         loss_s: what comes after the blocks, the loss, and the way back.
         first_again_s: the backward pass of what comes before the blocks.
         number_s: the update of one number.
+        host_number_s: the same on the host, where it stays there.
     """
 
     first_s: float = 0.0
@@ -58,6 +59,7 @@ class Costs:
     loss_s: float = 0.0
     first_again_s: float = 0.0
     number_s: float = 0.0
+    host_number_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Timing:
 
     Attributes:
         update_s: from its end to the next one's.
-        busy_s: how long of that "compute", "in", "out" and "disk" were busy.
+        busy_s: how long of that "compute", "in", "out", "host" and "disk" were busy.
         moved_bytes: copied, by (from, to).
     """
 
@@ -107,19 +109,21 @@ class Clock:
         lane = work.mark.lane
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
-        if lane == "compute":
+        if lane in ("compute", "host"):
             self._spent = 0.0
             result = work.call()
             seconds = self._spent
         else:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
-            if any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
-                begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
-                self._disk_free = begin + of_disk
-                self.busy_s[DISK] += of_disk
-                seconds = max(seconds, of_disk)
+        worked = seconds
+        if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
+            begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
+            self._disk_free = begin + of_disk
+            self.busy_s[DISK] += of_disk
+            seconds = max(seconds, of_disk)
+            worked = worked if lane == "host" else seconds  # who waits for a file is not busy
         self.now[lane] = self.done[work.mark] = begin + seconds
-        self.busy_s[lane] += seconds
+        self.busy_s[lane] += worked
         return result
 
     def finish(self) -> None:
@@ -163,6 +167,10 @@ class Pretend(Passes):
         """Takes `number_s` a number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
+    def renew_at_home(self, plane: Plane, rest: Tensor | None) -> None:
+        """Takes `host_number_s` a number."""
+        self.clock.spend(self.costs.host_number_s * plane.param.numel())
+
 
 def pretended(step: StreamedStep, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
     """An update of a model in the middle of its training.
@@ -176,7 +184,7 @@ def pretended(step: StreamedStep, clock: Clock, costs: Costs, state: Tensor, mic
     """
     walk = step.walk
     walk.passes = pretend = Pretend(step, clock, costs, state)
-    step.renew_part = pretend.renew_part
+    step.renew_part, walk.updates.at_home.renew_part = pretend.renew_part, pretend.renew_at_home  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
     with torch.device("meta"):  # also what is kept on the host
         for _ in range(UPDATES):

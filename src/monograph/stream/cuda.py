@@ -1,4 +1,4 @@
-"""The lanes of a GPU: a stream each, and an event after each piece of work.
+"""The lanes of a GPU: a stream each, and an event after each piece of work; the host's lane is a thread.
 
 Memory crosses streams here without `record_stream`, whose holder frees memory only once the other stream was seen to be
 done, and so keeps more of it than a plan counts. It is not needed, as the compute lane's stream is the one that memory
@@ -9,17 +9,61 @@ is allocated on:
     what is new       its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
                       `fetch`), so copies wait for what that lane did with the memory before.
     all the rest      planes, slots and desks live as long as the walk, whose construction ends in `finish`.
+
+The host's thread waits for events of streams. No stream waits for the host: what has to is launched when the host is
+done, by a caller that waits for it. So what was launched ends whatever the host does, and nobody waits for ever. The
+stage that is computed with meanwhile was launched before.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from monograph.stream.lanes import LANES, Executor, Immediately, Lane, Mark, Work
+from monograph.stream.lanes import Executor, Immediately, Lane, Mark, Work
 
 EVENTS = 256  # of each lane; the work that used one before is by then long done, or waited for a little longer
+
+
+class HostThread:
+    """Does work in the order in which it was given, beside who gave it; once some has failed, none any more."""
+
+    def __init__(self) -> None:
+        """The thread begins with the first work."""
+        self._thread = ThreadPoolExecutor(1, "monograph-host")
+        self._left: deque[Future[None]] = deque()
+        self._done = 0
+        self._failed: BaseException | None = None
+
+    def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+        """Do it when all of `wait` have returned."""
+        self._left.append(self._thread.submit(self._do, wait, call))
+
+    def until(self, number: int | None = None) -> None:
+        """Return when so many pieces of work are done, or all that were given.
+
+        Raises:
+            BaseException: what one of them, or one before, has raised.
+        """
+        while self._left and (number is None or self._done < number):
+            self._left.popleft().result()
+            self._done += 1
+        if self._failed:
+            raise self._failed
+
+    def _do(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            for each in wait:
+                each()
+            call()
+        except BaseException as error:  # noqa: BLE001 - for who waits
+            self._failed = error
 
 
 class Streams:
@@ -37,14 +81,21 @@ class Streams:
             "in": torch.cuda.Stream(device),
             "out": torch.cuda.Stream(device),
         }
-        # Made once: events that are made for each copy were seen to add up (prime-rl pull request 3200).
-        self._events = {lane: [torch.cuda.Event() for _ in range(EVENTS)] for lane in LANES}
+        self._host = HostThread()
+        # Made once: events that are made for each copy were seen to add up (prime-rl pull request 3200). Blocking: the
+        # host's thread sleeps while it waits, and leaves the core to the others.
+        self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
 
     def run(self, work: Work) -> Any:
         """Launch it behind what it waits for; the result of computing is a tensor to come."""
+        if work.mark.lane == "host":
+            return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
-            stream.wait_event(self._event(mark))
+            if mark.lane == "host":
+                self._host.until(mark.number)
+            else:
+                stream.wait_event(self._event(mark))
         try:
             with torch.cuda.stream(stream):
                 return work.call()
@@ -52,7 +103,8 @@ class Streams:
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until host and device have nothing left to do."""
+        self._host.until()
         torch.cuda.synchronize(self.device)
 
     def _event(self, mark: Mark) -> torch.cuda.Event:

@@ -83,12 +83,12 @@ class Streamed(Resident):
             try:
                 self.step.accumulate(list(self._micro_batches(window)))
             except RuntimeError as error:
-                if self.step.walk.repeatable or not out_of_memory(error):
+                if self.step.walk.updates.repeatable or not out_of_memory(error):
                     raise
-                self.step.walk.failed = OutOfDeviceMemory(
+                self.step.walk.updates.failed = OutOfDeviceMemory(
                     f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
                 )
-                raise self.step.walk.failed from error
+                raise self.step.walk.updates.failed from error
 
         self._fitting(window, attempt)
 
@@ -102,7 +102,7 @@ class Streamed(Resident):
         """See `Resident.rehearse`."""
         self.step.loss_sum.fill_(math.nan)  # what is updated in the backward pass is then refused
         super().rehearse(window)
-        self.step.walk.flush()
+        self.step.at_home()
 
     def trial(self, window: Batch) -> Trial:
         """One eager pass of the first micro-batch, there and back; weights and state stay as they are.

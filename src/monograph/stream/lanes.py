@@ -1,4 +1,4 @@
-"""Lanes: three orders of work, and between them exactly the waits that the data ask for.
+"""Lanes: four orders of work, and between them exactly the waits that the data ask for.
 
 Work on one lane is done in the order in which it was given; work on different lanes at the same time. Each piece of
 work says which spaces it reads and writes, and the lanes find out what it has to wait for:
@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-Lane = Literal["compute", "in", "out"]
-LANES: tuple[Lane, ...] = ("compute", "in", "out")
+Lane = Literal["compute", "in", "out", "host"]
+LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
 MARKS = 4096  # kept before those that nobody can wait for are dropped
 
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
         waits: what has to be done before, on other lanes.
         call: does it.
         reads: and `writes`: the spaces.
-        moved_bytes: that it copies between homes.
+        moved_bytes: that it copies between homes; of work on the host what it reads and writes in files.
     """
 
     mark: Mark
@@ -113,6 +113,7 @@ class Lanes:
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._at: dict[Mark, dict[Lane, int]] = {}
+        self._most = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
         """Copy a part of one space to a part of another: `in` to the device, `out` from it."""
@@ -124,6 +125,19 @@ class Lanes:
     def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
         """What the call returns; it reads and writes no space but these."""
         return self._give("compute", call, tuple(reads), tuple(writes), 0)
+
+    def host(
+        self,
+        call: Callable[[], object],
+        reads: Iterable[Space] = (),
+        writes: Iterable[Space] = (),
+        *,
+        from_disk: int = 0,
+        to_disk: int = 0,
+    ) -> None:
+        """Compute on the host, with what is at home; so many bytes of it lie in files."""
+        self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
+        self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
 
     def finish(self) -> None:
         """Return when everything is done; afterwards every space may be read and written by anybody."""
@@ -143,7 +157,7 @@ class Lanes:
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
             if mark.lane != lane and mark.number > happened[mark.lane]:
                 waits.append(mark)
-                for other, number in self._at[mark].items():
+                for other, number in self._known(mark).items():
                     happened[other] = max(happened[other], number)
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
@@ -157,11 +171,17 @@ class Lanes:
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
-        """Drop what every lane knows to have happened: nobody has to wait for it any more."""
-        if len(self._at) < MARKS:
+        """Drop what every lane that is used knows to have happened: none of them has to wait for it any more."""
+        if len(self._at) < max(MARKS, self._most):
             return
-        known = {lane: min(happened[lane] for happened in self._happened.values()) for lane in LANES}
+        used = [happened for lane, happened in self._happened.items() if happened[lane]]
+        known = {lane: min(happened[lane] for happened in used) for lane in LANES}
         self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
+        self._most = 2 * len(self._at)  # looked through as often as it doubles, whatever is left
+
+    def _known(self, mark: Mark) -> dict[Lane, int]:
+        """What has happened when the mark is reached; of a dropped one, which a new lane may meet, itself."""
+        return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
-        return any(self._at[other][mark.lane] >= mark.number for other in waits if other != mark)
+        return any(self._known(other).get(mark.lane, 0) >= mark.number for other in waits if other != mark)

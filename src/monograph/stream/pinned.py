@@ -31,11 +31,12 @@ class _Locked(mmap.mmap):
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
     """Memory of the host for a tensor's elements, from which a device copies without staging.
 
-    The arguments and errors are those of `pinned`; where `device` is no GPU it is ordinary memory.
+    The arguments and errors are those of `pinned`; where `device` is no GPU it is ordinary memory, and of a device
+    without data it has none.
     """
     if device.type == "cuda":
         return pinned(like, label)
-    return torch.empty(like.shape, dtype=like.dtype)
+    return torch.empty(like.shape, dtype=like.dtype, device="meta" if device.type == "meta" else None)
 
 
 def pinned(like: Tensor, label: str) -> Tensor:

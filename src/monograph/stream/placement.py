@@ -16,6 +16,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.pinned import on_host
 
 When = Literal["sweep", "next forward", "backward"]
+Where = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,14 @@ class Placement:
 
     Attributes:
         device: that computes.
-        when: weights are updated, always on the device: "sweep": after the backward pass, stage by stage. "next
-            forward": before each stage's next forward pass, while the stage before computes; the numbers are the same.
-            "backward": as soon as a stage's gradient is complete, so that it never leaves the device; without clipping
-            only, and what is not finite is then refused stage by stage.
+        when: weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each stage's
+            next forward pass, while the stage before computes; the numbers are the same. "backward": as soon as a
+            stage's gradient is complete, which nobody keeps then; without clipping only, and what is not finite is
+            refused stage by stage.
+        where: weights are updated. "device": all that an update reads is brought there, and home again. "host": a plane
+            whose buffers are all at home is updated there, as soon as its gradient and the decision on it have come,
+            beside whatever the device computes until it wants the weights; a plane that keeps a buffer on the device is
+            updated on the device.
         blocks_per_stage: blocks that are fetched, run and updated at once.
         offload: whether what goes from stage to stage is kept on the host, so that the device's memory does not grow
             with the depth.
@@ -38,6 +43,7 @@ class Placement:
 
     device: torch.device = torch.device("cpu")
     when: When = "sweep"
+    where: Where = "device"
     blocks_per_stage: int = 1
     offload: bool = False
     on_device: frozenset[tuple[int, str]] = frozenset()

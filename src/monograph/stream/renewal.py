@@ -1,12 +1,13 @@
-"""The update of one stage on the device, piece by piece: fetch, the resident engine's own update, bring back.
+"""The update of one stage, piece by piece, on the device: fetch, the resident engine's own update, bring back.
 
 A piece is a stretch of a plane. Desks take turns: while one is updated the others are filled or emptied. Pieces are
-updated between the micro-batches of another stage, so that they come and go while that one computes.
+updated between the micro-batches of another stage, so that they come and go while that one computes. Planes that are
+updated on the host are left to `monograph.stream.at_home`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -39,13 +40,32 @@ class Piece(tuple[Stored, int, int]):
         block = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // block : -(-end // block)]
 
+    def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
+        """The piece as a plane of its own, its buffers' parts on that device, by name."""
+        stored, begin, end = self
+        slots, matrices = stored.plane.slots, stored.plane.kind.matrix is not None
+        whole = stored.plane.param.numel() // len(slots)
+        return replace(
+            stored.plane,
+            slots=slots[begin // whole : end // whole] if matrices else slots,
+            param=tensors[WEIGHTS],
+            grad=tensors[GRADIENT],
+            start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
+            state={name: tensors[name] for name in stored.moments},
+        )
+
 
 def pieces(stage: Stage) -> Iterator[Piece]:
-    """The stage's planes in pieces of at most MOST elements; matrices that are updated as such stay whole."""
-    for stored in stage.stored:
+    """Those of the stage's planes that are updated on the device, of at most MOST elements."""
+    return cut((stored for stored in stage.stored if not stored.on_host), MOST)
+
+
+def cut(planes: Iterable[Stored], most: int) -> Iterator[Piece]:
+    """The planes in pieces of at most so many elements; matrices that are updated as such stay whole."""
+    for stored in planes:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
-        step = max(1, MOST // whole) * whole
+        step = max(1, most // whole) * whole
         for begin in range(0, size, step):
             yield Piece((stored, begin, min(size, begin + step)))
 
@@ -114,6 +134,7 @@ class Renewal:
             yield
         self.stage.version += 1
         if into is not None:
+            into.fetch(self.desks.lanes, [stored for stored in self.stage.stored if stored.on_host])
             into.slot.holds = (self.stage, self.stage.version)
 
     def _fetch(self, piece: Piece) -> None:
@@ -146,17 +167,7 @@ class Renewal:
     ) -> None:
         stored, begin, end = piece
         lanes = self.desks.lanes
-        start = torch.full((), stored.start + begin, dtype=torch.int64, device=scale.device)
-        slots, size = stored.plane.slots, stored.plane.param.numel()
-        whole = size // len(slots)
-        plane = replace(
-            stored.plane,
-            slots=slots[begin // whole : end // whole] if stored.plane.kind.matrix else slots,
-            param=parts[WEIGHTS],
-            grad=parts[GRADIENT],
-            start=start,
-            state={name: parts[name] for name in stored.moments},
-        )
+        plane = piece.plane(parts, scale.device)
         lanes.compute(lambda: renew(plane, parts.get(REST), parts[GRADIENT], scale, accepted), writes=spaces)
         for name, buffer in stored.buffers.items():
             if name != GRADIENT and buffer.space.home != Home.DEVICE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monograph.optim import unlinked
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.store import GRADIENT, WEIGHTS, Stage
+from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored
 
 Key = Hashable
 BLOCK_SLOTS = 2  # that stages of blocks take turns in
@@ -107,6 +107,13 @@ class Bound:
         own = [each.buffers[name].space for each in self.stage.stored]
         return list(dict.fromkeys(s if s.home == Home.DEVICE else room.space for s in own))
 
+    def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
+        """Have these planes' weights copied to the slot."""
+        for each, plane in zip(self.stage.stored, self.planes, strict=True):
+            weights = each.buffers[WEIGHTS]
+            if each in planes and weights.space.home != Home.DEVICE:
+                lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
+
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """In the block the model's parameters are what is on the device."""
@@ -157,10 +164,7 @@ class Slots:
         """The stage with its weights in a slot; copied only if they are in none."""
         bound = self.claim(stage)
         if bound.slot.holds != (stage, stage.version):
-            for each, plane in zip(stage.stored, bound.planes, strict=True):
-                weights = each.buffers[WEIGHTS]
-                if weights.space.home != Home.DEVICE:
-                    self.lanes.copy(plane.param, weights.tensor, bound.slot.weights.space, weights.space)
+            bound.fetch(self.lanes, stage.stored)
             bound.slot.holds = (stage, stage.version)
         return bound
 

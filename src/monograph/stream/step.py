@@ -14,6 +14,7 @@ from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Optimizer, Plane, join, split
 from monograph.step import Step
+from monograph.stream.at_home import join_, split_
 from monograph.stream.cuda import executor
 from monograph.stream.lanes import Lanes
 from monograph.stream.placement import Placement
@@ -30,7 +31,13 @@ class StreamedStep(Step):
         walk: what takes micro-batches through them.
     """
 
-    CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("squares", "renew_part")
+    CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = (
+        "squares",
+        "renew_part",
+        "renew_at_home",
+        "join_at_home",
+        "split_at_home",
+    )
 
     def __init__(
         self,
@@ -58,6 +65,9 @@ class StreamedStep(Step):
         self.recorder = None
         self.walk = Walk(self, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
         self.renew_part: Callable[..., None] = self._renew_part
+        self.renew_at_home: Callable[..., None] = self.walk.updates.at_home.renew
+        self.join_at_home: Callable[..., None] = join_
+        self.split_at_home: Callable[..., None] = split_
 
     def laid_out(self) -> list[Plane]:
         """The planes of all stages, at home."""
@@ -73,6 +83,11 @@ class StreamedStep(Step):
     def place(self) -> torch.device:
         """Where it computes."""
         return self.placement.device
+
+    def set_lr(self) -> float | tuple[float, ...]:
+        """See `Step.set_lr`; an update that still waits is made first, by its own."""
+        self.walk.flush()
+        return super().set_lr()
 
     def accumulate(self, batches: Sequence[Any], observe: Observe | None = None) -> None:
         """Add the gradient of the micro-batches; the arguments are those of `Walk.accumulate`."""

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, settled, split, trainable
 from monograph.stream.lanes import Home, Space
+from monograph.stream.pinned import on_host
 from monograph.stream.placement import Placement, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
+TURNS = 2  # that stages take with the host's memory for gradients, where they are updated while these are made
 
 
 class Staged(Protocol):
@@ -56,12 +59,14 @@ class Stored:
         start: of its first element in the model's plane of that number.
         buffers: by name: "weights", "rest" if they are split, "gradient", and the optimizer's.
         splits: whether `weights` are bf16 and `rest` what is missing to fp32.
+        on_host: whether it is updated there.
     """
 
     plane: Plane
     buffers: dict[str, Buffer]
     start: int
     splits: bool
+    on_host: bool
 
     def master(self) -> Tensor:
         """The fp32 (or fp64) weights: the live ones, or where they are split a copy."""
@@ -125,11 +130,14 @@ class Store:
         return (each for stage in self.stages for each in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """How much lies where."""
+        """How much lies where; memory that stages share counts once."""
         found = dict.fromkeys(Home, 0)
-        for each in self.stored:
-            for tensor, space in each.buffers.values():
-                found[space.home] += 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
+        seen: dict[int, int] = {}
+        for tensor, space in (buffer for each in self.stored for buffer in each.buffers.values()):
+            if not tensor.is_meta:
+                before, size = seen.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size()
+                seen[tensor.data_ptr()] = max(before, size)
+                found[space.home] += max(0, size - before)
         return found
 
 
@@ -195,6 +203,8 @@ def stored(  # noqa: PLR0913 - what a store is made of
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         found.stages.append(stage)
+    if placement.when == "backward":
+        _take_turns(found.stages, placement)
     if odd := [name for key, name in names.items() if key not in taken]:
         raise UsageError(f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after")
     return found
@@ -217,15 +227,36 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     contents = {WEIGHTS: plane.param, GRADIENT: plane.grad, **plane.state}
     if splits:
         contents[WEIGHTS], contents[REST] = split(plane.param)
+    homes = {name: placement.home(stage.index, name) for name in contents}
+    if placement.when == "backward":  # gradients are nowhere but in a slot: but see `_take_turns`
+        contents[GRADIENT], homes[GRADIENT] = plane.grad.to("meta"), Home.HOST
     buffers = {}
     for name, tensor in contents.items():
-        home = placement.home(stage.index, name)
-        if name == GRADIENT and placement.when == "backward":  # it is nowhere but in a slot
-            tensor, home = tensor.to("meta"), Home.HOST
         label = f"{stage.name}, plane {plane.number}, {name}"
-        here = tensor if tensor.is_meta else place(tensor, home, label, placement)
-        buffers[name] = Buffer(here, Space(label, home))
+        here = tensor if tensor.is_meta else place(tensor, homes[name], label, placement)
+        buffers[name] = Buffer(here, Space(label, homes[name]))
     plane.param, plane.grad = buffers[WEIGHTS].tensor, buffers[GRADIENT].tensor
     plane.state = {name: buffers[name].tensor for name in plane.state}
     plane.hold(plane.param)
-    return Stored(plane, buffers, start, splits)
+    stays = placement.where == "host" and Home.DEVICE not in homes.values()
+    return Stored(plane, buffers, start, splits, stays)
+
+
+def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
+    """Give planes that are updated on the host, while gradients are made, memory for theirs: every TURNS-th the same.
+
+    So while a stage is updated the next one's gradient comes, and no more than these are ever kept.
+    """
+    for turn in range(TURNS):
+        those = [each for stage in stages[turn::TURNS] for each in stage.stored if each.on_host]
+        largest: dict[tuple[int, torch.dtype], Tensor] = {}
+        for each in those:
+            key, grad = (each.plane.number, each.plane.grad.dtype), each.plane.grad
+            largest[key] = max(largest.get(key, grad), grad, key=torch.numel)
+        label = f"gradients in turn {turn}"
+        memory = {key: on_host(like, label, placement.device) for key, like in largest.items()}
+        space = Space(label, Home.HOST)
+        for each in those:
+            plane = each.plane
+            plane.grad = memory[plane.number, plane.grad.dtype][: plane.grad.numel()]
+            each.buffers[GRADIENT] = Buffer(plane.grad, space)

@@ -8,24 +8,21 @@ there; on the way back a stage computes again what its gradient needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from monograph.errors import OutOfDeviceMemory
-from monograph.loss import CountedLoss
 from monograph.optim import Plane
 from monograph.stream.boundaries import Boundaries
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.passes import Passes
 from monograph.stream.placement import Placement
-from monograph.stream.renewal import DESKS, Desks, Renewal, guest, pieces
-from monograph.stream.slots import Bound, Room, Slots
+from monograph.stream.slots import Bound, Slots
 from monograph.stream.store import GRADIENT, Stage, Store
+from monograph.stream.updates import Updates
 
 Observe = Callable[[Sequence[Plane]], None]
 
@@ -38,9 +35,8 @@ class Walk:
         lanes: what copies and computes.
         slots: where stages are on the device.
         boundaries: what goes from stage to stage.
+        updates: of them.
         fresh: whether no gradient was added since the last update.
-        repeatable: whether a window that failed can be tried again, as no weight was updated by its gradient.
-        failed: why some weights are updated and others not, for good.
     """
 
     def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
@@ -49,21 +45,14 @@ class Walk:
         self.passes = Passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
         self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
-        self._at_once = placement.when == "backward"
-        guests = [guest(piece, gradient=not self._at_once) for stage in store.stages for piece in pieces(stage)]
-        self._desks = Desks(lanes, [Room(f"desk {number}", guests, placement.device) for number in range(DESKS)])
-        self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
-        self._decided: tuple[Tensor, Tensor] | None = None
-        self._waiting: list[Stage] = []
-        self._beside: tuple[Renewal, Iterator[None]] | None = None
-        self.fresh = self.repeatable = True
-        self.failed: OutOfDeviceMemory | None = None
+        self.updates = Updates(step, store, lanes, placement)
+        self.fresh = True
         lanes.finish()  # what was done to this memory, and to the planes, no lane knows of
 
     @property
     def device_bytes(self) -> int:
         """What slots and desks take."""
-        return self.slots.device_bytes + sum(room.size_bytes for room in self._desks.rooms)
+        return self.slots.device_bytes + self.updates.device_bytes
 
     # ── there and back ──────────────────────────────────────────────────────────────────────────
 
@@ -74,24 +63,29 @@ class Walk:
             batches: of one window.
             observe: is called with each stage's planes on the device when its gradient is complete; no update is made.
         """
-        if self._waiting and observe:
-            self.flush()
-        self.repeatable = True
+        updates = self.updates
+        if updates.waiting and observe:
+            updates.flush()
+        updates.repeatable = True
         further = self._there(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: list[Any] = [None for _ in batches]
-        at_once = self._at_once and observe is None
+        at_once = updates.at_once and observe is None
         for bound in self._visits([last, *reversed(middle), first], back=len(batches)):
             self._empty(bound)
             for g, batch in enumerate(batches):
                 self._back(bound, g, batch, further, gradients)
-                self._some_beside(len(batches))
+                updates.some_beside(len(batches))
+            if observe:
+                self.lanes.compute(functools.partial(observe, bound.planes), bound.writes)
+                continue
             if at_once and bound.stage is last:
-                self._allow()
-            self._gradient_done(bound, observe)
+                updates.allow()
+            updates.measure(bound)
+            updates.bring_home(bound)
             if at_once:
-                self._renew_at_once(bound)
-        self._all_beside()
+                updates.renew_at_once(bound)
+        updates.all_beside()
         self.fresh = False
 
     def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
@@ -107,7 +101,7 @@ class Walk:
     def _there(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
         """Every stage but the last, forward; for each micro-batch what its blocks take besides."""
         further: list[Any] = [None for _ in batches]
-        self._all_beside()
+        self.updates.all_beside()
         self.boundaries.clear()
         for bound in self._visits(self.store.stages[:-1]):
             stage = bound.stage
@@ -119,7 +113,7 @@ class Walk:
                 else:
                     found, further[g] = self._compute(bound, functools.partial(self.passes.first, batch))
                 self.boundaries.put(stage.index + 1, g, found, keep=keep)
-                self._some_beside(len(batches))
+                self.updates.some_beside(len(batches))
             self.boundaries.passed(stage.index, keep=keep)
         return further
 
@@ -155,13 +149,16 @@ class Walk:
         """Have a stage's weights fetched, or its update prepared; what to call when it is wanted."""
         if back:
             self.boundaries.fetch(stage.index, back)
-        if stage not in self._waiting:
+        if stage not in self.updates.waiting:
             bound = self.slots.fetch(stage)
             return lambda: bound
-        assert self._decided is not None
         into = self.slots.claim(stage)
-        self._renew_beside(Renewal(stage, self._desks), *self._decided, into)
+        self.updates.begin(stage, into)
         return lambda: self._renewed(into)
+
+    def _renewed(self, into: Bound) -> Bound:
+        self.updates.all_beside()
+        return into
 
     def _compute(
         self, bound: Bound, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
@@ -198,96 +195,17 @@ class Walk:
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, each.slot.gradients.space, home.space)
 
-    def _gradient_done(self, bound: Bound, observe: Observe | None) -> None:
-        stage = bound.stage
-        if observe:
-            self.lanes.compute(functools.partial(observe, bound.planes), bound.writes)
-            return
-        for at, (stored, plane) in enumerate(zip(stage.stored, bound.planes, strict=True)):
-            square = functools.partial(self.step.squares, plane, plane.grad)
-            self._squares[stored.plane.number, stage.index, at] = self.lanes.compute(square, bound.writes)
-            home = stored.buffers[GRADIENT]
-            if home.space.home != Home.DEVICE and not self._at_once:
-                self.lanes.copy(home.tensor, plane.grad, home.space, bound.slot.gradients.space)
-
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 
     def update(self) -> Tensor:
         """Clip and apply what was added; the gradient's norm before clipping."""
-        self.flush()  # an update that no forward pass has followed
-        squares = [each for key in sorted(self._squares) for each in self._squares[key]]
-        if self.fresh:
-            squares = [torch.zeros_like(self.step.loss_sum)]  # of no window
-        applied = self.step.applied.clone()
-        grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))
+        grad_norm = self.updates.decide(fresh=self.fresh)
         self.fresh = True
-        if self._at_once:
-            self.step.applied.copy_(applied)  # counted when the first stage was updated
-            return grad_norm  # type: ignore[no-any-return]
-        self._decided, self._waiting = (scale, accepted), list(self.store.stages)
-        if self.placement.when == "sweep":
-            self.flush()
-        return grad_norm  # type: ignore[no-any-return]
+        return grad_norm
 
     def flush(self) -> None:
-        """Make the updates that wait for the next forward pass."""
-        self._all_beside()
-        for stage in list(self._waiting):
-            assert self._decided is not None
-            self._renew_beside(Renewal(stage, self._desks), *self._decided)
-            self._all_beside()
-
-    def _renewed(self, into: Bound) -> Bound:
-        self._all_beside()
-        return into
-
-    def _renew_beside(self, renewal: Renewal, scale: Tensor, accepted: Tensor, into: Bound | None = None) -> None:
-        """Begin an update, whose pieces are made between what is computed from now on; one at a time."""
-        self._all_beside()
-        renewal.begin()
-        self._beside = renewal, renewal.work(self.step.renew_part, scale, accepted, into)
-
-    def _some_beside(self, micro_batches: int) -> None:
-        """Update as much as is due after one of so many micro-batches."""
-        renewal, work = self._beside or (None, iter(()))
-        if renewal:
-            self._make(islice(work, -(-renewal.count // micro_batches)))
-
-    def _make(self, work: Iterable[None]) -> None:
-        """Update pieces; if that fails nothing can be read or saved any more, as it is half updated."""
-        if self.failed:
-            raise self.failed
-        try:
-            for _ in work:
-                pass
-        except OutOfDeviceMemory as error:
-            self.failed = error
-            raise
-
-    def _all_beside(self) -> None:
-        """End the update that was begun."""
-        renewal, work = self._beside or (None, iter(()))
-        self._make(work)
-        if renewal and renewal.stage in self._waiting:
-            self._waiting.remove(renewal.stage)
-        self._beside = None
-
-    def _allow(self) -> None:
-        """Decide, from the losses, whether and by which factor gradients are applied while they are made."""
-        step = self.step
-        counted = isinstance(step.loss, CountedLoss)
-        scale = (torch.ones_like(step.lr) if counted else 1.0 / step.count.clamp_min(1)) / step.loss_scale
-        accepted = step.loss_sum.isfinite() & (step.count > 0)
-        step.applied.add_(accepted)
-        self._decided, self.repeatable = (scale, accepted), False
-
-    def _renew_at_once(self, bound: Bound) -> None:
-        assert self._decided is not None
-        scale, accepted = self._decided
-        index = bound.stage.index
-        own = [square for key, squares in self._squares.items() if key[1] == index for square in squares]
-        renewal = Renewal(bound.stage, self._desks, gradients=bound)
-        self._renew_beside(renewal, scale, accepted & torch.stack(own).sum().isfinite())
+        """See `Updates.flush`."""
+        self.updates.flush()
 
     def discard(self) -> None:
         """Forget what was added since the last update."""

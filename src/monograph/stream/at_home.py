@@ -1,0 +1,131 @@
+"""The update of planes whose buffers are all at home, made there: the resident engine's own, beside the device's work.
+
+Only gradients come home for it, and weights go to the device for the passes as ever. What the device decides, whether
+an update is applied and by which factor, comes as four numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monograph.optim import Plane, join, split
+from monograph.step.deciding import Deciding
+from monograph.stream.lanes import Home, Lanes, Space
+from monograph.stream.pinned import on_host
+from monograph.stream.renewal import Piece, cut
+from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
+
+# Elements of a piece: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
+# is launched on the device, as generated code keeps Python's lock.
+MOST = 2**22
+NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, updates so far, learning rate; fp64
+
+
+class Decision(NamedTuple):
+    """What is decided on the device, there and at home."""
+
+    there: Buffer
+    home: Buffer
+
+
+class AtHome(Deciding):
+    """Updates the planes of a store that stay at home.
+
+    Attributes:
+        scale: and `accepted`, `applied` and `lr`: those of the update that is made, on the host.
+        master: where split weights are joined, a piece at a time; only the host lane sees it.
+    """
+
+    def __init__(self, step: Any, store: Store, lanes: Lanes):
+        """Take the host's memory; `step` is the `StreamedStep` whose update is made."""
+        self.step, self.lanes, self.optim, self.precision = step, lanes, step.optim, step.precision
+        self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
+        self.scale, self.lr = (torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2))
+        self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
+        self.applied = torch.zeros((), dtype=torch.int64, device=self._host)
+        halved = (end - begin for stored, begin, end in self._pieces(*store.stages) if stored.splits)
+        self.master = torch.empty(max(halved, default=0), device=self._host)
+        self._decisions: dict[int, Decision] = {}
+
+    def told(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
+        """Have a decision brought home: the index-th of those that may be under way at once."""
+        decision = self._decisions.get(index) or self._decisions.setdefault(index, self._room(index))
+        of_step = self.step.applied, self.step.lr
+
+        def say() -> None:
+            numbers = [number.to(torch.float64) for number in (scale, accepted, *of_step)]
+            decision.there.tensor.copy_(torch.stack(numbers))
+
+        self.lanes.compute(say, writes=[decision.there.space])
+        self.lanes.copy(decision.home.tensor, decision.there.tensor, decision.home.space, decision.there.space)
+        return decision
+
+    def update(self, stage: Stage, decision: Decision) -> None:
+        """Update what of a stage stays at home, as soon as its gradients and the decision are there."""
+        found = list(self._pieces(stage))
+        if not found:
+            return
+        self.lanes.host(functools.partial(self._heard, decision.home.tensor), [decision.home.space])
+        for piece in found:
+            stored = piece[0]
+            parts = {name: piece.part(buffer) for name, buffer in stored.buffers.items()}
+            spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
+            in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
+            gradient = spaces.pop(GRADIENT)
+            self.lanes.host(
+                functools.partial(self._renewed, piece, parts),
+                [gradient],
+                spaces.values(),
+                from_disk=sum(in_files.values()),
+                to_disk=sum(size for name, size in in_files.items() if name != GRADIENT),
+            )
+        stage.version += 1
+
+    def renew_part(self, plane: Plane, rest: Tensor | None) -> None:
+        """Update a part of a plane, and where its weights are split: joined, and split again.
+
+        Each in a graph of its own: fused with 16-bit integers, torch 2.13 generates code without vectors for all of it.
+        """
+        if rest is None:
+            self.step.renew_at_home(plane, plane.grad, self.scale, self.accepted)
+            return
+        master = self.master[: len(rest)]
+        self.step.join_at_home(master, plane.param, rest)
+        self.step.renew_at_home(replace(plane, param=master), plane.grad, self.scale, self.accepted)
+        self.step.split_at_home(master, plane.param, rest)
+
+    @staticmethod
+    def _pieces(*stages: Stage) -> list[Piece]:
+        return list(cut((stored for stage in stages for stored in stage.stored if stored.on_host), MOST))
+
+    def _room(self, index: int) -> Decision:
+        there = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
+        label = f"decision {index}"
+        home = on_host(there, label, self.step.device)
+        found = Decision(Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST)))
+        self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with
+        return found
+
+    def _heard(self, decision: Tensor) -> None:
+        for number, target in zip(decision, (self.scale, self.accepted, self.applied, self.lr), strict=True):
+            target.copy_(number)
+
+    @torch.no_grad()  # a thread of its own may do it
+    def _renewed(self, piece: Piece, parts: dict[str, Tensor]) -> None:
+        self.renew_part(piece.plane(parts, self._host), parts.get(REST))
+
+
+def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """`monograph.optim.join` in place."""
+    master.copy_(join(hi, lo))
+
+
+def split_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """`monograph.optim.split` in place."""
+    for target, source in zip((hi, lo), split(master), strict=True):
+        target.copy_(source)
