@@ -84,10 +84,12 @@ def test_nonsense_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arg
 
 def test_sizes():
     assert (
-        memory_size("24GiB") == 24 * 2**30 and memory_size("80 gb") == 80 * 10**9 and memory_size("1.5TiB") == 3 * 2**39
+        memory_size("--m", "24GiB") == 24 * 2**30
+        and memory_size("--m", "80 gb") == 80 * 10**9
+        and memory_size("--m", "1.5TiB") == 3 * 2**39
     )
     with pytest.raises(UsageError, match="4TiB"):
-        memory_size("5TiB")
+        memory_size("--m", "5TiB")
 
 
 @pytest.mark.skipif(describe().type == "cuda", reason="what a CPU has no arithmetic for")
@@ -106,7 +108,7 @@ def host_of(monkeypatch):
     """A host with so much memory and disk, whatever this one has."""
 
     def made(host_bytes, disk_bytes=0):
-        here = lambda device, device_bytes: Limits(device_bytes, host_bytes, disk_bytes)  # noqa: E731
+        here = lambda device, device_bytes, folder: Limits(device_bytes, host_bytes, disk_bytes)  # noqa: E731
         monkeypatch.setattr(Limits, "here", here)
 
     return made
@@ -129,6 +131,17 @@ def test_a_host_that_is_too_small_is_said_and_is_no_failure(capsys, host_of):
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and found["candidates"] == []
     assert "the host needs" in found["refusal"] and "1.00 GiB may be taken in" in found["refusal"]
+
+
+def test_the_host_of_another_machine(capsys):
+    small, large = (
+        json.loads(run(capsys, *STREAMED, "--device-memory=8GiB", f"--host-memory={size}")[1].splitlines()[-1])
+        for size in ("1GiB", "512GiB")
+    )
+    assert small["chosen"] is None or sum(small["chosen"]["bytes_by_tier"]["host"].values()) <= 0.9 * 2**30
+    assert large["chosen"] and large["chosen"]["bytes_by_tier"]["disk"] == {}
+    code, _, error = run(capsys, *STREAMED, "--host-memory=many")
+    assert code == 2 and "--host-memory many: expected a number with its unit" in error
 
 
 def test_a_folder_needs_no_more_than_its_shape(capsys, tmp_path):

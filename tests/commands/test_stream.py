@@ -78,7 +78,7 @@ def test_a_folder_is_finetuned(folder, monograph):
     ("settings", "words"),
     [
         (["train.compile=whole"], "with it train.compile is blocks or none"),
-        (["train.remat=offload"], "with it train.remat is none or full"),
+        (["train.remat=offload"], "with it train.remat is none, full, pointwise or a number"),
         (["optim.name=adamw:all-bf16", "train.precision=bf16"], "keeps full-precision weights"),
         (["model.init=own.py:build"], "has no begin"),
     ],

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from batches import packed
-from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.remat import Remat
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
+from monograph.stream import Placement
 from streamed import (
     EVERY,
     PLACEMENTS,
@@ -264,3 +265,28 @@ def test_a_trial_with_recomputation(policy):
     engine = streamed(remat=policy)
     assert engine.trial(windows(1)[0]) == resident().trial(windows(1)[0])
     assert not other_bits(trained(engine, windows()), trained(resident(), windows()))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "cuda"), ("when", "never"), ("when", None), ("where", "here"), ("blocks_per_stage", 0),
+        ("blocks_per_stage", 1.5), ("offload", "yes"), ("on_device", {(-1, "weights")}), ("on_device", {(0, "bogus")}),
+        ("on_device", "exp_avg"), ("on_device", {("0", "exp_avg")}), ("on_disk", {"bogus"}), ("on_disk", "exp_avg"),
+    ],
+)  # fmt: skip
+def test_a_placement_that_means_nothing_is_refused(field, value):
+    with pytest.raises(UsageError, match=f"Placement: {field} = .*: expected "):
+        Placement(**{field: value})
+
+
+def test_places_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="names stage 8, and the stages are 0 to 7"):
+        streamed(placement=Placement(on_device=frozenset({(8, "weights")})))
+    with pytest.raises(UsageError, match="expected a monograph.Placement"):
+        streamed(placement="sweep")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="torch finds no GPU"):
+            Placement(torch.device("cuda"))
+    with pytest.raises(InputRefused, match="nowhere: cannot hold .*: No such file"):
+        streamed(placement=Placement(on_disk=frozenset({"exp_avg"}), folder=tmp_path / "nowhere"))

@@ -143,7 +143,12 @@ def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
 
 def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
     words = asked_refused(device_bytes=GIB // 8, host_bytes=64 * GIB)
-    assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "slots" in words and "train.tokens_per_update" in words
+    assert "nothing fits 0.12 GiB of NVIDIA H200" in words and "slots" in words
+    assert "use a smaller model, or a device with more memory: its stages alone are too large" in words
+    long = asked_refused(
+        replace(ASKED, length=16 * 512, tokens_per_update=32 * 16 * 512), device_bytes=GIB, host_bytes=64 * GIB
+    )
+    assert "use a smaller train.tokens_per_update, data.sequence_length or model" in long
 
 
 def test_a_host_that_is_too_small_is_refused_with_what_would_fit():

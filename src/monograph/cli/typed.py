@@ -120,12 +120,16 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(metavar="24GiB", help="plan for so much memory; default: what is free")
     ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="512GiB", help="that a streamed model may lie in; default: what is free here")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say what fits a device and how fast it would go, before anything is trained."""
     from monograph.commands.plan import run
 
-    return run(_settings(arguments), device=device, device_memory=device_memory, json=json)
+    settings = _settings(arguments)
+    return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from monograph.config import Settings
-from monograph.data.place import calibration_file
+from monograph.data.place import cache_root, calibration_file
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
@@ -18,7 +18,17 @@ from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
-from monograph.planner import Candidate, Plan, StreamCandidate, plan_anywhere
+from monograph.planner import (
+    HOST_SHARE,
+    Candidate,
+    Limits,
+    Plan,
+    StreamCandidate,
+    budget,
+    plan_anywhere,
+    tiers_said,
+    way_said,
+)
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
 from monograph.session.planning import asked_of, cut_micro_batch, shape_of
@@ -32,9 +42,11 @@ _SHADES = {
 }  # fmt: skip
 
 
-def run(settings: Settings, *, device: str | None, device_memory: str | None, json: bool) -> int:
+def run(
+    settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
+) -> int:
     """Print the choice, its memory by origin and what else was weighed; with `json` the same as one object."""
-    memory_bytes = None if device_memory is None else memory_size(device_memory)
+    memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
     if memory_bytes is not None:
         if memory_bytes > target.memory_bytes:
@@ -47,7 +59,11 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
     asked = asked_of(settings, config, target)
     _require_arithmetic(target, asked.precisions[0])
     known = Calibration(calibration_file())
-    found = plan_anywhere(asked, target, peak_flops(target, asked.precisions), known, settings.train.memory)
+    limits = Limits.here(target, budget(target), cache_root()[0])
+    if host_memory is not None:
+        limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
+    peaks = peak_flops(target, asked.precisions)
+    found = plan_anywhere(asked, target, peaks, known, settings.train.memory, limits)
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
     if cut := cut_micro_batch(settings):
         print(f"note     {cut}")
@@ -57,7 +73,7 @@ def run(settings: Settings, *, device: str | None, device_memory: str | None, js
     return 0
 
 
-def memory_size(text: str) -> int:
+def memory_size(flag: str, text: str) -> int:
     """Bytes that "24GiB" or "80 GB" says.
 
     Raises:
@@ -65,10 +81,10 @@ def memory_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([mgt]i?b)", text.strip().lower())
     if match is None:
-        raise UsageError(f"--device-memory {text}: expected a number with its unit, such as 24GiB or 80GB")
+        raise UsageError(f"{flag} {text}: expected a number with its unit, such as 24GiB or 80GB")
     size_bytes = float(match[1]) * _UNITS[match[2]]
     if not _SMALLEST <= size_bytes <= _LARGEST:
-        raise UsageError(f"--device-memory {text}: expected from 64MiB to 4TiB")
+        raise UsageError(f"{flag} {text}: expected from 64MiB to 4TiB")
     return int(size_bytes)
 
 
@@ -111,7 +127,8 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
         print(f"         {', '.join(parts)}{more}")
     if isinstance(best, StreamCandidate):
-        _show_stream(best)
+        for tier, said in tiers_said(best):
+            print(f"{tier:8} {said}")
     print()
     lines: list[tuple[str, ...]] = [
         ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
@@ -125,25 +142,6 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
     sys.stdout.flush()
 
 
-def _show_stream(best: StreamCandidate) -> None:
-    for tier in ("host", "disk"):
-        if parts := best.tiers[tier]:
-            each = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
-            moved = f"; {gibibytes(best.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
-            print(f"{tier}     {gibibytes(best.total(tier))}: {each}{moved}")
-    print(f"stream   {_streamed(best)}; {best.device_share:.0%} stay on the device; limited by {best.bottleneck}")
-
-
-def _streamed(candidate: StreamCandidate) -> str:
-    placement = candidate.placement
-    blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
-    when = {"sweep": "updated in a sweep", "next forward": "updated before the next forward pass",
-            "backward": "updated in the backward pass"}[placement.when]  # fmt: skip
-    if placement.where == "host":
-        when = when.replace("updated", "updated on the host")
-    return f"{blocks}, {when}{', boundaries on the host' if placement.offload else ''}"
-
-
 def _short(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
 
@@ -153,7 +151,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
     return (
         str(work.rows), work.precision, work.compile, str(work.remat),
-        _streamed(candidate) if isinstance(candidate, StreamCandidate) else "",
+        way_said(candidate) if isinstance(candidate, StreamCandidate) else "",
         ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
         count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
     )  # fmt: skip

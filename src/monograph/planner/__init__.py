@@ -19,10 +19,13 @@ from monograph.planner.defaults import (
     updates_for,
     warmup,
 )
-from monograph.planner.streaming import Limits, StreamCandidate, streamed
+from monograph.planner.limits import HOST_SHARE, Limits
+from monograph.planner.streaming import StreamCandidate, streamed
+from monograph.planner.words import tiers_said, way_said
 
 __all__ = [
     "DEFAULT",
+    "HOST_SHARE",
     "LEARNING_RATES",
     "MOST_EPOCHS",
     "UPDATES_SHARE",
@@ -41,6 +44,8 @@ __all__ = [
     "precision",
     "scopes",
     "streamed",
+    "tiers_said",
     "updates_for",
     "warmup",
+    "way_said",
 ]

@@ -11,7 +11,8 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.measure.calibration import Calibration
 from monograph.planner.candidates import Asked
 from monograph.planner.choose import Plan, budget, plan
-from monograph.planner.streaming import Limits, streamed
+from monograph.planner.limits import Limits
+from monograph.planner.streaming import streamed
 
 
 def plan_anywhere(

@@ -6,76 +6,29 @@ The search is in closed form (`planner.tiers`); the best few are then timed by a
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
 
-import torch
-
-from monograph.device import Device, describe
+from monograph.device import Device, compiler_obstacle
 from monograph.errors import OutOfDeviceMemory
-from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Work
 from monograph.measure.quantities import gibibytes
-from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE, pass_times
+from monograph.measure.roofline import pass_times
 from monograph.optim import AdamW
 from monograph.planner.candidates import Asked, Candidate
+from monograph.planner.limits import Limits
 from monograph.planner.stages import Names, Stages, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.tiers import Tiers, Way
 from monograph.stream import Placement
-from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
 BLOCKS_PER_STAGE = 1, 2, 4
-# Of a host's free memory, what pinned buffers may take; of a disk's free space, what files may.
-HOST_SHARE, DISK_SHARE = 0.9, 0.95
-DISK_BYTES_PER_S = 2e9  # a solid-state disk's; no disk was measured
 TIMED = 4  # candidates that the clock times, no two alike but for their micro-batch
 LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "host": "host", "disk": "disk"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What there is.
-
-    Attributes:
-        device_bytes: that tensors may take on the device.
-        host_bytes: that buffers may take in the host's memory.
-        disk_bytes: that files may take in the folder.
-        link: how fast copies are.
-        host_bytes_per_s: of the host's memory; None: measured where it is asked for.
-        shared: whether device and host have one memory, `host_bytes`.
-        folder: where files are.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int = 0
-    link: Link = field(default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S))
-    host_bytes_per_s: float | None = CPU_BYTES_PER_S
-    shared: bool = False
-    folder: Path | None = None
-
-    @cached_property
-    def host_rate(self) -> float:
-        """Bytes/s of the host's memory."""
-        return self.host_bytes_per_s or measured_memory_bytes_per_s()
-
-    @classmethod
-    def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
-        """Those of this machine's host and disk, with a device of which so much may be taken."""
-        host = describe(torch.device("cpu"))
-        disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
-        rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
-        link = Link(rate, rate, DISK_BYTES_PER_S)
-        host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
-        return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
 
 
 @dataclass(frozen=True)
@@ -106,11 +59,6 @@ class StreamCandidate(Candidate):
 
 
 _PLANES = ("weights", "gradients", "moments")
-
-
-def _there(folder: Path) -> Path:
-    """The folder, or of those that it will be made in the one that is there."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
@@ -164,7 +112,8 @@ def ways(asked: Asked, device: Device) -> Iterator[Way]:
     whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
     # At home a sweep is the same as before the next forward pass, and only AdamW's exact moments are bound by memory.
-    if device.type != "cpu" and isinstance(asked.optim, AdamW) and asked.optim.state == "fp32":
+    captured = scope != "none" and compiler_obstacle() is None
+    if device.type != "cpu" and captured and isinstance(asked.optim, AdamW) and asked.optim.state == "fp32":
         updates += [(when, "host") for when in whens if when != "sweep"]
     for precision, per_stage in itertools.product(asked.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:
@@ -252,21 +201,32 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
     least = min((tiers for _, tiers in every), key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _short(least, limits):
         parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size)
+        needed = sum(least["device"].values())
+        of_tokens = sum(least["device"][name] for name in ("boundaries", "activations", "workspace"))
+        remedy = "model, or a device with more memory: its stages alone are too large"
+        if needed - of_tokens < limits.device_bytes:
+            remedy = "train.tokens_per_update, data.sequence_length or model"
         return (
             f"nothing fits {gibibytes(limits.device_bytes)} of {device.name}: streamed stage by stage it needs "
-            f"{gibibytes(sum(least['device'].values()))} ({parts}); use a smaller train.tokens_per_update, "
-            "data.sequence_length or model"
+            f"{gibibytes(needed)} ({parts}); use a smaller {remedy}"
         )
     held = [(way, tiers) for way, tiers in every if "device" not in _short(tiers, limits)]
     way, least = min(held, key=lambda each: sum(each[1]["host"].values()))
-    needed = sum(least["host"].values()) + (sum(least["device"].values()) if limits.shared else 0)
-    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["host"].items() if size)
-    moments, folder = least["host"].get("moments", 0), limits.folder or tempfile.gettempdir()
+    there, computing = dict(least["host"]), sum(least["device"].values())
+    if limits.shared:
+        there["computing"] = computing
+    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in there.items() if size)
+    beside = "" if limits.shared else f" beside {gibibytes(computing)} of {device.name}"
+    moments, folder = there.get("moments", 0), limits.folder or tempfile.gettempdir()
+    files = f"with the moments in files it would be {gibibytes(sum(there.values()) - moments)}, still too much"
+    if moments > limits.disk_bytes:
+        files = (
+            f"in files moments need {gibibytes(moments)} of disk, and {gibibytes(limits.disk_bytes)} may be taken in "
+            f"{folder}"
+        )
     return (
-        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({parts}) beside "
-        f"{gibibytes(sum(least['device'].values()))} of {device.name}, and {gibibytes(limits.host_bytes)} of it "
-        f"may be taken; {_remedy(asked, device, limits)}; in files moments need {gibibytes(moments)} of disk, and "
-        f"{gibibytes(limits.disk_bytes)} may be taken in {folder}"
+        f"nothing fits: streamed, the host needs {gibibytes(sum(there.values()))} ({parts}){beside}, and "
+        f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(asked, device, limits)}; {files}"
     )
 
 

@@ -106,6 +106,9 @@ def fix_length(session: Session, progress: Progress) -> None:
         f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
+    if isinstance(session.planned, planner.StreamCandidate):
+        for label, said in planner.tiers_said(session.planned):
+            progress.line(label, said)
 
 
 def of_length(settings: Settings, updates: int, evaluations: int = EVALUATIONS) -> Settings:

@@ -79,7 +79,11 @@ def require_together(settings: Settings) -> None:
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
     if train.memory == "stream" and (train.compile == "whole" or train.remat == "offload"):
-        key, instead = ("compile", "blocks or none") if train.compile == "whole" else ("remat", "anything but offload")
+        key, instead = (
+            ("compile", "blocks or none")
+            if train.compile == "whole"
+            else ("remat", "none, full, pointwise or a number")
+        )
         raise UsageError(
             f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
             f"not {train.compile if key == 'compile' else train.remat}"

@@ -83,10 +83,7 @@ class Step(Deciding):
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        if clip is not None and not clip > 0:
-            raise UsageError(f"clip = {clip}: expected a norm above 0, or None for no clipping")
+        _check(model, clip)
         self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, clip, sum_over_ranks
         self.optim = checked(optim or AdamW())
         self.schedule = schedule or constant()
@@ -238,6 +235,13 @@ class Step(Deciding):
         for plane, total in zip(self.planes, grads, strict=True):
             self.renew(plane, total, scale, accepted)
         return grad_norm
+
+
+def _check(model: object, clip: float | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    if clip is not None and not clip > 0:
+        raise UsageError(f"clip = {clip}: expected a norm above 0, or None for no clipping")
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────

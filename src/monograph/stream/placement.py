@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from monograph.errors import DiskFull
+from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.stream.lanes import Home
 from monograph.stream.pinned import on_host
 
 When = Literal["sweep", "next forward", "backward"]
 Where = Literal["device", "host"]
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+BUFFERS = ("weights", "rest", "gradient", *_MOMENTS, *(f"{name}_scale" for name in _MOMENTS), "ema")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class Placement:
         on_device: buffers that stay there, as (stage, name of the buffer); their bytes never cross the link.
         on_disk: names of buffers that lie in files, mapped into memory, wherever they are not on the device.
         folder: for these files, which vanish with the process.
+
+    Buffers are called "weights", "rest" (what split weights lack), "gradient", and by their names in a checkpoint
+    "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from
+    0, what comes before the blocks.
+
+    Raises:
+        UsageError: a value that means nothing.
     """
 
     device: torch.device = torch.device("cpu")
@@ -50,6 +60,24 @@ class Placement:
     on_disk: frozenset[str] = frozenset()
     folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what means nothing."""
+        buffers = ", ".join(BUFFERS)
+        expected = {
+            "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
+            "when": (self.when in get_args(When), f"one of {', '.join(map(repr, get_args(When)))}"),
+            "where": (self.where in get_args(Where), f"one of {', '.join(map(repr, get_args(Where)))}"),
+            "blocks_per_stage": (type(self.blocks_per_stage) is int and self.blocks_per_stage > 0, "1 or more"),
+            "offload": (type(self.offload) is bool, "True or False"),
+            "on_device": (_all(self.on_device, _is_of_a_stage), f"a set of (stage, buffer), buffers being {buffers}"),
+            "on_disk": (_all(self.on_disk, BUFFERS.__contains__), f"a set of buffers, of {buffers}"),
+        }
+        for name, (fine, words) in expected.items():
+            if not fine:
+                raise UsageError(f"Placement: {name} = {getattr(self, name)!r}: expected {words}")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')")
+
     def home(self, stage: int, name: str) -> Home:
         """Where that buffer of that stage lives."""
         if (stage, name) in self.on_device:
@@ -57,12 +85,22 @@ class Placement:
         return Home.DISK if name in self.on_disk else Home.HOST
 
 
+def _all(given: object, fine: Callable[[Any], bool]) -> bool:
+    return isinstance(given, Set) and all(map(fine, given))
+
+
+def _is_of_a_stage(given: object) -> bool:
+    return (
+        isinstance(given, tuple) and len(given) == 2 and type(given[0]) is int and given[0] >= 0 and given[1] in BUFFERS
+    )
+
+
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
     """The same values where they belong, in memory of their own.
 
     Raises:
         DiskFull: a file does not fit.
-        InputRefused: the host has not so much memory that a GPU can copy from.
+        InputRefused: the host has not so much memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
         return tensor.to(placement.device, copy=True)
@@ -76,16 +114,20 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
     """Memory in a file without a name, its blocks taken now: a full disk later would end the process."""
     size = like.numel() * like.element_size()
-    handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
+    try:
+        handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
+    except OSError as error:
+        raise InputRefused(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
     try:
         try:
             os.posix_fallocate(handle, 0, max(size, 1))
         except OSError as error:
             where = os.statvfs(path)
             free = where.f_bavail * where.f_frsize
+            why = f"{free:,} are free" if free < size else f"{error.strerror}"
             raise DiskFull(
-                f"{label} needs {size:,} bytes in {Path(path).parent}, and {free:,} are free: free some, or keep fewer "
-                "buffers on disk"
+                f"{label} needs {size:,} bytes in {Path(path).parent}, and {why}: make room, or keep fewer buffers on "
+                "disk"
             ) from error
         return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
     finally:

@@ -53,6 +53,8 @@ class StreamedStep(Step):
         """Prepare a step; see `monograph.Streamed`. `others` are `Step`'s own."""
         optim, precision = optim or AdamW(), precision or Precision()
         self.placement = placement or Placement()
+        if not isinstance(self.placement, Placement):
+            raise UsageError(f"placement = {placement!r}: expected a monograph.Placement(...)")
         if self.placement.when == "backward" and clip is not None:
             raise UsageError(
                 "weights that are updated during the backward pass cannot be clipped by the whole gradient's norm: "

@@ -205,6 +205,10 @@ def stored(  # noqa: PLR0913 - what a store is made of
         found.stages.append(stage)
     if placement.when == "backward":
         _take_turns(found.stages, placement)
+    if beyond := sorted(stage for stage, _ in placement.on_device if stage >= len(found.stages)):
+        raise UsageError(
+            f"Placement: on_device names stage {beyond[0]}, and the stages are 0 to {len(found.stages) - 1}"
+        )
     if odd := [name for key, name in names.items() if key not in taken]:
         raise UsageError(f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after")
     return found
