@@ -17,7 +17,8 @@ from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.run.exports import save
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, build, load, load_trained, load_weights, tokenizer_of, unique_state
+from monograph.run.models import build, load, load_trained, load_weights, tokenizer_of, unique_state
+from monograph.run.recipe import Recipe
 
 MODULE = """
 from __future__ import annotations

@@ -7,8 +7,10 @@ from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.choose import Plan, budget, plan
 from monograph.planner.defaults import (
     DEFAULT,
+    FINETUNING_RATES,
     LEARNING_RATES,
     MOST_EPOCHS,
+    UNKNOWN_RATE,
     UPDATES_SHARE,
     default_seconds,
     interval,
@@ -23,8 +25,10 @@ from monograph.planner.streaming import Limits, StreamCandidate, placed, streame
 
 __all__ = [
     "DEFAULT",
+    "FINETUNING_RATES",
     "LEARNING_RATES",
     "MOST_EPOCHS",
+    "UNKNOWN_RATE",
     "UPDATES_SHARE",
     "Asked",
     "Candidate",
