@@ -175,19 +175,27 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save_adapter(module: nn.Module, folder: str | Path, lora: Lora, base: str, config: LlamaConfig | None) -> None:
-    """Write the adapters of a module for PEFT.
+class Packed(NamedTuple):
+    """Adapters as PEFT stores them.
+
+    Attributes:
+        values: of adapter_config.json.
+        tensors: of adapter_model.safetensors.
+        base: what is written beside of the base; nothing of a module of one's own.
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    base: dict[str, str]
+
+
+def packed(module: nn.Module, lora: Lora, base: str) -> Packed:
+    """The adapters of a module, copied, so that they are still there when they were merged.
 
     Args:
         module: with adapters.
-        folder: to be created; may exist if it is empty.
         lora: which they are.
         base: what they are for, a folder's path or a hub id.
-        config: of the base, whose digest is written beside; None for a module of one's own.
-
-    Raises:
-        InputRefused: the folder exists and holds something, or cannot be written.
-        DiskFull: no space left; nothing of it remains.
     """
     found = adapters(module)
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -196,12 +204,22 @@ def save_adapter(module: nn.Module, folder: str | Path, lora: Lora, base: str, c
         "lora_alpha": alpha, "target_modules": _targets(module, found, lora), "lora_dropout": lora.dropout,
         "bias": "none", "inference_mode": True,
     }  # fmt: skip
+    tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
+    return Packed(values, tensors, {"config_sha256": config_digest(module.config)} if isinstance(module, Llama) else {})
+
+
+def save_adapter(stored: Packed, folder: str | Path) -> None:
+    """Write a folder that PEFT and `read_adapter` read; it is to be created, and may exist if it is empty.
+
+    Raises:
+        InputRefused: the folder exists and holds something, or cannot be written.
+        DiskFull: no space left; nothing of it remains.
+    """
     with new_folder(Path(folder)) as new:
-        write_json(new / CONFIG, values)
-        if config is not None:
-            write_json(new / BASE, {"config_sha256": config_digest(config)})
-        tensors = {PREFIX + name: tensor.contiguous() for name, tensor in adapter_state(module).items()}
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        write_json(new / CONFIG, stored.values)
+        if stored.base:
+            write_json(new / BASE, stored.base)
+        save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 

@@ -16,6 +16,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
+from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.adapters import digest, lora_of, require_base
@@ -68,15 +69,19 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     return model, own_tokenizer(run) if run else Tokenizer.from_file(tokenizer_of(folder))
 
 
-def load_adapted(run: Run, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Recipe] | None:
-    """A run's base with its adapters beside it, the base in the dtype of its folder; None if it trains none.
-
-    Raises:
-        InputRefused: the base is not what it was, or no Llama.
-    """
-    checkpoint = checkpointing.newest(run.checkpoints, warn)
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
-    return (_adapted(checkpoint, recipe, run, None), recipe) if recipe.lora else None
+def load_to_export(
+    folder: str | Path, warn: Callable[[str], None] = lambda line: None
+) -> tuple[Llama, Tokenizer, Packed | None]:
+    """The same, and the adapters that the model was merged with, where it is that of a run that trained some."""
+    run = run_named(folder)
+    checkpoint = checkpointing.newest(run.checkpoints, warn) if run else None
+    recipe = Recipe.recorded(checkpoint.state["recipe"]) if checkpoint else None
+    if run is None or checkpoint is None or recipe is None or recipe.lora is None or recipe.file:
+        return (*load(folder, warn), None)
+    model = _adapted(checkpoint, recipe, run, None)
+    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init))
+    merge(model)
+    return model, own_tokenizer(run), stored
 
 
 def _adapted(checkpoint: Checkpoint, recipe: Recipe, run: Run, dtype: torch.dtype | None) -> Llama:
