@@ -72,7 +72,11 @@ class Adapted(nn.Linear):
         # Autocast would round it again; a mask's factor is not rounded to fewer bits.
         if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
             input = input.to(self.lora_A.weight.dtype)
-        return (output + self.lora_B(self.lora_A(self.lora_dropout(input))) * self.scale).to(output.dtype)
+        inner = self.lora_A(self.lora_dropout(input))
+        # In a graph [..., R] is scaled instead of [..., N], there and back, and no scaled copy of either is kept.
+        if torch.compiler.is_compiling():
+            return (output + self.lora_B(inner * self.scale)).to(output.dtype)
+        return (output + self.lora_B(inner) * self.scale).to(output.dtype)
 
 
 class LoraLinear(Adapted):
