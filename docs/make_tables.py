@@ -37,7 +37,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
-    "lora.rank": {"not set": "tests/test_config.py"},
+    "lora.base": {"int8": LORA, "nf4": LORA},
 }
 LAW = {
     COMPILED: "law 1",
@@ -48,8 +48,6 @@ LAW = {
     STREAMED: "law 4",
     TRANSFERRED: "law 14",
 }
-# Where a key takes any text or number: what stands for all that is refused.
-OPEN = {"lora.rank": "any number"}
 
 
 def table() -> str:
@@ -58,7 +56,6 @@ def table() -> str:
     for key, behind in BEHIND.items():
         works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
         refused = [f"`{value}`" for value in values(key) if value not in behind]
-        refused = [OPEN[key]] if key in OPEN else refused
         words = f"{', '.join(refused)}: {refusal(key)}" if refused else ""
         lines.append(f"| `{key}` | {works} | {words} |")
     return "\n".join(lines)

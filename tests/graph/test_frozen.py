@@ -63,7 +63,9 @@ def test_nf4_is_the_nearest_level_of_its_block(seed, decades, n, k):
     assert (chosen <= distance.amin(1) + 1e-6).all()
     # Scales are kept to half a step of their group, which is 1 / 128 of the largest distance from the mean.
     scale = layer.levels / layer.steps.repeat_interleave(256)[: len(layer.levels)] + layer.mean
-    assert ((scale - exact).abs() <= 1.001 / layer.steps.repeat_interleave(256)[: len(exact)] + 1e-6 * exact.max()).all()
+    assert (
+        (scale - exact).abs() <= 1.001 / layer.steps.repeat_interleave(256)[: len(exact)] + 1e-6 * exact.max()
+    ).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +78,7 @@ def test_products_are_those_of_the_dense_weight_there_and_back(kind, dtype, bias
     outcomes = []
     for wide in (False, True):
         kind_of = torch.float64 if wide else dtype
-        xs = x.to(kind_of).requires_grad_()
+        xs = x.to(kind_of, copy=True).requires_grad_()
         plain = nn.functional.linear(xs, dense.to(kind_of), layer.bias.to(kind_of) if bias else None)
         plain.backward(dy.to(kind_of))
         outcomes.append((plain, xs.grad))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.graph.lora import ALL_LINEAR, Lora
+from monograph.graph.lora import ALL_LINEAR, Lora, targeted
 from monograph.model.adapter import is_adapter, read_adapter
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 from monograph.run.recipe import Recipe, run_named
 from monograph.session.session import Session
 
@@ -56,6 +60,14 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     assert found is not None
     place = {"model.init": str(Path(init).resolve())} if Path(init).exists() else {}
     return place | _values(found)
+
+
+def require_targets(settings: Settings, config: LlamaConfig | None) -> None:
+    """Refuse targets that mean nothing in a model of that shape, which need not be there yet; None: nobody knows it."""
+    lora = lora_of(settings)
+    if lora is not None and config is not None:
+        with torch.device("meta"):
+            targeted(Llama(config), lora.targets)
 
 
 def _values(lora: Lora) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
 from monograph.run.models import tokenizer_of
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, run_named
+from monograph.run.recipe import Recipe, run_named, shape_in
 from monograph.run.register import SWEEP
-from monograph.session.adapting import KEYS, adapter_params, fixed_lora
+from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
 from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
@@ -60,7 +60,9 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
         chosen["data.tokenizer"] = own or f"bpe:{planner.DEFAULT.vocabulary}"
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
-    return settings.resolve(chosen, "plan")
+    fixed = settings.resolve(chosen, "plan")
+    require_targets(fixed, shape_in(recipe.init) if recipe.init else None)
+    return fixed
 
 
 def keeping_stdin(run: Run, settings: Settings, progress: Progress) -> Settings:
