@@ -18,6 +18,7 @@ PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_r
 BLOCKS = "tests/laws/test_scopes.py"
 STREAMED = "tests/laws/test_streamed_is_resident.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
+LORA = "tests/laws/test_lora.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
 from monograph.loss import Loss, token_loss
@@ -59,6 +60,8 @@ class StreamedStep(Step):
             )
         if optim.state == "all-bf16":
             raise UsageError("memory = stream keeps full-precision weights: all-bf16 is for memory = device")
+        if adapters(model):
+            raise UsageError("memory = stream fetches weights that are trained, not frozen ones: take memory = device")
         self._rounds = precision.rounds
         super().__init__(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
         self.recorder = None
