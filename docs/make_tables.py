@@ -6,7 +6,7 @@ Usage: python docs/make_tables.py          (rewrites README.md between the marke
 from __future__ import annotations
 
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction, Width
@@ -72,6 +72,7 @@ def values(key: str) -> list[str]:
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
