@@ -23,6 +23,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.measure.footprint import Work, footprint
 from monograph.measure.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
+from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
@@ -154,13 +155,17 @@ def measured(work: Work) -> int:
         updated()
     with LiveBytes() as live:
         updated()
+    frozen = [p for p in engine.model.parameters() if not p.requires_grad]
     planes = [t for plane in engine.step.planes for t in (plane.param, plane.grad, *plane.state.values())]
-    return live.peak_bytes + sum(tensor.nbytes for tensor in [*planes, *window.values()])
+    return live.peak_bytes + sum(tensor.nbytes for tensor in [*frozen, *planes, *window.values()])
 
 
 def _engine(work: Work) -> Resident:
+    model = Llama(work.config)
+    if work.lora:
+        put(model, work.lora, precision=Precision(work.precision))
     return Resident(
-        Llama(work.config).to(default_device()),
+        model.to(default_device()),
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),

@@ -19,6 +19,7 @@ from monograph.graph.remat import named as named_policy
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
+from monograph.session.adapting import fixed_lora
 from monograph.session.setup import require_possible
 from monograph.step import Step
 
@@ -30,6 +31,17 @@ SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "bloc
 STATES = ("fp32", "bf16", "8bit", "all-bf16")
 HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
 REPLAYED = "[law 1](../tests/laws/test_replayed_is_called.py)"
+ADAPTED = "[law](../tests/laws/test_lora.py)"
+BASES = ("auto", "int8", "nf4")
+BESIDE_ADAPTERS = {
+    "train.precision": PRECISIONS,
+    "train.remat": REMATS,
+    "train.compile": SCOPES,
+    "train.memory": ("device", "stream"),
+    "data.packing": ("packed", "padded"),
+    "optim.name": ("adamw", "muon", *(f"adamw:{state}" for state in STATES[1:])),
+    "optim.ema": ("none", "0.9"),
+}
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {
     "a CPU": Device("a CPU", "cpu", 0, 0, 1, has_bf16=True),
@@ -39,9 +51,13 @@ DEVICES = {
 
 
 def refusal(**keys: str) -> str | None:
-    """What a user is told who asks for these keys together; None: nothing, it trains."""
+    """What a user is told who asks for these keys together, of [train] where none is named; None: it trains."""
     try:
-        require_possible(load(None, {f"train.{key}": value for key, value in keys.items()}, {}), named("H100"))
+        asked = {key if "." in key else f"train.{key}": value for key, value in keys.items()}
+        settings = load(None, asked, {})
+        require_possible(settings, named("H100"))
+        if settings.model.init is None:
+            fixed_lora(settings)
     except UsageError as error:
         return str(error)
     return None
@@ -97,6 +113,18 @@ def states() -> str:
     return "\n".join(lines)
 
 
+def adapters() -> str:
+    """What stands beside adapters, by what the frozen weights are kept in."""
+    lines = [f"| beside `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
+    for key, values in BESIDE_ADAPTERS.items():
+        for value in values:
+            found = [refusal(**{"model.init": "FOLDER", "lora.rank": "16", "lora.base": b, key: value}) for b in BASES]
+            lines.append(f"| `{key}={value}` | {' | '.join(each or ADAPTED for each in found)} |")
+    nothing = refusal(**{"lora.rank": "16"}) or "a model that is drawn here and never trained, which is a fault"
+    lines.append(f"| no `model.init` | {' | '.join([nothing] * len(BASES))} |")
+    return "\n".join(lines)
+
+
 def missing() -> str:
     """What is refused whatever it stands beside."""
     lines = ["| key | works | otherwise |", "|---|---|---|"]
@@ -109,7 +137,7 @@ def missing() -> str:
 def page(text: str) -> str:
     """The page with the tables made anew, in the order of its markers."""
     head, *rest = text.split(BEGIN)
-    tables = (combinations(), replays(), precisions(), states(), missing())
+    tables = (combinations(), replays(), precisions(), states(), adapters(), missing())
     return head + "".join(
         f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
     )

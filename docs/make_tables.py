@@ -6,7 +6,7 @@ Usage: python docs/make_tables.py          (rewrites README.md between the marke
 from __future__ import annotations
 
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction, Width
@@ -18,6 +18,7 @@ PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_r
 BLOCKS = "tests/laws/test_scopes.py"
 STREAMED = "tests/laws/test_streamed_is_resident.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
+LORA = "tests/laws/test_lora.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
@@ -39,7 +40,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
-    "lora.rank": {"not set": "tests/test_config.py"},
+    "lora.base": {"int8": LORA, "nf4": LORA},
 }
 LAW = {
     COMPILED: "law 1",
@@ -50,8 +51,6 @@ LAW = {
     STREAMED: "law 4",
     TRANSFERRED: "law 14",
 }
-# Where a key takes any text or number: what stands for all that is refused.
-OPEN = {"lora.rank": "any number"}
 
 
 def table() -> str:
@@ -60,7 +59,6 @@ def table() -> str:
     for key, behind in BEHIND.items():
         works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
         refused = [f"`{value}`" for value in values(key) if value not in behind]
-        refused = [OPEN[key]] if key in OPEN else refused
         words = f"{', '.join(refused)}: {refusal(key)}" if refused else ""
         lines.append(f"| `{key}` | {works} | {words} |")
     return "\n".join(lines)
@@ -76,6 +74,7 @@ def values(key: str) -> list[str]:
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]

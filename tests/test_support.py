@@ -18,6 +18,27 @@ def test_the_page_is_what_the_script_makes(made):
     assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_support.py"
 
 
+def test_what_is_called_held_beside_adapters_is_in_their_law_and_nothing_else(made):
+    from laws.test_lora import CROSS, OPTIMIZERS
+
+    tested = {
+        "train.precision": {(precision, base) for precision, _, _, _, base in CROSS},
+        "train.remat": {(str(remat), base) for _, remat, _, _, base in CROSS},
+        "train.compile": {(scope, base) for _, _, scope, _, base in CROSS},
+        "train.memory": {("device", base) for base in made.BASES},
+        "data.packing": {(each, base) for each in ("packed", "padded") for base in made.BASES},
+        "optim.name": {(name, base) for name in OPTIMIZERS for base in made.BASES},
+        "optim.ema": {(each, base) for each in ("none", "0.9") for base in made.BASES},
+    }
+    assert "ema" in OPTIMIZERS
+    for key, values in made.BESIDE_ADAPTERS.items():
+        for value in values:
+            name = str(named(float(value) if value == "0.3" else value)) if key == "train.remat" else value
+            for base in made.BASES:
+                asked = {"model.init": "FOLDER", "lora.rank": "16", "lora.base": base, key: value}
+                assert ((name, base) in tested[key]) == (made.refusal(**asked) is None), (key, value)
+
+
 def test_what_is_called_held_is_in_the_law_and_nothing_else(made):
     from laws.test_cross import CROSS
 

@@ -34,6 +34,8 @@ _HOME = {
     "Precision": "graph.precision",
     "fuse_siblings": "graph.siblings",
     "Remat": "graph.remat",
+    "Lora": "graph.lora",
+    "adapt": "graph.lora",
     "train": "loop",
     "Resident": "resident",
     "Ensemble": "ensemble",

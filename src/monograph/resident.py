@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph import recompute
-from monograph.graph.inspect import buffers_kept, unique_state
+from monograph.graph.inspect import buffers_kept
+from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import WARM_UP
@@ -227,7 +228,10 @@ class Resident:
             return [self.step.evaluate(part) for part in self._micro_batches(batch)]
 
     def state(self) -> EngineState:
-        """Model, optimizer buffers by parameter name, counters. The tensors are views of the live ones."""
+        """Model, optimizer buffers by parameter name, counters. The tensors are views of the live ones.
+
+        Of a model with adapters what is frozen is left out.
+        """
         step = self.step
         optimizer = {
             f"{buffer}.{name}": view
@@ -236,7 +240,7 @@ class Resident:
             for name, view in plane.views(flat)
         }
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
-        return EngineState(unique_state(self.model), optimizer, {"index": step.index, **counters})
+        return EngineState(kept_state(self.model), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors.

@@ -13,6 +13,10 @@ import torch
 
 from monograph.commands.train import run as train
 from monograph.config import load
+from monograph.data.tokenizer import Tokenizer
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
 from monograph.run.folder import Run
 
 # Seven updates and a bit make an epoch: the runs below pass two borders.
@@ -63,6 +67,10 @@ def loss(model, batch):
     logits = model(batch["tokens"])
     return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 """
+# Adapters beside a folder's frozen weights, with masks that the random state decides.
+LORA = {key: value for key, value in SETTINGS.items() if not key.startswith("model.")} | {
+    "model.init": "base", "lora.rank": 3, "lora.dropout": 0.2,
+}  # fmt: skip
 TIMES = {"tokens_per_s", "wall_s"}
 
 
@@ -75,6 +83,9 @@ def write_inputs(folder: Path) -> None:
     records = [json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)]
     (folder / "records.jsonl").write_text("\n".join([*records, '{"text": 5}']))
     (folder / "own.py").write_text(OWN_MODULE)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = LlamaConfig(vocab_size=259, num_key_value_heads=1, max_position_embeddings=32, **shape)
+    save_model(Llama(config), folder / "base", Tokenizer.bytes())
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:

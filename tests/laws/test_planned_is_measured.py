@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from monograph.graph.lora import Lora
+from monograph.measure.estimate import estimate_bytes, trained_adapters
 from monograph.measure.footprint import Work, footprint
 from monograph.optim import AdamW, Muon
+from monograph.planner.choose import DOUBT
 
 WORST = 0.05
 
@@ -37,6 +40,16 @@ EAGER = {
     "bf16, muon, dense rows": Work(
         shape(num_hidden_layers=5), 8, 48, Muon(), precision="bf16", compile="none", packed=False
     ),
+    "adapters": Work(shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", lora=Lora(8)),
+    "adapters in a step of few tokens, bf16": Work(
+        shape(num_hidden_layers=4), 1, 8, AdamW(), "bf16", "none", lora=Lora(32, targets=("q_proj", "down_proj"))
+    ),
+    "adapters beside whole numbers, bf16": Work(
+        shape(num_hidden_layers=5), 8, 48, AdamW(), "bf16", "none", window_rows=16, lora=Lora(8, base="int8")
+    ),
+    "adapters beside 4 bits": Work(
+        shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", packed=False, lora=Lora(8, base="nf4")
+    ),
 }
 
 
@@ -56,6 +69,10 @@ CAPTURED = {
     "bf16, a loss in four chunks": Work(
         shape(vocab_size=8000, num_hidden_layers=1), 32, 48, AdamW(), precision="bf16", compile="blocks", packed=False
     ),
+    "adapters, one graph": Work(shape(num_hidden_layers=2), 8, 48, AdamW(), packed=False, lora=Lora(8)),
+    "adapters beside 4 bits, a graph per block": Work(
+        shape(num_hidden_layers=4), 8, 48, AdamW(), "bf16", "blocks", packed=False, lora=Lora(8, base="nf4")
+    ),
 }
 
 
@@ -64,6 +81,28 @@ def test_a_captured_step(name, measured):
     predicted = footprint(CAPTURED[name]).peak_bytes
     torch.compiler.reset()
     assert predicted == pytest.approx(measured(CAPTURED[name]), rel=WORST)
+
+
+def test_frozen_weights_have_neither_gradient_nor_moments():
+    """2 bytes a number of the base in bf16, and 16 a number of the adapters: 4 of each of 4 kinds."""
+    work = replace(EAGER["adapters"], precision="bf16")
+    found, adapters = footprint(work).by_origin, trained_adapters(work)
+    assert adapters == 5 * 8 * (4 * 2 * 64 + 3 * (64 + 160) - 2 * 32)  # keys and values are half as wide
+    assert found["gradients"] == pytest.approx(4 * adapters, rel=0.01)
+    assert found["moments"] == pytest.approx(8 * adapters, rel=0.01)
+    norms = 2 * (2 * 5 + 1) * 64  # which stay in fp32: 2 bytes more each
+    assert found["weights"] == pytest.approx(2 * work.config.parameter_count() + norms + 4 * adapters, rel=0.01)
+    blocks, outputs = 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 5 * (3 * 64 + 2 * 32 + 2 * 160)
+    for base, kept in (("int8", blocks + 4 * outputs), ("nf4", blocks * (0.5 + 1 / 64 + 4 / 16384))):
+        saved = found["weights"] - footprint(replace(work, lora=Lora(8, base=base))).by_origin["weights"]
+        assert saved == pytest.approx(2 * blocks - kept, rel=0.03)
+
+
+def test_the_search_is_near_the_trace():
+    """It ranks; the one that it chooses is traced where that may matter (`planner.choose.DOUBT`)."""
+    for name, work in (EAGER | CAPTURED).items():
+        if work.lora:
+            assert 0.5 <= estimate_bytes(work, "adamw") / footprint(work).peak_bytes <= DOUBT, name
 
 
 def test_the_parts_are_what_they_are_called():

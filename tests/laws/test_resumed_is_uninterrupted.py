@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from laws.resumed import OWN, SETTINGS, cut_back, fingerprint, resume, start
+from laws.resumed import LORA, OWN, SETTINGS, cut_back, fingerprint, resume, start
 from monograph.resident import Resident
 from monograph.session.story import Story
 
@@ -38,12 +38,14 @@ CHANGES = {
     "coded": {"optim.name": "muon:8bit", "optim.ema": 0.9},
     "carried": {"optim.transfer": "width:8", "optim.lr": 0.01, "optim.name": "muon"},
     "aot": {"train.compile": "whole"},
+    "adapters": {},
+    "adapters, 4 bits": {"lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit"},
 }
 
 
 @pytest.mark.parametrize("case", ["llama", "own", "cooled", *CHANGES])
 def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dict(OWN if case == "own" else SETTINGS)
+    settings = dict(OWN if case == "own" else LORA if case.startswith("adapters") else SETTINGS)
     settings |= CHANGES.get(case, {})
     if case == "epochs":
         del settings["train.updates"]
@@ -59,7 +61,7 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
     last = int(expected["newest"][5:])
     assert last == {"cooled": 14, "epochs": 14}.get(case, 20)
     for update in range(last + 1) if case == "own" else (0, 5, 9, 13, last):
-        if case in ("aot", "rounded", "coded", "carried") and update not in (0, 13):
+        if case in ("aot", "rounded", "coded", "carried", "adapters, 4 bits") and update not in (0, 13):
             continue
         cut_back("whole", f"cut-{update}", update)
         resume(f"cut-{update}")

@@ -13,8 +13,8 @@ from monograph.errors import InputRefused
 from monograph.evaluation import Accuracy, Evaluation, choose, evaluate
 from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
-from monograph.run.models import run_named
 from monograph.run.progress import Progress
+from monograph.run.recipe import run_named
 from monograph.session.story import standard_json
 from monograph.session.subject import Subject, of_folder, of_run
 

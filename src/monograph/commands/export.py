@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from monograph.model.adapter import save_adapter
 from monograph.run.exports import check, save
-from monograph.run.models import load
+from monograph.run.models import load_to_export
 
+ADAPTER = "adapter"  # beside the merged model
 _NEXT = {
     "hf": "a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({folder!r})",
     "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {folder}/Modelfile",
@@ -21,7 +23,10 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
         print(f"warning: {line}", file=sys.stderr)
 
     check(format, dtype)
-    model, tokenizer = load(run, warn)
+    model, tokenizer, adapters = load_to_export(run, warn)
     save(model, to, tokenizer, format, dtype, warn)
+    if adapters and format == "hf":
+        save_adapter(adapters, to / ADAPTER)
+        print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
     print(f"{to}: {_NEXT[format].format(folder=str(to))}")
     return 0

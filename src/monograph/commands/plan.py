@@ -15,6 +15,7 @@ from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.measure.calibration import Calibration, peak_flops
+from monograph.measure.estimate import trained_adapters
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
@@ -110,7 +111,9 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable"
         f"{_source_of_times(found)}"
     )
-    print(f"model    {count(config.parameter_count())} parameters, updates of {tokens_per_update:,} tokens")
+    adapters = trained_adapters(found.nearest.work) if found.candidates else 0
+    beside = f", {count(adapters)} in adapters" if adapters else ""
+    print(f"model    {count(config.parameter_count())} parameters{beside}, updates of {tokens_per_update:,} tokens")
     if found.chosen is None:
         print(f"plan     {found.refusal}")
         if not found.candidates:

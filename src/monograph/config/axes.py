@@ -27,7 +27,8 @@ BETWEEN_GRAPHS = (
     "model.preset", "model.init", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers",
     "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
     "data.sequence_length", "data.packing", "optim.name", "optim.grad_clip", "optim.ema", "optim.transfer",
-    "train.updates", "train.tokens", "train.tokens_per_update", "train.precision",
+    "train.updates", "train.tokens", "train.tokens_per_update", "train.precision", "lora.rank", "lora.alpha",
+    "lora.targets", "lora.dropout", "lora.base",
 )  # fmt: skip
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
 # Why the rest cannot be one.

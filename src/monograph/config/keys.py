@@ -178,11 +178,21 @@ class TrainSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters."""
+    """Low-rank adapters beside frozen weights that model.init names."""
 
-    rank: PositiveInt | None = _key(None, _SIZE, "rank of the adapters")
-    alpha: PositiveFloat | None = _key(None, "a number above 0", "the adapters' output is scaled by alpha / rank")
-    targets: Texts | None = _key(None, "a list of module names", "the linear layers that get one")
+    rank: PositiveInt | None = _key(None, _SIZE, "rank of the adapters; default: none are trained")
+    alpha: PositiveFloat | None = _key(
+        None, "a number above 0", "the adapters' output is scaled by alpha / rank; default: 32"
+    )
+    targets: Texts | None = _key(
+        None,
+        "all-linear, a list of module names or a regular expression for whole names",
+        "the linear layers that get one; default: all but the head",
+    )
+    dropout: Momentum | None = _key(None, "a number, 0 or more and below 1", "of the adapters' inputs; default: 0")
+    base: Literal["auto", "int8", "nf4"] | None = _key(
+        None, "auto, int8 or nf4", "what frozen weights are kept in; default: auto, 16 bits where it computes in 16"
+    )
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -202,7 +212,4 @@ class NotBuilt(NamedTuple):
 # The one list of what is refused for now: a room that lands deletes its line.
 NOT_BUILT: dict[str, NotBuilt] = {
     "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
-    "lora.rank": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
-    "lora.alpha": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
-    "lora.targets": NotBuilt((None,), "low-rank adapters are not built yet; leave the [lora] section out"),
 }

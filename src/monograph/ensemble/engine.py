@@ -20,7 +20,7 @@ from monograph.ensemble.stack import Stack
 from monograph.ensemble.step import EnsembleStep, update_whole
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
-from monograph.graph.inspect import unique_state
+from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import EngineState
@@ -251,7 +251,7 @@ class Ensemble(Resident):
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
-        model = {name: tensor.clone() for name, tensor in unique_state(self.members[member]).items()}
+        model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {name: counter[member].tolist() for name, counter in step.of_members.items()}
         return EngineState(model, optimizer, {"index": step.index, **counters})
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.errors import UsageError
+from monograph.graph.lora import adapters
 from monograph.graph.siblings import families
 
 # Forward more digits, backward more range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
@@ -35,8 +36,10 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         The weights whose layers stay in bf16, as a side is no multiple of 16.
 
     Raises:
-        UsageError: no layer is left that could, or siblings are fused.
+        UsageError: no layer is left that could, siblings are fused, or adapters stand beside frozen layers.
     """
+    if adapters(module):
+        raise UsageError("fp8 is for weights that are trained, and beside adapters they are frozen: take bf16")
     if families(module):
         raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
     layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}

@@ -23,7 +23,7 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The module's blocks by name, in its own order: what stands between its embedding and its head.
 
     A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; what lies inside of a block is
-    not another.
+    not another. A linear layer is none, whatever stands beside its weight.
     """
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
@@ -31,7 +31,7 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
         if holder in inside or not isinstance(holder, (nn.ModuleList, nn.Sequential)):
             continue
         for index, child in holder.named_children():
-            if next(child.children(), None) is not None:
+            if next(child.children(), None) is not None and not isinstance(child, nn.Linear):
                 found[f"{name}.{index}" if name else index] = child
                 inside |= set(child.modules())
     return found

@@ -1,6 +1,6 @@
 """Peak memory of a training step in closed form: microseconds, for a search; `footprint` has the verdict.
 
-static     = P (bytes of weights + 4 gradients + bytes of optimizer state)
+static     = P (bytes of weights + 4 gradients + bytes of optimizer state); beside frozen weights of adapters alone
 stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`); captured in a low
              precision, a block that recomputes nothing keeps its weights, rounded, as well
 head       = the hidden states' gradient, and the larger of: logits of a chunk and their gradient, the head's gradient,
@@ -14,11 +14,18 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from typing import NamedTuple
+
+import torch
 
 from monograph.graph.knapsack import Choice, within
+from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
 from monograph.graph.recording import Product, Recording
 from monograph.measure.footprint import ON_THEIR_WAY, Work
+from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
 from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 
@@ -110,12 +117,58 @@ def _kept(work: Work, remat: str | float) -> Choice:
 
 def _rounded(work: Work) -> int:
     """A captured block's weights that its products read in another dtype than they are kept in."""
-    as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16"
+    as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
     return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
+
+
+class _Frozen(NamedTuple):
+    """A model with adapters: their parameters, and the bytes of everything else."""
+
+    adapters: int
+    base_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
+    with torch.device("meta"):
+        model = Llama(config)
+        put(model, lora, precision=Precision(precision))
+    sizes = {True: 0, False: 0}
+    for tensor in model.parameters():
+        sizes[tensor.requires_grad] += tensor.numel() if tensor.requires_grad else tensor.nbytes
+    return _Frozen(sizes[True], sizes[False])
+
+
+def trained_adapters(work: Work) -> int:
+    """Parameters of the adapters, 0 where the model itself is trained."""
+    return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
+
+
+def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
+    """The closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
+    assert work.lora is not None
+    config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
+    rule, _, state = optimizer.partition(":")
+    adapters, base_bytes = _frozen(config, work.lora, work.precision)
+    weight = 2 if state == "all-bf16" else 4
+    moments = 1 if rule == "muon" else MOMENTS[rule]
+    static = base_bytes + adapters * (weight + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
+    inner = work.lora.rank * len(_shapes(config)) * (work.remat not in ("full", "offload"))
+    stored = config.num_hidden_layers * (stored_numbers(work, work.remat) + inner) * number * tokens
+    if work.remat == "offload":
+        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+    dense = (4 + number) * max(map(math.prod, _shapes(config))) if work.lora.base != "auto" else 0
+    block = stored_numbers(work, "none") * number * tokens + dense
+    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
+    loss = logits + 2 * tokens * config.hidden_size * number
+    after = (EAGER_UPDATE_BYTES[state or "fp32"] if work.compile == "none" else 4) * adapters
+    return int(static + max(stored + max(loss, 2 * block), after))
 
 
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     """The closed form above, for a device of `work.device_type`."""
+    if work.lora:
+        return _beside_frozen(work, optimizer, ema)
     config, number = work.config, 4 if work.precision == "fp32" else 2
     parameters, tokens = config.parameter_count(), work.rows * work.length
     rule, _, state = optimizer.partition(":")

@@ -35,8 +35,11 @@ def training_flops(matmul_parameters: int, layers: int, attention_width: int, se
     return 6 * matmul_parameters + 6 * layers * attention_width * sequence_length
 
 
-def flops_per_token(config: LlamaConfig, sequence_length: int) -> int:
+def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
     """`training_flops` of `config` on rows of `sequence_length` tokens. Unit: operations per token.
+
+    With A parameters of adapters beside frozen weights 4 · N_matmul + 6 · A stand for 6 · N_matmul: a weight that is
+    not trained has no gradient of its own, whose product costs as much as the forward pass.
 
     A layer whose window is w < T sees w · (1 - w / 2T) positions on average, as causal attention over rows of
     w · (2 - w / T) tokens would: that length counts for it instead of T, rounded down.
@@ -45,7 +48,9 @@ def flops_per_token(config: LlamaConfig, sequence_length: int) -> int:
         min(config.window(layer) or sequence_length, sequence_length) for layer in range(config.num_hidden_layers)
     ]
     visible = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
-    return training_flops(matmul_parameters(config), 1, config.num_attention_heads * config.head_dim, visible)
+    width, matrices = config.num_attention_heads * config.head_dim, matmul_parameters(config)
+    not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
+    return training_flops(matrices, 1, width, visible) - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.capture import Scope, capture_by
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Batch, TokenLoss
 from monograph.measure.tally import ORIGINS, Graphs, Sample, Tally
+from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
@@ -49,6 +51,7 @@ class Work:
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient, None for no bound.
         device_type: "cpu" or "cuda".
+        lora: the adapters that are trained beside the frozen model, None where the model itself is.
     """
 
     config: LlamaConfig
@@ -62,6 +65,7 @@ class Work:
     packed: bool = True
     clip: float | None = 1.0
     device_type: str = "cpu"
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,9 @@ def footprint(work: Work) -> Footprint:
     apart = _apart(work)
     found = _of_update(apart)
     before, after = work.config, apart.config
-    ratios = dict.fromkeys(ORIGINS[:3], before.parameter_count() / after.parameter_count())
+    # Of what depends on the vocabulary; gradients and moments of adapters do not.
+    of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
+    ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
     ratios["loss head"] = before.vocab_size / after.vocab_size
     return Footprint(found.stage, {name: round(size * ratios.get(name, 1)) for name, size in found.by_origin.items()})
 
@@ -212,6 +218,8 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         # On CUDA the fused attention stands for flex.
         on_cuda = work.device_type == "cuda"
         model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
+        if work.lora:
+            put(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
             loss=_Loss(linear_cross_entropy, work.device_type),

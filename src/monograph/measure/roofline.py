@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
-from monograph.measure.estimate import SCORE_NUMBERS, recomputed_flops, score_numbers, stored_numbers
+from monograph.measure.estimate import SCORE_NUMBERS, recomputed_flops, score_numbers, stored_numbers, trained_adapters
 from monograph.measure.flops import matmul_parameters
 from monograph.measure.footprint import Work
 
@@ -89,7 +89,8 @@ class UpdateTime:
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """Seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
 
-    products = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch
+    products = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch; beside
+               adapters of A parameters 4 N_matmul + 6 A
     attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
     traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read; a third more of
               recomputed blocks, eagerly of any that recompute something
@@ -99,7 +100,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
     bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
     tokens, micro = work.window_rows * work.length, work.rows * work.length
-    flops = 6 * matmul_parameters(config) + layers * again
+    adapters = trained_adapters(work)  # beside weights that have no gradient of their own
+    flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
     numbers = stored_numbers(work, "none")
@@ -121,7 +123,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         attention_s=attended * tokens / (peak_flops * rate.attention),
         traffic_s=traffic * tokens / bandwidth,
         launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
-        update_s=config.parameter_count() * UPDATE_BYTES[captured] / bandwidth,
+        update_s=(adapters or config.parameter_count()) * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
         beside=device.type != "cpu",
     )

@@ -62,27 +62,28 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
     """
     if (folder / _SINGLE).exists():
-        return _read_header(inside(folder, _SINGLE))
+        return read_header(inside(folder, _SINGLE))
     if not (folder / _INDEX).exists():
         raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
     weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise InputRefused(f"{folder / _INDEX}: expected a table weight_map from tensor names to file names")
-    headers = {file: _read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
+    headers = {file: read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputRefused(f"{folder / _INDEX}: says that {name!r} is in {file}, which does not hold it")
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
     with _opened(path) as file:
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
 
 
-def read_tensors(stored: dict[str, Stored], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors themselves, on the CPU; beside the result, one tensor at a time is in memory.
+def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors themselves, on the CPU, as stored or in a dtype; beside the result, one at a time is in memory.
 
     Raises:
         InputRefused: a damaged file.

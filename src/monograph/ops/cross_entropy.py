@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from monograph import compat
+
 # A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
 # cache, large enough that the matrix products keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
@@ -66,6 +68,8 @@ def linear_cross_entropy(
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     if torch.is_grad_enabled():
+        if not weight_VD.requires_grad and not compat.in_transform():  # which hides what requires a gradient
+            return _HiddenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
         return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
     return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks), count
 
@@ -101,7 +105,19 @@ def _loss_only(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_
 def _chunk_gradients(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's loss and gradients, the weight's added to those of the chunks before.
+    """A chunk's loss and gradients, the weight's added to those of the chunks before."""
+    term, grad_CD, hidden_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C)
+    if grad_weight_VD is None:
+        grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
+    else:
+        _add_product_(grad_weight_VD, grad_CV, hidden_CD)
+    return term, grad_CD, grad_weight_VD
+
+
+def _chunk_difference(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A chunk's loss, the hidden states' gradient, and what the weight's is made of: hidden states, softmax - onehot.
 
     A function of its own, so that nothing of a chunk is alive in the next one.
     """
@@ -111,12 +127,7 @@ def _chunk_gradients(
     hidden_CD = hidden_CD * kept_C1
     difference = _traced_difference if torch.compiler.is_compiling() else _eager_difference
     losses_C, grad_CV = difference(hidden_CD, weight_VD, targets_C, weights_C.dtype)
-    grad_CD = (grad_CV @ weight_VD) * kept_C1
-    if grad_weight_VD is None:
-        grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
-    else:
-        _add_product_(grad_weight_VD, grad_CV, hidden_CD)
-    return (losses_C * weights_C).sum(), grad_CD, grad_weight_VD
+    return (losses_C * weights_C).sum(), (grad_CV @ weight_VD) * kept_C1, hidden_CD, grad_CV
 
 
 # An operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks and so keeps
@@ -210,3 +221,31 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
         weight = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
         return hidden, weight, None, None, None
+
+
+class _HiddenLoss(torch.autograd.Function):
+    """The same beside a frozen weight: a third of the arithmetic, and [V, D], less."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden_ND, weight_VD, targets_N, weights_N, chunks):  # type: ignore[no-untyped-def]
+        weight_VD = weight_VD.to(hidden_ND.dtype)
+        pieces = zip(
+            hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
+        )
+        found = [_chunk_difference(h, weight_VD, t, w)[:2] for h, t, w in pieces]
+        return torch.stack([term for term, _ in found]).sum(), torch.cat([grad_CD for _, grad_CD in found])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_loss, _grad_hidden):  # type: ignore[no-untyped-def]
+        if grad_loss is None:
+            return None, None, None, None, None
+        (grad_hidden_ND,) = ctx.saved_tensors
+        return (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype), None, None, None, None

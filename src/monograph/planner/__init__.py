@@ -7,8 +7,10 @@ from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.choose import Plan, budget, plan
 from monograph.planner.defaults import (
     DEFAULT,
+    FINETUNING_RATES,
     LEARNING_RATES,
     MOST_EPOCHS,
+    UNKNOWN_RATE,
     UPDATES_SHARE,
     default_seconds,
     interval,
@@ -25,9 +27,11 @@ from monograph.planner.words import tiers_said, way_said
 
 __all__ = [
     "DEFAULT",
+    "FINETUNING_RATES",
     "HOST_SHARE",
     "LEARNING_RATES",
     "MOST_EPOCHS",
+    "UNKNOWN_RATE",
     "UPDATES_SHARE",
     "Asked",
     "Candidate",

@@ -39,7 +39,8 @@ def plan_anywhere(
     found = (
         Plan(device, budget(device), None, []) if memory == "stream" else plan(asked, device, peak_flops, calibration)
     )
-    if memory == "device" or found.chosen or asked.scopes == ("whole",) or asked.remats == ("offload",):
+    resident_only = asked.scopes == ("whole",) or asked.remats == ("offload",) or asked.lora is not None
+    if memory == "device" or found.chosen or resident_only:
         return found
     try:
         ways = streamed(asked, device, limits or Limits.here(device, found.budget_bytes), peak_flops)

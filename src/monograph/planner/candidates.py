@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from monograph.device import Device
-from monograph.measure.estimate import estimate_bytes
+from monograph.graph.lora import Lora
+from monograph.measure.estimate import estimate_bytes, trained_adapters
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Work
 from monograph.measure.roofline import update_time
@@ -33,6 +34,7 @@ class Asked:
         remats: of "none", "pointwise", shares, "full" and "offload".
         packed: whether rows hold several documents.
         clip: the largest norm of the gradient.
+        lora: the adapters that are trained instead of the model.
     """
 
     config: LlamaConfig
@@ -46,6 +48,7 @@ class Asked:
     remats: tuple[str | float, ...] = ("none", "pointwise", "full")
     packed: bool = True
     clip: float | None = 1.0
+    lora: Lora | None = None
 
     @property
     def rows(self) -> int:
@@ -147,7 +150,7 @@ def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
     precision, scope, remat = policy
     return Work(
         asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,
-        device.type,
+        device.type, asked.lora,
     )  # fmt: skip
 
 
@@ -160,5 +163,6 @@ def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], 
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
     rate = work.window_rows * work.length / seconds
     datasheet = device.peak_flops.get(work.precision)
-    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
+    flops = flops_per_token(work.config, work.length, trained_adapters(work))
+    share = mfu(rate, flops, datasheet) if datasheet else None
     return Candidate(work, needed, seconds, rate, share)

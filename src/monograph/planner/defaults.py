@@ -35,6 +35,9 @@ DEFAULT = Default("micro", 4096, 2048, 600_000, 1_300_000)
 LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
 # Muon's where they were measured to be higher (docs/log.md); elsewhere AdamW's, to whose size its updates are scaled.
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
+# Of weights that exist (Schulman et al. 2025, "LoRA Without Regret": adapters want ten times the rate of all weights).
+FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
+UNKNOWN_RATE = 1e-3  # of a shape without a name
 MOST_EPOCHS = 8
 # Layers from which one graph for all of them takes minutes to compile (benchmarks/scopes.py).
 DEEP = 16

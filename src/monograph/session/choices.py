@@ -18,9 +18,11 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, run_named, tokenizer_of
+from monograph.run.models import tokenizer_of
 from monograph.run.progress import Progress
+from monograph.run.recipe import Recipe, run_named, shape_in
 from monograph.run.register import SWEEP
+from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
 from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
@@ -46,6 +48,7 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
+    chosen |= fixed_lora(settings)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
     shape_alone = not built and model.init is not None and Path(model.init, "config.json").is_file()
     recipe = recipe if shape_alone else recipe.checked()
@@ -57,7 +60,9 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
         chosen["data.tokenizer"] = own or f"bpe:{planner.DEFAULT.vocabulary}"
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
-    return settings.resolve(chosen, "plan")
+    fixed = settings.resolve(chosen, "plan")
+    require_targets(fixed, shape_in(recipe.init) if recipe.init else None)
+    return fixed
 
 
 def keeping_stdin(run: Run, settings: Settings, progress: Progress) -> Settings:
@@ -100,9 +105,10 @@ def fix_length(session: Session, progress: Progress) -> None:
     session.length = updates
     session.engine.step.schedule = session.schedule()
     per_update = int(session.settings.train.tokens_per_update)
+    adapters = f" of which {count(adapter_params(session))} are trained" if session.recipe.lora else ""
     progress.line(
         "plan",
-        f"{count(session.params)} parameters, {counted(updates, 'update')} of {per_update:,} tokens = "
+        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {per_update:,} tokens = "
         f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
         f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
     )
@@ -178,6 +184,11 @@ def branched(parent: Run, given: Settings) -> Settings:
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = load_settings(parent.config, {}, {})
     taken = {*given.pinned()}
+    if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
+        raise UsageError(
+            f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
+            f"their optimizer; for adapters beside them start anew with model.init={parent.folder}"
+        )
     if "optim.transfer" in taken and not same_transfer(given.optim.transfer, own.optim.transfer):
         origin = given.origins["optim.transfer"]
         raise UsageError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from monograph import planner
@@ -14,9 +13,11 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
+from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate
-from monograph.run.models import Recipe, is_weight_file, run_named
+from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
+from monograph.session.adapting import lora_of, require_with_lora
 from monograph.session.session import make_optimizer
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
@@ -32,6 +33,8 @@ def shape_of(settings: Settings) -> LlamaConfig:
         InputRefused: a folder without a model.
     """
     model, data = settings.model, settings.data
+    if model.init and is_adapter(model.init):
+        return hub.read_config(resolved_base(read_adapter(model.init)))
     if model.init and (":" in model.init or is_weight_file(model.init) or run_named(model.init)):
         raise UsageError(f"model.init = {model.init}: a plan is made for a preset, sizes or a Hugging Face folder")
     if model.init:
@@ -53,11 +56,7 @@ def shape_before(recipe: Recipe) -> LlamaConfig | None:
     Raises:
         InputRefused: a folder whose config.json cannot be used.
     """
-    if recipe.init is None:
-        return recipe.shape()
-    if recipe.file or is_weight_file(recipe.init) or run_named(recipe.init) or not Path(recipe.init).is_dir():
-        return None
-    return hub.read_config(recipe.init)
+    return recipe.shape() if recipe.init is None else shape_in(recipe.init)
 
 
 def cut_micro_batch(settings: Settings) -> str:
@@ -88,6 +87,7 @@ def require_together(settings: Settings) -> None:
             f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
             f"not {train.compile if key == 'compile' else train.remat}"
         )
+    require_with_lora(settings)
     name, precision = settings.optim.name, train.precision
     if train.memory == "stream" and name.endswith(":all-bf16"):
         raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
@@ -105,7 +105,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         UsageError: choices that exclude one another.
     """
     require_together(settings)
-    train, optim = settings.train, settings.optim
+    train, optim, lora = settings.train, settings.optim, lora_of(settings)
     name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
     return Asked(
@@ -120,6 +120,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
         _remats(device) if train.remat == "auto" else (train.remat,),
         settings.data.packing == "packed",
         None if optim.grad_clip == "none" else optim.grad_clip,
+        lora,
     )
 
 

@@ -32,9 +32,10 @@ from monograph.ops.attention import Kernel
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
+from monograph.run.adapters import require_base
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, require_same_file
 from monograph.run.progress import Progress
+from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
 from monograph.session import randomness
 from monograph.session.width import transfer_of
@@ -130,7 +131,7 @@ class Session:
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": digest_of(self.corpus.tokenizer),
             "settings": self.settings.fingerprint,
-            "recipe": self.recipe._asdict(),
+            "recipe": self.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # which no run had before kernels were measured
             "model_config": self._model_config(),
             "versions": _versions(),
@@ -164,6 +165,7 @@ class Session:
             raise InputRefused(f"{self.run.config}: not what the run was begun with: {instead}")
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
+        require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
         if saved != self.recipe or state["model_config"] != self._model_config():
             raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
         self.adopt(checkpoint)

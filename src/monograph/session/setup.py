@@ -14,19 +14,24 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, clock, compiler_obstacle
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Loss
 from monograph.measure.quantities import count, counted, megabytes
+from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.resident import Resident
+from monograph.run.adapters import digest, recorded
 from monograph.run.folder import Run
-from monograph.run.models import Recipe, build, is_weight_file
+from monograph.run.models import build
 from monograph.run.progress import Progress
+from monograph.run.recipe import Recipe, is_weight_file
 from monograph.session import randomness
+from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.attention import choose_kernel
 from monograph.session.planning import fitting_choices, require_together, shape_before
 from monograph.session.session import Session, make_optimizer
@@ -148,6 +153,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
     if settings.model.init and is_weight_file(settings.model.init):
         sizes = {}  # its tensors say more than text and row length do
+    lora = lora_of(settings)
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     rows = int(train.tokens_per_update) // settings.data.sequence_length
     before = shape_before(recipe)
@@ -157,8 +163,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     if config:
         _require_fit(config, text, settings)
     name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
-    known = planner.known_learning_rate(preset, name.partition(":")[0]) if preset != "auto" else 1e-3
-    lr = known if optim.lr == "auto" else optim.lr
+    lr = usual_rate(settings, name.partition(":")[0]) if optim.lr == "auto" else optim.lr
     choices, plan = fitting or fitting_choices(config, rows, settings, machine)
     fixed: dict[str, Any] = {
         "optim.name": name,
@@ -170,6 +175,10 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     settings = settings.resolve(fixed, "plan")
     if transfer := transfer_of(settings, _shape(model)):
         transfer.initialise_(model)
+    if lora:
+        recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
+        start = read_adapter(recipe.adapter) if recipe.adapter else None
+        put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision))
     return Made(settings, recipe, model, loss, plan, plan.placement if isinstance(plan, StreamCandidate) else None)
 
 
@@ -228,10 +237,8 @@ def _prepare(session: Session, progress: Progress) -> None:
         trial = engine.trial(window)
         expected = math.log(session.corpus.vocab_size)
         stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {counted(trial.gradients, 'finite gradient')}"
-    if trial.without_gradient:
-        progress.line(
-            "warning", f"no gradient reaches {', '.join(trial.without_gradient[:3])}: its weights will not change"
-        )
+    if without := [name for name in trial.without_gradient if not starts_still(name)]:
+        progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
         progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")

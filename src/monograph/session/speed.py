@@ -57,7 +57,7 @@ def remember(session: Session, seconds: float) -> None:
     asked = asked_of(settings, engine.model.config, machine)
     work = Work(
         asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
-        asked.remats[0], rows, asked.packed, asked.clip, machine.type,
+        asked.remats[0], rows, asked.packed, asked.clip, machine.type, asked.lora,
     )  # fmt: skip
     rate = peak_flops(machine, asked.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)

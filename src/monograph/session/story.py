@@ -25,6 +25,7 @@ from monograph.model.llama import Llama
 from monograph.planner import updates_for
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
+from monograph.session.adapting import adapter_params
 from monograph.session.invocation import show
 from monograph.session.opening import opening_of
 from monograph.session.session import Session
@@ -168,11 +169,8 @@ class Story:
         last: dict[str, Any] = next((row for row in reversed(session.run.rows()) if "train_loss" in row), {})
         rate = sorted(self.rates)[len(self.rates) // 2] if self.rates else None
         config, peak = session.model_config, machine.peak_flops.get(session.settings.train.precision)
-        use = (
-            mfu(rate, flops_per_token(config, session.settings.data.sequence_length), peak)
-            if rate and config and peak
-            else None
-        )
+        length, adapters = session.settings.data.sequence_length, adapter_params(session)
+        use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
         return {
             "schema": "monograph.train/1",
             "run": str(session.run.folder),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Optimizer, Plane, join, split
 from monograph.step import Step
@@ -62,6 +63,8 @@ class StreamedStep(Step):
             )
         if optim.state == "all-bf16":
             raise UsageError("memory = stream keeps full-precision weights: all-bf16 is for memory = device")
+        if adapters(model):
+            raise UsageError("memory = stream fetches weights that are trained, not frozen ones: take memory = device")
         self._rounds = precision.rounds
         super().__init__(model, optim=optim, clip=clip, precision=precision, **others)
         self.recorder = None

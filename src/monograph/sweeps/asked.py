@@ -13,9 +13,10 @@ from monograph.config.axes import SEED, Axis, Point, axes_of, points
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.models import Recipe
+from monograph.run.recipe import Recipe
 from monograph.run.register import SWEEP, runs_in
 from monograph.session import choices
+from monograph.session.adapting import usual_rate
 from monograph.session.width import WIDTH, proxy_of, transfer_of
 from monograph.sweeps.members import ORIGIN
 
@@ -87,10 +88,9 @@ def proxy(settings: Settings) -> tuple[Settings, Settings]:
 
 def usual_axes(settings: Settings) -> list[Axis]:
     """Learning rates about the one that is known for the model, and two seeds."""
-    model, name = choices.sized(settings).model, settings.optim.name
-    rule = planner.optimizer(fresh=model.init is None) if name == "auto" else name.partition(":")[0]
-    known = planner.known_learning_rate(model.preset, rule) if model.preset != "auto" else 1e-3
-    middle = known if settings.optim.lr == "auto" else settings.optim.lr
+    fixed, name = choices.sized(settings), settings.optim.name
+    rule = planner.optimizer(fresh=fixed.model.init is None) if name == "auto" else name.partition(":")[0]
+    middle = usual_rate(fixed, rule) if settings.optim.lr == "auto" else settings.optim.lr
     return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
 
 

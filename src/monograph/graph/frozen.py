@@ -1,0 +1,148 @@
+"""Linear layers whose weights stay as they are, in 8 or 4 bits: products forward and back, nothing dense kept between.
+
+Shapes: N outputs, K inputs, S numbers of a block of 64, C = ceil(N K / 64) blocks, G = ceil(C / 256) groups of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK, GROUP = 64, 256
+# Quantiles of a normal distribution, zero and both ends among them (Dettmers et al. 2023, "QLoRA", 2305.14314,
+# appendix E), to the four digits that torchao has; bitsandbytes' differ from them by less than 5e-5.
+NF4 = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+SMALLEST = torch.finfo(torch.float32).eps  # of a row's scale
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with whole numbers for a weight, and a scale for each output: 1 byte a number.
+
+        W[n, k] = codes[n, k] scales[n],   scales = max |W[n]| / 127.5,   codes = round(W / scales) in -128 .. 127
+
+    Its weight is gone: `codes` [N, K] int8 and `scales` [N] fp32 are parameters without a gradient.
+    """
+
+    @torch.no_grad()
+    def freeze(self, weight_NK: Tensor) -> None:
+        """Take the numbers of a weight."""
+        weight_NK = weight_NK.float()
+        scale_N = (weight_NK.abs().amax(1) / 127.5).clamp_min(SMALLEST)
+        codes_NK = (weight_NK * scale_N.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
+        _keep(self, codes=codes_NK, scales=scale_N)
+
+    def dense(self) -> Tensor:
+        """The weight that it stands for, [N, K] fp32."""
+        return self.codes.float() * self.scales[:, None]  # type: ignore[operator, index]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N] in the input's dtype, or in autocast's."""
+        output: Tensor = _Int8Product.apply(_cast(input), self.codes, self.scales)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer with 4-bit codes for a weight, in blocks of 64 with a scale each: 0.516 bytes a number.
+
+        W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| = mean + levels[c] / steps[g]
+
+    Blocks run through the weight as it lies in memory. Their scales, less their mean, are 8-bit `levels`, of which 256
+    share a number of `steps`. All are parameters without a gradient: `codes` [ceil(N K / 2)] uint8, the first of two in
+    the upper bits, `levels` [C] int8, `steps` [G] and `mean` [] fp32.
+    """
+
+    @torch.no_grad()
+    def freeze(self, weight_NK: Tensor) -> None:
+        """Take the numbers of a weight."""
+        flat = weight_NK.float().flatten()
+        blocks_CS = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        scale_C = blocks_CS.abs().amax(1)
+        mean = scale_C.mean()
+        around_C = scale_C - mean
+        groups = F.pad(around_C, (0, -len(around_C) % GROUP)).view(-1, GROUP)
+        steps_G = 128 / groups.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+        levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
+        table = torch.tensor(NF4, device=flat.device)
+        shares_CS = blocks_CS / scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        codes = torch.bucketize(shares_CS, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten()
+        packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
+        _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
+        self.register_buffer("table", table, persistent=False)
+
+    def dense(self) -> Tensor:
+        """The weight that it stands for, [N, K] fp32."""
+        return _dense(self.codes, self.levels, self.steps, self.mean, self.table, self.out_features)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N] in the input's dtype, or in autocast's."""
+        held = self.codes, self.levels, self.steps, self.mean, self.table
+        output: Tensor = _NF4Product.apply(_cast(input), *held, self.out_features)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def _keep(layer: nn.Linear, **tensors: Tensor) -> None:
+    if "weight" in layer._parameters:
+        del layer.weight
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _cast(input: Tensor) -> Tensor:
+    kind = input.device.type
+    return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
+
+
+class _Int8Product(torch.autograd.Function):
+    """y = (x codes^T) scale and dx = (dy scale) codes: whole numbers up to 128 are exact in bf16 too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
+        return ((x @ codes_NK.to(x.dtype).mT) * scale_N).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        codes_NK, scale_N = ctx.saved_tensors
+        return (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype), None, None
+
+
+class _NF4Product(torch.autograd.Function):
+    """y = x W^T and dx = dy W; W is made of the codes each time."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, outputs: int
+    ) -> Tensor:
+        return x @ _dense(codes, levels_C, steps_G, mean, table, outputs).to(x.dtype).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:-1])
+        ctx.outputs = inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        codes, levels_C, steps_G, mean, table = ctx.saved_tensors
+        return dy @ _dense(codes, levels_C, steps_G, mean, table, ctx.outputs).to(dy.dtype), *[None] * 6
+
+
+def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, outputs: int) -> Tensor:
+    steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
+    scale_C = levels_C / steps_C + mean
+    pairs = torch.stack([codes >> 4, codes & 15], -1).flatten().int()
+    numbers = table[pairs]
+    blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK) * scale_C[:, None]
+    return blocks.flatten()[: len(numbers)].view(outputs, -1)

@@ -1,0 +1,300 @@
+"""Low-rank adapters beside the linear layers of any module, in place: the base's names and bits stay what they are.
+
+Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial values and names are PEFT's.
+Shapes: N outputs, K inputs, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from monograph.errors import UsageError
+from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.graph.inspect import unique_state
+
+ALL_LINEAR = "all-linear"
+Base = Literal["auto", "int8", "nf4"]
+BASES: dict[str, Any] = {"int8": Int8Linear, "nf4": NF4Linear}
+MOST_NAMES = 12  # of what exists, in a message
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which adapters.
+
+    Attributes:
+        rank: R.
+        alpha: the adapter's output is multiplied by alpha / rank.
+        targets: "all-linear": every linear layer but the head; another text: a regular expression for whole names; a
+            tuple: last parts of names.
+        dropout: probability with which an adapter's input is dropped in training.
+        base: what the linear layers but the head are kept in: "auto" as they are, "int8", "nf4".
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    dropout: float = 0.0
+    base: Base = "auto"
+
+
+class Factor(nn.Linear):
+    """One of an adapter's two matrices; it draws nothing itself."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is: `adapt` fills it."""
+
+
+class Adapted(nn.Linear):
+    """What the layers below have in common.
+
+        y = W x + b + s B A D(x),   s = alpha / rank
+
+    A is `lora_A.weight` [R, K], B is `lora_B.weight` [N, R], D is dropout in training.
+    """
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_dropout: nn.Module
+    scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N], in the dtype that the base gives."""
+        output = super().forward(input)
+        # Autocast would round it again; a mask's factor is not rounded to fewer bits.
+        if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
+            input = input.to(self.lora_A.weight.dtype)
+        inner = self.lora_A(self.lora_dropout(input))
+        # In a graph [..., R] is scaled instead of [..., N], there and back, and no scaled copy of either is kept.
+        if torch.compiler.is_compiling():
+            return (output + self.lora_B(inner * self.scale)).to(output.dtype)
+        return (output + self.lora_B(inner) * self.scale).to(output.dtype)
+
+
+class LoraLinear(Adapted):
+    """A linear layer with an adapter beside it; `adapt` makes layers this."""
+
+
+class LoraInt8Linear(Adapted, Int8Linear):
+    """The same beside whole numbers."""
+
+
+class LoraNF4Linear(Adapted, NF4Linear):
+    """The same beside 4-bit codes."""
+
+
+ADAPTED: dict[type[nn.Linear], type[Adapted]] = {Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear}
+
+
+def adapt(module: nn.Module, lora: Lora, *, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, Adapted]:
+    """Freeze a module and put adapters beside its linear layers; they alone are trained from then on.
+
+    The layers stay the objects they are and keep their names: beside `q_proj.weight` there are `q_proj.lora_A.weight`,
+    uniform in +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the module computes the same bits as before.
+
+    Args:
+        module: any module with its weights.
+        lora: which.
+        seed: of A; each has a random stream of its own, keyed by seed and name.
+        dtype: of the adapters; None: the weights', but fp32 beside narrower ones.
+
+    Returns:
+        The layers by name.
+
+    Raises:
+        UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
+            weight; adapters there already.
+    """
+    if adapters(module):
+        raise UsageError("the module has adapters already: merge(module) first")
+    chosen = targeted(module, lora.targets)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    if lora.base != "auto":
+        shared = _shared(module)
+        for layer in linear_layers(module).values():
+            weight = layer.weight
+            if id(weight) in shared:
+                continue
+            layer.__class__ = BASES[lora.base]
+            layer.freeze(weight)  # type: ignore[operator]
+    for name, layer in chosen.items():
+        _adapt(layer, lora, dtype, f"{seed} {name}.lora_A.weight")
+    return adapters(module)
+
+
+def adapters(module: nn.Module) -> dict[str, Adapted]:
+    """The layers of a module that have an adapter, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+
+
+@torch.no_grad()
+def _adapt(layer: nn.Linear, lora: Lora, dtype: torch.dtype | None, key: str) -> None:
+    weight = next(p for name, p in layer.named_parameters() if name != "bias")
+    wide = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+    like: dict[str, Any] = {"device": weight.device, "dtype": dtype or wide}
+    layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
+    layer.lora_A = Factor(layer.in_features, lora.rank, bias=False, **like)
+    layer.lora_B = Factor(lora.rank, layer.out_features, bias=False, **like)
+    layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+    layer.scale = lora.alpha / lora.rank  # type: ignore[assignment]
+    layer.lora_B.weight.zero_()  # type: ignore[union-attr, operator]
+    drawn_from = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    )
+    if not weight.is_meta:
+        bound = 1 / math.sqrt(layer.in_features)
+        noise = torch.rand(lora.rank, layer.in_features, generator=drawn_from, dtype=torch.float32, device="cpu")
+        layer.lora_A.weight.copy_((2 * noise - 1) * bound)  # type: ignore[union-attr, operator]
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Every plain linear layer of a module but the head, by name."""
+    head = _head(module)
+    plain = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and type(layer).forward in plain and layer is not head
+    }
+
+
+def _head(module: nn.Module) -> Any:
+    """What gives the scores over the vocabulary, where the module says so as ours and transformers' do."""
+    found = getattr(module, "get_output_embeddings", lambda: None)()
+    return found if found is not None else getattr(module, "lm_head", None)
+
+
+def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
+    """The layers that targets mean; see `Lora.targets`.
+
+    Raises:
+        UsageError: as `adapt`.
+    """
+    linear = linear_layers(module)
+    if targets == ALL_LINEAR:
+        chosen = set(linear)
+    elif isinstance(targets, str):
+        chosen = {name for name in linear if _matches(targets, name)}
+        if not chosen:
+            hint = f'; for the last part of a name write a list, ["{targets}"]' if _ends(linear, targets) else ""
+            raise UsageError(
+                f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "
+                f"{_some(linear)}{hint}"
+            )
+    else:
+        by_target = {target: _ends(linear, target) for target in targets}
+        for target in (target for target, found in by_target.items() if not found):
+            raise UsageError(_idle(module, target, linear))
+        chosen = set().union(*by_target.values())
+    _require_own_weights(module, chosen)
+    return {name: linear[name] for name in linear if name in chosen}
+
+
+def _matches(expression: str, name: str) -> bool:
+    try:
+        return re.fullmatch(expression, name) is not None
+    except re.error as error:
+        raise UsageError(f"lora.targets = {expression!r} is no regular expression: {error}") from None
+
+
+def _ends(names: Iterable[str], target: str) -> set[str]:
+    return {name for name in names if name == target or name.endswith(f".{target}")}
+
+
+def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> str:
+    found = {name: layer for name, layer in module.named_modules() if name and _ends([name], target)}
+    there = f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
+    if not found:
+        return f"lora.targets: no linear layer is called {target!r}; {there}"
+    name, layer = next(iter(found.items()))
+    if layer is _head(module):
+        return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {there}"
+    return f"lora.targets: {name} is no plain linear layer but {type(layer).__name__}; {there}"
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:2]) or "none"
+
+
+def _shared(module: nn.Module) -> dict[int, list[str]]:
+    """Parameters that have more than one name."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return {key: names for key, names in owners.items() if len(names) > 1}
+
+
+def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
+    for names in _shared(module).values():
+        if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
+            other = next(name for name in names if name != tied[0])
+            raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter beside it could not be merged")
+
+
+def narrow(module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = ()) -> None:
+    """Keep what is frozen and fp32 of linear layers, the head among them, in the dtype that autocast gives them.
+
+    They are then rounded once and not at each call: the same bits.
+
+    Args:
+        module: has adapters.
+        dtype: autocast's.
+        more: other modules whose weights are read in no other way.
+    """
+    those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
+    elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
+    for layer in those:
+        for name in ("weight", "bias"):
+            parameter = layer._parameters.get(name)
+            if parameter is not None and parameter.dtype == torch.float32 and id(parameter) not in elsewhere:
+                parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def merge(module: nn.Module) -> None:
+    """Add every adapter to its weight, one layer after another, in place: plain linear layers are left.
+
+        W <- round(W + s B A),   the sum in fp32 (fp64 where one of them is), rounded once to W's dtype
+
+    A quantised weight becomes the fp32 one that it stands for. What was frozen stays frozen.
+    """
+    for layer in adapters(module).values():
+        quantised = isinstance(layer, (Int8Linear, NF4Linear))
+        weight = layer.dense() if isinstance(layer, (Int8Linear, NF4Linear)) else layer.weight
+        kept = weight.dtype
+        wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
+        change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
+        merged = weight.to(wide, copy=True).add_(change, alpha=layer.scale).to(kept)
+        for name in ("lora_A", "lora_B", "lora_dropout"):
+            delattr(layer, name)
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        if quantised:
+            for name in [name for name in layer._parameters if name != "bias"]:
+                del layer._parameters[name]
+            layer._buffers.clear()
+            layer.register_parameter("weight", nn.Parameter(merged, requires_grad=False))
+        else:
+            layer.weight.copy_(merged)
+
+
+def kept_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state that training changes: of a module with adapters all but its frozen parameters, else all of it."""
+    state = unique_state(module)
+    if not adapters(module):
+        return state
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+def starts_still(name: str) -> bool:
+    """Whether a parameter's first gradient is zero because B is."""
+    return name.endswith(".lora_A.weight")

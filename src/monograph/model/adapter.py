@@ -1,0 +1,248 @@
+"""Adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors, in and out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from monograph.data.files import inside
+from monograph.errors import InputRefused, UsageError
+from monograph.graph.lora import ALL_LINEAR, Adapted, Lora, adapt, adapters, narrow
+from monograph.graph.precision import Precision
+from monograph.model.config import LlamaConfig
+from monograph.model.files import DTYPES, new_folder, read_header, read_json, read_tensors, write_json
+from monograph.model.llama import Llama
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Of ours, beside PEFT's two files, which PEFT does not read.
+BASE = "monograph_base.json"
+PREFIX = "base_model.model."
+_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path"}
+# Whatever they say, the adapter's tensors mean the same.
+_NO_MATTER = {
+    "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
+    "qalora_group_size", "layers_pattern", "ensure_weight_tying",
+}  # fmt: skip
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+MOST_RANK = 2**16
+
+
+class Adapter(NamedTuple):
+    """An adapter's folder as its configuration says it is; no tensor was read yet.
+
+    Attributes:
+        folder: where.
+        lora: rank, alpha, targets, dropout.
+        base: the model that it is for, as the file names it, "" where it does not.
+    """
+
+    folder: Path
+    lora: Lora
+    base: str
+
+    def require(self, config: LlamaConfig | None) -> None:
+        """Compare the base with the one that the adapter was trained beside, where the folder says which that was.
+
+        Raises:
+            InputRefused: another one.
+        """
+        if config is None or not (self.folder / BASE).exists():
+            return
+        if read_json(inside(self.folder, BASE)).get("config_sha256") != config_digest(config):
+            raise InputRefused(
+                f"{self.folder}: this adapter was trained beside another base: {BASE} does not have the digest of this "
+                "one's config.json"
+            )
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter and no model."""
+    folder = Path(folder)
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def config_digest(config: LlamaConfig) -> str:
+    """SHA-256 of a base's shape, as its config.json has it, in hex."""
+    return hashlib.sha256(json.dumps(config.to_hf(), sort_keys=True).encode()).hexdigest()
+
+
+def read_adapter(folder: str | Path) -> Adapter:
+    """The configuration of an adapter's folder.
+
+    Raises:
+        InputRefused: another kind of adapter, a key that is set and not understood, or a wrong value; names it.
+    """
+    path = inside(Path(folder), CONFIG)
+    values = read_json(path)
+    if values.get("peft_type") != "LORA":
+        raise InputRefused(f"{path}: peft_type = {values.get('peft_type')!r}: only LORA is read")
+    for key, value in values.items():
+        if key in _READ | _NO_MATTER:
+            continue
+        if key in _PLAIN:
+            if value in _PLAIN[key]:
+                continue
+            raise InputRefused(f"{path}: {key} = {value!r} is not read: expected one of {_PLAIN[key]}")
+        if value not in (None, False, {}, []):
+            raise InputRefused(f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first")
+    rank, alpha, dropout = values.get("r"), values.get("lora_alpha"), values.get("lora_dropout", 0.0)
+    if type(rank) is not int or not 0 < rank <= MOST_RANK:
+        raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
+    if not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
+        raise InputRefused(f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: expected numbers, below 1")
+    targets = values.get("target_modules")
+    listed = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    if not listed and not (isinstance(targets, str) and targets):
+        raise InputRefused(f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression")
+    assert alpha is not None
+    of_rank = math.sqrt(rank) if values.get("use_rslora") else 1.0  # s = alpha / sqrt(r)
+    chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
+    lora = Lora(rank, alpha * of_rank, chosen, float(dropout))
+    base = values.get("base_model_name_or_path")
+    return Adapter(Path(folder), lora, base if isinstance(base, str) else "")
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def read_weights(adapter: Adapter, module: nn.Module) -> None:
+    """Copy an adapter's tensors into a module that `adapt` gave adapters by its configuration.
+
+    Raises:
+        InputRefused: a tensor that is missing, left over, or of another shape; a damaged file.
+    """
+    own = adapter_state(module)
+    path = inside(adapter.folder, WEIGHTS)
+    stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
+    for kind, names in (("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())):
+        if names:
+            raise InputRefused(
+                f"{path}: {len(names)} {kind} tensors for this base, the first is {min(names)!r}: an adapter of "
+                "another model, or of another depth"
+            )
+    for name, tensor in stored.items():
+        if tensor.shape != own[name].shape:
+            raise InputRefused(f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base")
+        if tensor.dtype not in DTYPES:
+            raise InputRefused(f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")
+    for name, value in read_tensors({PREFIX + name: stored[name] for name in stored}, None).items():
+        own[name.removeprefix(PREFIX)].copy_(value)
+
+
+def put(
+    module: nn.Module, lora: Lora, *, seed: int = 0, start: Adapter | None = None, precision: Precision | None = None
+) -> None:
+    """Make of a module what a run with adapters trains.
+
+    Args:
+        module: the base, in fp32.
+        lora: which adapters.
+        seed: of fresh ones.
+        start: a stored adapter to begin from.
+        precision: that it is computed in; where that is 16 bits, the base is kept in them too.
+
+    Raises:
+        UsageError: a target that matches nothing, and the like; see `adapt`.
+        InputRefused: the stored adapter does not fit.
+    """
+    if start is None:
+        adapt(module, lora, seed=seed)
+    else:
+        try:
+            adapt(module, lora)
+        except UsageError as error:
+            raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
+        read_weights(start, module)
+    if precision is not None and precision.name in ("bf16", "fp16"):
+        # Its hidden states are rounded right after the embedding, so that this is too.
+        narrow(module, precision.dtype, [module.model.embed_tokens] if isinstance(module, Llama) else [])
+
+
+def adapter_state(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module's adapters by name, the live ones."""
+    return {
+        f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
+        for name, layer in adapters(module).items()
+        for factor in ("lora_A", "lora_B")
+    }
+
+
+class Packed(NamedTuple):
+    """Adapters as PEFT stores them.
+
+    Attributes:
+        values: of adapter_config.json.
+        tensors: of adapter_model.safetensors.
+        base: what is written beside of the base; nothing of a module of one's own.
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    base: dict[str, str]
+
+
+def packed(module: nn.Module, lora: Lora, base: str) -> Packed:
+    """The adapters of a module, copied, so that they are still there when they were merged.
+
+    Args:
+        module: with adapters.
+        lora: which they are.
+        base: what they are for, a folder's path or a hub id.
+    """
+    found = adapters(module)
+    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    values = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": alpha, "target_modules": _targets(module, found, lora), "lora_dropout": lora.dropout,
+        "bias": "none", "inference_mode": True,
+    }  # fmt: skip
+    tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
+    return Packed(values, tensors, {"config_sha256": config_digest(module.config)} if isinstance(module, Llama) else {})
+
+
+def save_adapter(stored: Packed, folder: str | Path) -> None:
+    """Write a folder that PEFT and `read_adapter` read; it is to be created, and may exist if it is empty.
+
+    Raises:
+        InputRefused: the folder exists and holds something, or cannot be written.
+        DiskFull: no space left; nothing of it remains.
+    """
+    with new_folder(Path(folder)) as new:
+        write_json(new / CONFIG, stored.values)
+        if stored.base:
+            write_json(new / BASE, stored.base)
+        save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
+
+
+def _targets(module: nn.Module, found: Mapping[str, Adapted], lora: Lora) -> list[str] | str:
+    """`target_modules` that mean the same layers to PEFT, for which "all-linear" depends on the class of the model."""
+    if lora.targets != ALL_LINEAR:
+        return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
+    ends = sorted({name.rpartition(".")[2] for name in found})
+    others = {name for name, each in module.named_modules() if name not in found and not isinstance(each, Adapted)}
+    matched = {name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)}
+    return sorted(found) if matched else ends
+
+
+def resolved_base(adapter: Adapter) -> str:
+    """The folder of the model that an adapter is for.
+
+    Raises:
+        InputRefused: it is not there; nothing is fetched from the network.
+    """
+    for path in (Path(adapter.base), adapter.folder / adapter.base):
+        if adapter.base and path.exists():
+            return str(path.resolve())
+    raise InputRefused(
+        f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
+        "fetched: write the folder of the base there"
+    )

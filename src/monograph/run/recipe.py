@@ -1,0 +1,177 @@
+"""What a module is built from, as a checkpoint records it: a shape, a folder, a file of Python, an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from monograph.errors import InputRefused
+from monograph.loss import Loss, token_loss
+from monograph.model import adapter, hub, torch_file
+from monograph.model.config import WEIGHT_FILES, LlamaConfig
+from monograph.run.folder import Run
+
+_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256")  # entries that older checkpoints lack
+SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
+
+
+class Recipe(NamedTuple):
+    """What a module is built from, as a checkpoint records it.
+
+    Attributes:
+        init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder, a file of
+            torch.save or a run to start from.
+        preset: the shape of a fresh Llama by name; "auto": `sizes` give it whole.
+        sizes: sizes by their Hugging Face names, over the preset's; offered to `function`; what a file of torch.save
+            leaves open.
+        seed: of fresh weights; torch's generator is seeded with it, and `function` gets it if it takes a `seed`.
+        sha256: of the file that holds the function, None where there is none.
+        lora: the adapters that are trained beside the module, None where the module itself is.
+        adapter: a stored adapter's folder to begin from; `init` is then its base.
+        base_sha256: of the frozen weights, where there are adapters.
+    """
+
+    init: str | None
+    preset: str
+    sizes: dict[str, Any]
+    seed: int
+    sha256: str | None = None
+    lora: dict[str, Any] | None = None
+    adapter: str | None = None
+    base_sha256: str | None = None
+
+    @classmethod
+    def recorded(cls, saved: Mapping[str, Any]) -> Recipe:
+        """The recipe that a checkpoint recorded; raises KeyError where it lacks an entry."""
+        asked = [name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS]
+        return cls(**{name: saved[name] for name in asked})
+
+    def entries(self) -> dict[str, Any]:
+        """What a checkpoint records; without adapters what it did before there were any."""
+        return {key: value for key, value in self._asdict().items() if value is not None or key not in _SINCE_ADAPTERS}
+
+    @property
+    def file(self) -> Path | None:
+        """The Python file that builds the module, if one does."""
+        file = (self.init or "").partition(":")[0]
+        return Path(file) if file.endswith(".py") and file != self.init else None
+
+    def checked(self) -> Recipe:
+        """This recipe with the digest of its file, or of an adapter with its base.
+
+        It fails early on what can be seen before any text is read.
+
+        Raises:
+            InputRefused: sizes that do not fit together, or a folder or file that cannot be used.
+        """
+        if self.init and adapter.is_adapter(self.init):
+            stored = adapter.read_adapter(self.init)
+            base = self._replace(init=adapter.resolved_base(stored), adapter=self.init).checked()
+            stored.require(shape_in(str(base.init)))
+            return base
+        if self.file:
+            return self._replace(sha256=hashlib.sha256(_source(self)).hexdigest())
+        if self.init is None:
+            self.shape(vocab_size=1)
+        elif is_weight_file(self.init):
+            torch_file.read(Path(self.init), self.sizes)
+        elif run_named(self.init) is None:
+            hub.read_headers_of(self.init)
+        return self
+
+    def shape(self, **defaults: Any) -> LlamaConfig:
+        """The shape of a fresh Llama; `defaults` are sizes where the recipe leaves them open."""
+        sizes = defaults | self.sizes
+        if self.preset != "auto":
+            return LlamaConfig.preset(self.preset, **sizes)
+        # As many key-value heads as heads, and a feed-forward layer of 8/3 of the width, as in the first Llama.
+        wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
+        return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
+
+
+def require_same_file(recipe: Recipe, run: Run) -> None:
+    """The file that built a run's module must still be what it was.
+
+    Raises:
+        InputRefused: it is not, or cannot be read.
+    """
+    if recipe.file and recipe.checked().sha256 != recipe.sha256:
+        raise InputRefused(
+            f"{recipe.file}: not the file that {run.folder} was trained with: put it back, "
+            "or start a new run from this one with --from"
+        )
+
+
+def run_named(folder: str | Path) -> Run | None:
+    """The run of that name, or None for a folder that is no run."""
+    path = Path(folder)
+    return Run.open(folder) if path.parts[:1] == ("last",) or (path / "run.lock").is_file() else None
+
+
+def shape_in(folder: str) -> LlamaConfig | None:
+    """The shape that a Hugging Face folder's config.json gives; None of anything else, which only loading tells."""
+    if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
+        return None
+    return hub.read_config(folder) if Path(folder).is_dir() else None
+
+
+def is_weight_file(name: str | Path) -> bool:
+    """Whether that names a file of torch.save, there or not, and neither a run nor a folder."""
+    return str(name).endswith(WEIGHT_FILES) and not Path(name).is_dir()
+
+
+def _source(recipe: Recipe) -> bytes:
+    try:
+        return Path(recipe.file or "").read_bytes()
+    except OSError as error:
+        raise InputRefused(
+            f"model.init = {recipe.init!r}: {recipe.file} cannot be read ({error.strerror}); "
+            f"it is looked for from {Path.cwd()}"
+        ) from None
+
+
+def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
+    """The module that a Python file's function builds, and the file's loss, or that of tokens.
+
+    Raises:
+        InputRefused: the file or the function cannot be used, or returns no such module.
+    """
+    where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
+    _source(recipe)
+    # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
+    folder, digest = str(file.resolve().parent), hashlib.sha256(str(file.resolve()).encode()).hexdigest()
+    name = f"monograph_init_{digest[:8]}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that it finds its neighbours, as it does when Python runs it
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise InputRefused(f"{where}: {file} has no function {function_name!r}")
+        takes = inspect.signature(function).parameters
+        offered = {"seed": recipe.seed, **recipe.sizes}
+        built = function(**{key: value for key, value in offered.items() if key in takes})
+    except InputRefused:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
+    if empty := [name for name, parameter in built.named_parameters() if parameter.is_meta]:
+        raise InputRefused(f"{where}: {empty[0]} is on the meta device, without numbers: build the module on the CPU")
+    if not hasattr(module, "loss") and not hasattr(built, "lm_head"):
+        raise InputRefused(
+            f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(built).__name__} has no lm_head, "
+            "which the loss of tokens needs: add one of them"
+        )
+    return built, getattr(module, "loss", token_loss)

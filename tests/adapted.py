@@ -1,0 +1,42 @@
+"""Small models with adapters, and the same by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from batches import tiny_llama
+from monograph.graph.lora import Lora, adapters
+from monograph.graph.precision import Precision
+from monograph.model.adapter import put
+from monograph.model.llama import Llama
+
+SMALL = Lora(rank=4, alpha=6.0)
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def peft():
+    """The library, or the test is skipped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's kernels, which it looks for
+        return pytest.importorskip("peft", reason="peft is not installed: the extra `dev` has it")
+
+
+@torch.no_grad()
+def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module:
+    """The module with B as if it had been trained."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapters(module).values():
+        layer.lora_B.weight.copy_(torch.randn(layer.lora_B.weight.shape, generator=generator) * spread)
+    return module
+
+
+def adapted_llama(lora: Lora = SMALL, precision: str = "fp32", dtype: torch.dtype = torch.float32, **sizes) -> Llama:
+    """A tiny Llama with trained adapters, as a run has it."""
+    model = tiny_llama(dtype, **sizes)
+    put(model, lora, precision=Precision(precision))
+    trained(model)
+    return model

@@ -1,0 +1,201 @@
+"""Run: pytest tests/commands/test_lora.py (adapters through every command)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapted import LINEAR
+from commands.forked import CommandServer
+from commands.inputs import OWN, newest, over, with_texts
+from monograph.data.tokenizer import Tokenizer
+from monograph.graph.lora import Lora, adapt, merge
+from monograph.model.adapter import put, read_adapter
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import load_model, save_model
+from monograph.model.llama import Llama
+from monograph.run.models import load
+
+LORA = over(OWN, "train.updates=6", "lora.rank=4", "model.init=base")
+TENSORS = 2 * 2 * len(LINEAR)
+
+
+@pytest.fixture(scope="module")
+def monograph():
+    with CommandServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, monograph: CommandServer) -> Path:
+    """A base as a Hugging Face folder in bf16, and a run of adapters beside it."""
+    here = with_texts(tmp_path_factory.mktemp("lora"))
+    write_base(here / "base")
+    done = monograph.run(here, "train", *LORA, "--out", "run", "--json", figures=0)
+    assert done.code == 0, done.err
+    (here / "train.json").write_text(done.out.splitlines()[-1])
+    return here
+
+
+def write_base(folder: Path, seed: int = 0) -> None:
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    save_model(Llama(config, seed=seed).bfloat16(), folder, Tokenizer.bytes())
+
+
+def test_a_checkpoint_holds_adapters_and_no_second_copy_of_the_base(folder: Path) -> None:
+    saved = load_file(newest(folder / "run") / "model.safetensors")
+    assert len(saved) == TENSORS and all(".lora_" in name for name in saved)
+    moments = load_file(newest(folder / "run") / "optimizer.safetensors")
+    assert len(moments) == 2 * TENSORS
+    config = (folder / "run" / "config.toml").read_text()
+    assert f'init = "{folder / "base"}"' in config and "lr = 0.0002" in config and 'targets = "all-linear"' in config
+    assert json.loads((folder / "train.json").read_text())["params"] == sum(t.numel() for t in saved.values()) + sum(
+        p.numel() for p in load_model(folder / "base").parameters()
+    )
+
+
+def test_the_merged_model_and_the_adapter_are_exported(folder: Path, monograph: CommandServer) -> None:
+    done = monograph.run(folder, "export", "run", "--to", "out")
+    assert done.code == 0 and "out/adapter: the adapters alone" in done.out, done.err
+    merged, base = load_model(folder / "out"), load_model(folder / "base")
+    assert merged.model.embed_tokens.weight.dtype == torch.bfloat16, "the base's own"
+    assert merged.config.tie_word_embeddings and "lm_head.weight" not in load_file(folder / "out/model.safetensors")
+    again = load_model(folder / "base")
+    stored = read_adapter(folder / "out" / "adapter")
+    put(again, stored.lora, start=stored)
+    merge(again)
+    changed = {name for name, p in merged.named_parameters() if not torch.equal(p, dict(base.named_parameters())[name])}
+    assert changed and all(name.split(".")[-2] in LINEAR for name in changed)
+    assert all(torch.equal(p, q) for p, q in zip(merged.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(merged.parameters(), load(folder / "out/adapter")[0].parameters(),
+                                                 strict=True))  # fmt: skip
+    assert (folder / "out" / "tokenizer.json").exists()
+
+
+def test_every_command_takes_the_run_and_the_adapter(folder: Path, monograph: CommandServer) -> None:
+    if not (folder / "out").exists():
+        assert monograph.run(folder, "export", "run", "--to", "out").code == 0
+    for of in ("run", "out/adapter"):
+        assert monograph.run(folder, "generate", of, "alpha", "--max-tokens", "4").code == 0
+    scored = monograph.run(folder, "evaluate", "run", "--json")
+    loss = json.loads((folder / "train.json").read_text())["eval_loss"]
+    assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
+    assert monograph.run(folder, "evaluate", "out/adapter", "--data", "texts").code == 0
+    done = monograph.run(folder, "plan", "model.init=base", "lora.rank=4", "data.sequence_length=32")
+    assert done.code == 0 and "in adapters" in done.out, done.err
+    done = monograph.run(
+        folder, "train", *over(OWN, "train.updates=3", "model.init=out/adapter", "train.keep=9"), "--out", "further"
+    )
+    assert done.code == 0, done.err
+    assert "rank = 4" in (folder / "further" / "config.toml").read_text()
+    # Its first checkpoint is of before the first update.
+    first = load_file(folder / "further/checkpoints/step-00000000/model.safetensors")
+    whole = load_file(folder / "out/adapter/adapter_model.safetensors")
+    assert all(torch.equal(whole[f"base_model.model.{name}"], tensor) for name, tensor in first.items())
+
+
+def test_a_sweep_of_ranks(folder: Path, monograph: CommandServer) -> None:
+    settings = [each for each in LORA if not each.startswith("lora.rank")]
+    done = monograph.run(folder, "sweep", *settings, "lora.rank=2,4", "train.seed=0,1", "--out", "sweep", figures=0)
+    assert done.code == 0, done.err
+    members = sorted((folder / "sweep").rglob("model.safetensors"))
+    assert len(members) >= 4 and all(len(load_file(path)) == TENSORS for path in members)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["lora.rank=4"], "lora.rank: adapters stand beside weights that exist"),
+        (["model.init=base", "lora.alpha=8"], "lora.alpha is of adapters, and none are trained: give their rank too"),
+        (["model.init=base", "lora.rank=4", 'lora.targets=["qproj"]'], "no linear layer is called 'qproj'"),
+        (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
+        (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
+        (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
+        (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    folder: Path, monograph: CommandServer, change: list[str], words: str
+) -> None:
+    done = monograph.run(folder, "train", *over(OWN, *change), "--out", "refused")
+    assert done.code == 2 and words in done.err, done.err
+    assert not (folder / "refused").exists()
+
+
+def test_other_adapters_than_the_stored_ones_or_the_parents_are_refused(folder: Path, monograph: CommandServer) -> None:
+    if not (folder / "out").exists():
+        assert monograph.run(folder, "export", "run", "--to", "out").code == 0
+    done = monograph.run(folder, "train", *over(OWN, "model.init=out/adapter", "lora.rank=8"), "--out", "refused")
+    assert done.code == 2 and "but the adapter in out/adapter has 4" in done.err
+    done = monograph.run(folder, "train", "--from", "run", "lora.rank=8", "--out", "refused")
+    assert done.code == 2 and "--from goes on with the weights" in done.err
+    assert monograph.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch").code == 0
+
+
+def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, monograph: CommandServer) -> None:
+    write_base(here / "base")
+    assert monograph.run(here, "train", *LORA, "--out", "run", figures=0).code == 0
+    shutil.rmtree(newest(here / "run"))
+    lines = (here / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (here / "run" / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
+    (here / "base").rename(here / "moved")
+    for command in (["train", "--resume", "run"], ["generate", "run", "a"], ["evaluate", "run"]):
+        done = monograph.run(here, *command)
+        assert done.code == 3 and f"{here / 'base'}: no such folder" in done.err
+    (here / "moved").rename(here / "base")
+    tensors = load_file(here / "base" / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1.01}, here / "base/model.safetensors")
+    for command in (["train", "--resume", "run"], ["generate", "run", "a"], ["evaluate", "run"],
+                    ["export", "run", "--to", "out"]):  # fmt: skip
+        done = monograph.run(here, *command)
+        assert done.code == 3 and f"{here / 'base'}: its weights are not those that the adapters" in done.err, done.err
+    save_file({name: t.float() for name, t in tensors.items()}, here / "base/model.safetensors")
+    assert monograph.run(here, "generate", "run", "a", "--max-tokens", "2").code == 0, "the same numbers in fp32"
+
+
+def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folders(
+    folder: Path, monograph: CommandServer
+) -> None:
+    done = monograph.run(folder, "train", *LORA, "lora.base=nf4", "--out", "four", "--json", figures=0)
+    assert done.code == 0, done.err
+    scored = monograph.run(folder, "evaluate", "four", "--json")
+    loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
+    assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
+    expected = load_model(folder / "base")
+    adapt(expected, Lora(4))
+    expected.load_state_dict(load_file(newest(folder / "four") / "model.safetensors"), strict=False)
+    merge(expected)
+    assert all(map(torch.equal, load(folder / "four")[0].parameters(), expected.parameters()))
+
+
+def test_a_run_is_a_base_too(folder: Path, monograph: CommandServer) -> None:
+    done = monograph.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
+    assert done.code == 0, done.err
+    assert monograph.run(folder, "evaluate", "on").code == 0
+
+
+def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:
+    (here / "own.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build(vocab_size):\n"
+        "    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, vocab_size))\n"
+        "def loss(model, batch):\n"
+        "    targets = batch['targets'].flatten()\n"
+        "    logits = model(batch['tokens']).flatten(0, 1)\n"
+        "    return nn.functional.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()\n"
+    )
+    settings = over(OWN, "train.updates=4", "model.init=own.py:build", "lora.rank=2")
+    done = monograph.run(here, "train", *settings, "--out", "run", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert len(load_file(newest(here / "run") / "model.safetensors")) == 4
+    scored = monograph.run(here, "evaluate", "run", "--json")
+    loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
+    assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err

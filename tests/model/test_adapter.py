@@ -1,0 +1,186 @@
+# Run: pytest tests/model/test_adapter.py
+"""Adapter folders: PEFT's, both ways, bits; what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapted import LINEAR, SMALL, adapted_llama, peft
+from batches import ragged, tiny_llama
+from monograph.errors import InputRefused
+from monograph.graph.lora import Lora, adapters
+from monograph.model.adapter import (
+    adapter_state,
+    is_adapter,
+    packed,
+    put,
+    read_adapter,
+    resolved_base,
+    save_adapter,
+)
+from monograph.model.hub import save_model
+
+# transformers' own, when PEFT asks it.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An adapter's folder, its base beside it."""
+    save_model(tiny_llama(), tmp_path / "base")
+    save_adapter(packed(adapted_llama(), SMALL, str(tmp_path / "base")), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def changed(folder, **values):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def logits(model, tokens):
+    found = model(tokens)
+    return found if torch.is_tensor(found) else found.logits
+
+
+def test_peft_loads_what_is_written_here(folder, tmp_path):
+    library, transformers = peft(), pytest.importorskip("transformers", reason="transformers is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = library.PeftModel.from_pretrained(base, folder)
+    ours = adapted_llama()
+    found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in theirs.named_parameters()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(ours).items())
+    assert sum(".lora_" in name for name in found) == 28
+    tokens, hidden = ragged(3)["tokens"], ours(ragged(3)["tokens"])
+    torch.testing.assert_close(theirs(input_ids=tokens).logits, hidden @ ours.lm_head.weight.T, rtol=1e-4, atol=1e-5)
+    plain = tiny_llama()
+    assert not torch.allclose(theirs(input_ids=tokens).logits, plain(tokens) @ plain.lm_head.weight.T, atol=1e-3)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_writes_is_loaded_here(tmp_path, rslora):
+    library, transformers = peft(), pytest.importorskip("transformers", reason="transformers is not installed")
+    save_model(tiny_llama(), tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = library.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=rslora,
+                                task_type="CAUSAL_LM", lora_dropout=0.1)  # fmt: skip
+    theirs = library.get_peft_model(base, config).eval()
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = read_adapter(tmp_path / "theirs")
+    assert stored.lora == Lora(4, 12.0 if rslora else 6.0, ("down_proj", "q_proj"), 0.1)
+    model = tiny_llama()
+    put(model, stored.lora, start=stored)
+    model.eval()
+    found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in theirs.named_parameters()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(model).items())
+    tokens = ragged(3)["tokens"]
+    ours = model(tokens) @ model.lm_head.weight.T
+    torch.testing.assert_close(theirs(input_ids=tokens).logits, ours, rtol=1e-4, atol=1e-5)
+    # And back again, the same bytes of tensors.
+    save_adapter(packed(model, stored.lora, stored.base), tmp_path / "again")
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_round_trip_is_bits(folder, tmp_path):
+    assert is_adapter(folder) and not is_adapter(tmp_path / "base")
+    stored = read_adapter(folder)
+    assert stored.lora == Lora(SMALL.rank, SMALL.alpha, tuple(sorted(LINEAR)))
+    assert resolved_base(stored) == str(tmp_path / "base")
+    model, original = tiny_llama(), adapted_llama()
+    stored.require(model.config)
+    put(model, stored.lora, start=stored)
+    assert all(torch.equal(a, b) for a, b in zip(adapter_state(model).values(), adapter_state(original).values(),
+                                                 strict=True))  # fmt: skip
+    mode = (folder / "adapter_config.json").stat().st_mode
+    assert (folder / "adapter_model.safetensors").stat().st_mode == mode
+
+
+@pytest.mark.parametrize("targets", [("up_proj",), r".*layers\.1.*_proj", ("layers.0.mlp.up_proj",)])
+def test_targets_mean_the_same_when_they_are_read(tmp_path, targets):
+    lora = Lora(4, 6.0, targets)
+    save_adapter(packed(adapted_llama(lora), lora, ""), tmp_path / "adapter")
+    stored, model = read_adapter(tmp_path / "adapter"), tiny_llama()
+    put(model, stored.lora, start=stored)
+    assert set(adapters(model)) == set(adapters(adapted_llama(lora)))
+
+
+REFUSED = {
+    "another kind": ({"peft_type": "IA3"}, "peft_type = 'IA3': only LORA is read"),
+    "dora": ({"use_dora": True}, "use_dora = True is set"),
+    "a pattern": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = .* is set"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* is set"),
+    "a key of tomorrow": ({"use_wonder": 3}, "use_wonder = 3 is set"),
+    "biases": ({"bias": "all"}, "bias = 'all' is not read"),
+    "a base that was changed": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not read"),
+    "no rank": ({"r": 0}, "r = 0: expected a whole number"),
+    "a rank that is none": ({"r": True}, "r = True: expected a whole number"),
+    "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
+    "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha = inf"),
+    "no targets": ({"target_modules": None}, "target_modules = None"),
+    "wrong targets": ({"target_modules": ["q_proj", 3]}, "target_modules = .*3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_configuration_that_is_not_understood_is_refused_by_key(folder, name):
+    values, words = REFUSED[name]
+    with pytest.raises(InputRefused, match=rf"adapter_config.json: {words}"):
+        read_adapter(changed(folder, **values))
+
+
+def test_keys_that_are_not_set_are_nothing(folder):
+    unset = {"use_dora": False, "rank_pattern": {}, "modules_to_save": None, "layers_to_transform": [],
+             "init_lora_weights": True, "bias": "none", "peft_version": "9", "revision": "main"}  # fmt: skip
+    assert read_adapter(changed(folder, **unset)).lora.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "words"),
+    [
+        ({"num_hidden_layers": 1}, {}, "14 unexpected tensors for this base, the first is 'model.layers.1"),
+        ({"num_hidden_layers": 3}, {}, "14 missing tensors for this base, the first is 'model.layers.2"),
+        ({"hidden_size": 64}, {}, r"is \[.*\], not \[.*\] as by r and base"),
+        ({}, {"r": 8}, r"is \[.*\], not \[.*\] as by r and base"),
+        ({}, {"target_modules": ["q_proj", "nothing"]}, "no linear layer is called 'nothing'"),
+        ({}, {"target_modules": ["q_proj"]}, "24 unexpected tensors"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(folder, base, values, words):
+    stored = read_adapter(changed(folder, **values))
+    with pytest.raises(InputRefused, match=words):
+        put(tiny_llama(**base), stored.lora, start=stored)
+
+
+def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
+    stored = read_adapter(folder)
+    with pytest.raises(InputRefused, match="trained beside another base"):
+        stored.require(tiny_llama(rope_theta=5000.0).config)
+    (folder / "monograph_base.json").unlink()  # PEFT writes none
+    stored.require(tiny_llama(rope_theta=5000.0).config)
+
+
+def test_damage_is_refused_in_a_line(folder):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
+    stored = read_adapter(folder)
+    with pytest.raises(InputRefused, match="is stored as I8"):
+        put(tiny_llama(), stored.lora, start=stored)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputRefused, match="damaged, or no safetensors file"):
+        put(tiny_llama(), stored.lora, start=stored)
+    (folder / "adapter_config.json").write_text("[1]")
+    with pytest.raises(InputRefused, match="expected a JSON object"):
+        read_adapter(folder)
+    changed_base = stored._replace(base="meta-llama/Llama-3")
+    with pytest.raises(InputRefused, match="'meta-llama/Llama-3' is no folder here, and nothing is fetched"):
+        resolved_base(changed_base)
