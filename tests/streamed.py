@@ -98,8 +98,12 @@ def resident(sizes: dict[str, Any] | None = None, **changes: Any) -> Resident:
 def streamed(
     sizes: dict[str, Any] | None = None, placement: Placement | None = None, blocks_per_stage: int = 1, **changes: Any
 ) -> Streamed:
-    changes["placement"] = replace(placement or Placement(), blocks_per_stage=blocks_per_stage)
-    return Streamed(tiny_llama(**{"num_hidden_layers": LAYERS} | (sizes or {})), **arguments(**changes))
+    """The other one; of a placement what the stages are there for."""
+    sizes, placement = {"num_hidden_layers": LAYERS} | (sizes or {}), placement or Placement()
+    last = -(-sizes["num_hidden_layers"] // blocks_per_stage) + 1
+    there = frozenset(each for each in placement.on_device if each[0] <= last)
+    changes["placement"] = replace(placement, blocks_per_stage=blocks_per_stage, on_device=there)
+    return Streamed(tiny_llama(**sizes), **arguments(**changes))
 
 
 def windows(count: int = UPDATES, first: int = 0, rows: Callable[..., dict[str, Tensor]] = packed) -> list[Any]:

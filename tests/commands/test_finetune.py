@@ -95,7 +95,7 @@ def test_an_export_stops_where_training_did(server: CommandServer, here: Path, n
     assert server.run(here, "export", "run", "--to", "gguf", "--format", "gguf", "--dtype", "f32").code == 0
     stops = {"chatml": ["<|im_end|>"], "gemma": ["<end_of_turn>"], "llama-3": ["<|eot_id|>", "<|eom_id|>"]}.get(name)
     tokenizer = speaking(here / "again", name)
-    ends = [tokenizer.special[stop] for stop in stops or ["<|eos|>"]]
+    ends = list(dict.fromkeys(tokenizer.special[stop] for stop in [*(stops or ()), "<|eos|>"]))
     assert json.loads((here / "hf" / "generation_config.json").read_text())["eos_token_id"] == ends
     assert (here / "hf" / "chat_template.jinja").read_text() == TEMPLATES[name]
     modelfile = (here / "gguf" / "Modelfile").read_text()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from batches import packed
+from batches import packed, tiny_llama
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.remat import Remat
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
-from monograph.stream import Placement
+from monograph.stream import Placement, Streamed
 from streamed import (
     EVERY,
     PLACEMENTS,
@@ -282,9 +282,9 @@ def test_a_placement_that_means_nothing_is_refused(field, value):
 
 def test_places_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(UsageError, match="names stage 8, and the stages are 0 to 7"):
-        streamed(placement=Placement(on_device=frozenset({(8, "weights")})))
+        Streamed(tiny_llama(num_hidden_layers=6), placement=Placement(on_device=frozenset({(8, "weights")})))
     with pytest.raises(UsageError, match="expected a monograph.Placement"):
-        streamed(placement="sweep")
+        Streamed(tiny_llama(), placement="sweep")
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="torch finds no GPU"):
             Placement(torch.device("cuda"))
