@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -32,6 +34,15 @@ settings.load_profile("repeatable")
 @pytest.fixture(scope="session", autouse=True)
 def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["MONOGRAPH_HOME"] = str(tmp_path_factory.mktemp("monograph-home"))
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_mode_is_put_back() -> Iterator[None]:
+    """A run turns torch's deterministic mode on for its process; a graph that was captured without it is then none."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

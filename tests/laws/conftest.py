@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from batches import ragged, tiny_llama
 from laws.resumed import write_inputs
@@ -24,11 +22,9 @@ def compiled_step() -> Resident:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of its own, no figures (they take most of the time), and torch's mode put back."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, and no figures (they take most of the time)."""
     monkeypatch.setattr("monograph.session.story.write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
-    yield tmp_path
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    return tmp_path
