@@ -5,7 +5,9 @@
 #         test tool; beside it, where installed, transformers' Trainer (which needs accelerate); first, on small models,
 #         called against replayed micro-steps in one process (only that: gpu.sh train --systems replay).
 #         memory: benchmarks/plan.py, predicted beside measured peak memory.
+#         stream: benchmarks/stream.py, streamed, killed and resumed beside resident.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
+#         ensemble: benchmarks/ensemble_peers.py, beside a loop of CUDA graphs.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results).
 #   PYTHON: the interpreter (default .venv's, else python3).
@@ -70,11 +72,8 @@ case $part in
     script="benchmarks/$part.py"
     [ "$part" = generate ] && script=benchmarks/generate_peers.py
     [ "$part" = memory ] && script=benchmarks/plan.py
-    if [ -f "$script" ]; then
-      timeout 540 "$PYTHON" "$script" --out "$out/$part.json" "$@"
-    else
-      echo "$part: not built yet, nothing measured"
-    fi
+    [ "$part" = ensemble ] && script=benchmarks/ensemble_peers.py
+    timeout 540 "$PYTHON" "$script" --out "$out/$part.json" "$@"
     ;;
   *)
     echo "usage: benchmarks/gpu.sh laws|train|memory|stream|generate|ensemble" >&2

@@ -1,7 +1,8 @@
 """A model whose weights, gradients and moments do not fit the device: trained in stages, killed, resumed, and compared.
 
-On a CPU the device is a budget: slots, desks and what goes from stage to stage are counted and have to stay below
-`--budget`, while the model's whole state is many times that. In processes of their own, one after another:
+On a GPU the allocator's peak is noted beside what is counted. On a CPU the device is a budget: slots, desks and what
+goes from stage to stage are counted and have to stay below `--budget`, while the model's whole state is many times
+that. In processes of their own, one after another:
 
     streamed   trains, saves after half of the updates, and is killed with SIGKILL in the middle of the next one
     resumed    takes the checkpoint up and trains the rest
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.device import clock
+from monograph.device import clock, default_device
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -53,15 +54,15 @@ def window(update: int, rows: int, shape: dict[str, Any]) -> dict[str, Tensor]:
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """One process's share: the engine's updates from where it stands, and what it took."""
-    shape, folder = task["shape"], Path(task["folder"])
+    shape, folder, device = task["shape"], Path(task["folder"]), default_device()
     torch.manual_seed(0)
     model = Llama(LlamaConfig(**shape), seed=0)
     parameters = sum(p.numel() for p in model.parameters())
     options: dict[str, Any] = {"optim": AdamW(lr=3e-4), "clip": 1.0, "micro_batch": 1}
     if task["engine"] == "resident":
-        engine: Resident = Resident(model, **options)
+        engine: Resident = Resident(model.to(device), **options)
     else:
-        engine = Streamed(model, placement=Placement(when="next forward", offload=True), **options)
+        engine = Streamed(model, placement=Placement(device, when="next forward", offload=True), **options)
     if obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks"):
         raise SystemExit(f"not compiled: {obstacle}")
     if task["resume"]:
@@ -86,6 +87,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
             checkpointing.save(folder, checkpoint, keep=1)
             print(f"  {task['name']:<9} checkpoint in {clock() - began:.0f} s")
     result = {"parameters": parameters, "seen": seen, "seconds": seconds, "rss_bytes": peak_rss_bytes()}
+    if device.type == "cuda":
+        result["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
     if isinstance(engine, Streamed):
         walk = engine.step.walk
         result |= {
