@@ -99,7 +99,7 @@ def measured(home: Path, base: Path, way: str, settings: Namespace) -> dict[str,
     ours = answers(home, found.pop("run"), asked)
     right = [text == one["text"] and one["finish_reason"] == "stop" for text, one in zip(expected, ours, strict=True)]
     out = home / f"{way}-gguf"
-    harness.command(home, "export", "last", "--to", str(out), "--format", "gguf", "--dtype", "f32")
+    harness.called(home, "export", "last", "--to", str(out), "--format", "gguf", "--dtype", "f32")
     theirs = llama_cpp_answers(next(out.glob("*.gguf")), [chat[0]["content"] for chat in unseen])
     same = [
         (one["text"], len(one["token_ids"]), one["finish_reason"]) == other

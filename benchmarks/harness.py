@@ -164,21 +164,27 @@ def shown(values: Mapping[str, Any], digits: int = 2) -> str:
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
 
 
-def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
-    """What `monograph ARGUMENTS --json` prints at last, and its seconds."""
+def called(home: Path, *arguments: str) -> str:
+    """What `monograph ARGUMENTS` prints in a folder that is its home, too."""
     environment = os.environ | {
         "HOME": str(home),
         "PYTHONPATH": str(ROOT / "src"),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
-    began = clock()
     done = subprocess.run(
-        [sys.executable, "-m", "monograph", *arguments, "--json"],
+        [sys.executable, "-m", "monograph", *arguments],
         cwd=home, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"monograph {' '.join(arguments)}: exit {done.returncode}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]), clock() - began
+    return done.stdout
+
+
+def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
+    """What `monograph ARGUMENTS --json` prints at last, and its seconds."""
+    began = clock()
+    found: dict[str, Any] = json.loads(called(home, *arguments, "--json").splitlines()[-1])
+    return found, clock() - began
 
 
 # ── memory and waiting ────────────────────────────────────────────────────────────────────────────

@@ -180,6 +180,15 @@ def stream(found: Found) -> str:
     )
 
 
+def finetune(found: Found) -> str:
+    """Unseen instances answered right, and llama.cpp beside them."""
+    return "; ".join(
+        f"{'all weights' if case['way'] == 'full' else 'adapters'} {case['exact']:.0%} of {case['asked']} unseen, the same "
+        f"in llama.cpp {case['agrees']:.0%}, {case['wall_s']:.0f} s"
+        for case in found["cases"]
+    )
+
+
 def ensemble(found: Found) -> str:
     """How many times faster N members are together than by the best other way, one thread."""
     lines = []
@@ -236,6 +245,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "a model trained in stages on a device that holds a fraction of its state, killed and resumed "
         "([how](docs/stream.md#measured))",
         stream,
+    ),
+    "finetune": (
+        "a small model that knows three tasks is taught to answer chats about them, one thread "
+        "([how](docs/finetune.md#measured))",
+        finetune,
     ),
     "transfer": (
         "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
