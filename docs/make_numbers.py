@@ -182,11 +182,12 @@ def stream(found: Found) -> str:
 
 def finetune(found: Found) -> str:
     """Unseen instances answered right, and llama.cpp beside them."""
-    return "; ".join(
-        f"{'all weights' if case['way'] == 'full' else 'adapters'} {case['exact']:.0%} of {case['asked']} unseen, the same "
-        f"in llama.cpp {case['agrees']:.0%}, {case['wall_s']:.0f} s"
-        for case in found["cases"]
-    )
+    lines = []
+    for case in found["cases"]:
+        way = "all weights" if case["way"] == "full" else "adapters"
+        right = f"{case['exact']:.0%} of {case['asked']} unseen, the same in llama.cpp {case['agrees']:.0%}"
+        lines.append(f"{way} {right}, {case['wall_s']:.0f} s")
+    return "; ".join(lines)
 
 
 def ensemble(found: Found) -> str:
