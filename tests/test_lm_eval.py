@@ -138,7 +138,7 @@ def test_both_models_give_the_same_results_offline_and_the_quiz_is_ours(
     bits = [found[name][PROSE]["bits_per_byte,none"] for name in found]
     assert bits[0] == pytest.approx(bits[1], rel=1e-5)
     model, tokenizer = load(place / "out")
-    own = choose(model, tokenizer, read_questions([str(place / f"{QUIZ}.jsonl")]), Precision())
+    own = choose(model, tokenizer, read_questions([str(place / f"{QUIZ}.jsonl")]), Precision())[1]
     scores = found["monograph"][QUIZ]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert scores[f"{name},none"] == pytest.approx(getattr(own, name), rel=1e-12)

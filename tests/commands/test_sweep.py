@@ -243,7 +243,8 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
         (["sweep", *over(SHORT, "model.num_attention_heads=2,3"), "train.seed=0,1"], 3, "num_attention_heads = 3"),
         (["sweep", "nothere.txt", *AXES], 3, "nothere.txt: no such file or folder"),
         (["compare", "texts"], 2, "compare takes two runs or more"),
-        (["compare", "texts", "nothere"], 3, "texts is not a run"),
+        (["compare", "texts", "nothere"], 2, "texts is no run, so nothing was held out for it"),
+        (["compare", "nothere", "texts"], 2, "nothere is no run"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from batches import tiny_llama
+from dialogues import speaking
+from monograph.data.chat import chat_ids
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
@@ -57,7 +60,7 @@ def by_hand(net: Llama, asked: list[Question]) -> dict[str, list[float]]:
 
 def test_answers_and_errors_are_those_of_the_equations() -> None:
     net, asked = model(), questions()
-    expected, found = by_hand(net, asked), choose(net, BYTES, asked, FP32)
+    expected, found = by_hand(net, asked), choose(net, BYTES, asked, FP32)[1]
     assert len({tuple(answers) for answers in expected.values()}) == 3, "questions that tell the three apart"
     for name, answers in expected.items():
         assert getattr(found, name) == pytest.approx(np.mean(answers), rel=1e-12)
@@ -69,21 +72,21 @@ def test_answers_and_errors_are_those_of_the_equations() -> None:
 
 def test_of_equals_the_first_choice_is_the_answer() -> None:
     asked = [Question("a", ("b", "b", "b"), gold, "q:1") for gold in (0, 1, 2)]
-    assert [choose(model(), BYTES, [each], FP32).acc for each in asked] == [1.0, 0.0, 0.0]
+    assert [choose(model(), BYTES, [each], FP32)[1].acc for each in asked] == [1.0, 0.0, 0.0]
 
 
 def test_one_question_has_no_standard_error() -> None:
-    found = choose(model(), BYTES, questions(1), FP32)
+    found = choose(model(), BYTES, questions(1), FP32)[1]
     assert (found.acc_stderr, found.acc_norm_stderr, found.acc_bytes_stderr) == (None, None, None)
     assert isinstance(found, Accuracy) and found.acc in (0.0, 1.0)
 
 
 def test_long_questions_are_cut_and_counted_and_long_choices_refused() -> None:
     short, long = Question("a", ("b", "c"), 0, "q:1"), Question("a" * 200, ("b", "c"), 0, "q:2")
-    assert choose(model(), BYTES, [short, long], FP32).cut == 1
+    assert choose(model(), BYTES, [short, long], FP32)[1].cut == 1
     # 1 + 94 ids, then " b": 97 of which the last is only predicted.
-    assert choose(model(), BYTES, [Question("a" * 94, ("b", "c"), 0, "q:3")], FP32).cut == 0
-    assert choose(model(), BYTES, [Question("a" * 95, ("b", "c"), 0, "q:3")], FP32).cut == 1
+    assert choose(model(), BYTES, [Question("a" * 94, ("b", "c"), 0, "q:3")], FP32)[1].cut == 0
+    assert choose(model(), BYTES, [Question("a" * 95, ("b", "c"), 0, "q:3")], FP32)[1].cut == 1
     with pytest.raises(InputRefused, match="q:4: a choice of 101 tokens, the model has 96 positions"):
         choose(model(), BYTES, [Question("a", ("b", "c" * 100), 0, "q:4")], FP32)
     with pytest.raises(InputRefused, match="no questions"):
@@ -103,3 +106,22 @@ def test_a_pair_is_its_text_after_the_beginning_of_a_document(context: str, cont
     assert tokenizer.decode([*before, *ids]) == context + continuation
     if context + continuation != "abcd" or not context:
         assert [*before[1:], *ids] == tokenizer.encode(context + continuation), "as the text is encoded whole"
+
+
+@torch.no_grad()
+def test_a_chat_asks_by_the_template_what_inference_would_send(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "chatml")
+    net = tiny_llama(torch.float64, vocab_size=tokenizer.vocab_size, initializer_range=0.3)
+    asked = [Question("why <|im_end|> so", ("so", "thus what", "why"), 1, "q:1")]
+    prompt = chat_ids(tokenizer, [{"role": "user", "content": asked[0].query}], add_generation_prompt=True)
+    logs = []
+    for choice in asked[0].choices:
+        ids = tokenizer.encode(choice)
+        log_TV = net.logits(net(torch.tensor([prompt + ids])))[0].log_softmax(-1)
+        logs.append(sum(float(log_TV[len(prompt) + i - 1, token]) for i, token in enumerate(ids)))
+    expected = int(np.argmax(logs))
+    for gold in range(3):
+        [answer], _ = choose(net, tokenizer, [asked[0]._replace(gold=gold)], FP32, chat=True)
+        assert answer.acc == (gold == expected)
+    with pytest.raises(InputRefused, match="no chat template"):
+        choose(model(), BYTES, asked, FP32, chat=True)

@@ -16,6 +16,8 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.ensemble.knobs import Knobs, grid
 from monograph.errors import UsageError
 from monograph.evaluation import compare, documents, evaluate
+from monograph.evaluation.choices import Answer
+from monograph.evaluation.comparison import compare_answers
 from monograph.evaluation.documents import Scores, by_document, difference
 from monograph.evaluation.noise import mean
 from monograph.evaluation.text import Evaluates, evaluate_members
@@ -178,3 +180,18 @@ def test_a_member_at_a_time(text: Corpus) -> None:
     with pytest.raises(UsageError, match="2 members"):
         evaluate(several, text.held_out)
     assert evaluate(Members([1.5]), text.held_out).loss == pytest.approx(1.5)
+
+
+def test_answers_are_paired_by_question_or_by_seed() -> None:
+    def answers(*right: int) -> list[Answer]:
+        return [Answer(bool(each), False, False) for each in right]
+
+    found = compare_answers({0: answers(0, 0, 1, 0)}, {0: answers(1, 0, 1, 1)})
+    assert (found.a, found.b, found.paired_by, found.difference.n) == (0.25, 0.75, "question", 4)
+    assert found.difference.value == 0.5 and found.difference.standard_error == pytest.approx(math.sqrt(1 / 12))
+    assert found.verdict == "no difference that could not be chance" and "acc (4 questions)" in str(found)
+    one = {seed: answers(0, seed % 2) for seed in range(4)}
+    other = {seed: answers(1, seed % 2) for seed in (1, 2, 3)}
+    found = compare_answers(one, other)
+    assert (found.paired_by, found.difference) == ("seed", mean([0.5, 0.5, 0.5])) and found.verdict == "b is better"
+    assert compare_answers(other, one).verdict == "a is better"

@@ -174,23 +174,32 @@ def evaluate(
         list[str] | None,
         typer.Option(metavar="PATH", help="text, or a file of questions; default: what the run held out"),
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="ask each question by the model's chat template")] = False,
     json: Json = False,
 ) -> int:
     """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
-    return interrupts.working(command)(run, data=data or [], json=json)
+    return interrupts.working(command)(run, data=data or [], chat=chat, json=json)
 
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="a run or a sweep; the others against the first")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|FOLDER", help="a run, a sweep or a model's folder; the others against the first"),
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="text, or a file of questions; default: what the first held out"),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="ask each question by the models' chat templates")] = False,
     json: Json = False,
 ) -> int:
-    """Say whether one run is better than another on the same held-out text, and how sure that is."""
+    """Say whether one model is better than another on the same text or questions, and how sure that is."""
     from monograph.commands.compare import run as command
 
-    return interrupts.working(command)(runs, json=json)
+    return interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
 
 
 @app.command()

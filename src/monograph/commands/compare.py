@@ -1,34 +1,38 @@
-"""`monograph compare`: is one run better than another, on the same held-out text, and how sure is that?"""
+"""`monograph compare`: is one model better than another, on the same text or questions, and how sure is that?"""
 
 from __future__ import annotations
 
 import json as jsonlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from monograph.data.corpus import corpus
+from monograph.data.progress import Progress as Report
+from monograph.data.questions import hold_questions, read_questions
 from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import UsageError
-from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_on, percent
+from monograph.evaluation.choices import Accuracy, Answer
+from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
 from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.register import SWEEP
-from monograph.session.subject import Subject, of_run
+from monograph.session.subject import Subject, answered, of_folder, of_run
 from monograph.sweeps.folder import seeds_of_best
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A run, or a sweep's best setting with all its seeds; it evaluates as an engine does.
+    """A run, a model's folder, or a sweep's best setting with all its seeds; it evaluates as an engine does.
 
     Attributes:
         name: as it was given.
@@ -48,6 +52,11 @@ class _Side:
         return [each.module for each in self.subjects]
 
     @property
+    def is_run(self) -> bool:
+        """Whether it was trained here, so that it says how it reads and what it held out."""
+        return bool(self.subjects[0].own_text)
+
+    @property
     def params(self) -> int:
         """Of one of them."""
         return sum(p.numel() for p in self.members[0].parameters())
@@ -58,53 +67,115 @@ class _Side:
         return torch.stack([total for total, _ in found]), torch.stack([size for _, size in found])
 
 
-def run(runs: Sequence[str], *, json: bool) -> int:
+@dataclass(frozen=True)
+class _Found:
+    """What was measured.
+
+    Attributes:
+        scores: of each side, bits per byte or the share of questions that were answered right.
+        comparisons: of every side but the first with the first.
+        documents: of the text; 0 of questions.
+        accuracies: of each side's first model; nothing of text.
+    """
+
+    scores: list[float]
+    comparisons: list[Comparison]
+    documents: int = 0
+    accuracies: tuple[Accuracy, ...] = ()
+
+
+def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
     """Compare every run with the first; see the command line's help."""
     if len(runs) < 2:
         raise UsageError("compare takes two runs or more, the first being what the others are compared with")
-    progress = Progress()
+    if not data and not _is_run(runs[0]):
+        raise UsageError(
+            f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
+        )
     sides = [_side(name) for name in runs]
+    reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
+    quiz = hold_questions(data, reading.get("text_key", "text"))
+    if chat and not quiz:
+        raise UsageError("--chat is how questions are asked: give a file of them with --data")
     first = sides[0]
-    texts = [_held_out(side, first) for side in sides]
-    found: list[Comparison] = []
-    with progress.stage("compare", f"on what {first.name} held out") as stage:
-        own = statistics.fmean(bits_per_byte(first, texts[0], stage.report))
-        for side, rows in zip(sides[1:], texts[1:], strict=True):
-            found.append(compare_on(first, texts[0], side, rows, progress=stage.report))
-    scores = [own, *(each.b for each in found)]
+    on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
+    with Progress().stage("compare", on) as stage:
+        found = _asked(sides, data, chat, stage.report) if quiz else _read(sides, data, reading, stage.report)
     width = max(map(len, runs))
-    for side, score in zip(sides, scores, strict=True):
+    for side, score in zip(sides, found.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
         seeds = f"   {counted(len(side.subjects), 'seed')}" if len(side.subjects) > 1 else ""
-        print(f"{side.name:<{width}}   {score:.4f} bits/byte   {count(side.params)} parameters{speed}{seeds}")
-    for side, each, rows in zip(sides[1:], found, texts[1:], strict=True):
-        print(_line(first, side, each, rows))
+        scored = f"acc {score:.4f}" if quiz else f"{score:.4f} bits/byte"
+        print(f"{side.name:<{width}}   {scored}   {count(side.params)} parameters{speed}{seeds}")
+    for side, each in zip(sides[1:], found.comparisons, strict=True):
+        print(_line(first, side, each, found.documents))
     if json:
-        print(jsonlib.dumps(_json(sides, scores, found)))
+        print(jsonlib.dumps(_json(sides, found)))
     return 0
 
 
+def _is_run(name: str) -> bool:
+    return Path(name).parts[:1] == ("last",) or (Path(name) / "run.lock").is_file()
+
+
 def _side(name: str) -> _Side:
-    folder = Run.located(name)
-    runs = seeds_of_best(folder) if (folder / SWEEP).is_file() else {0: Run.open(name)}
-    subjects = [of_run(run, _warn) for run in runs.values()]
+    runs: dict[int, Run] = {}
+    if _is_run(name) or not Path(name).exists():
+        folder = Run.located(name)
+        runs = seeds_of_best(folder) if (folder / SWEEP).is_file() else {0: Run.open(name)}
+    subjects = [of_run(run, _warn) for run in runs.values()] or [of_folder(name, _warn)]
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
-    return _Side(name, subjects, knobs, _speed(next(iter(runs.values()))))
+    return _Side(name, subjects, knobs, _speed(next(iter(runs.values()))) if runs else None)
 
 
-def _held_out(side: _Side, first: _Side) -> Rows:
-    """What the first one held out, in the rows of this one's tokenizer."""
+def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Found:
+    """Bits per byte of the same text."""
+    first = sides[0]
+    texts = [_rows(side, first, data, reading) for side in sides]
+    own = statistics.fmean(bits_per_byte(first, texts[0], report))
+    found = [
+        compare_on(first, texts[0], side, rows, progress=report)
+        for side, rows in zip(sides[1:], texts[1:], strict=True)
+    ]
+    return _Found([own, *(each.b for each in found)], found, texts[0].documents)
+
+
+def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
+    """The given text, or what the first one held out, in the rows of this one's tokenizer."""
     subject, own = side.subjects[0], first.subjects[0].own_text
-    if subject.own_text != own:
+    # A folder has not been read for: it reads as the runs do, as far as it has positions.
+    how = subject.reading if side.is_run else reading | {"sequence_length": _shorter(subject.reading, reading)}
+    if data:
+        return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
+    if side.is_run and subject.own_text != own:
         _warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
-    text = corpus(tokenizer=subject.tokenizer, **subject.reading, **own)
+    text = corpus(tokenizer=subject.tokenizer, **how, **own)
     if subject.own_text == own and text.fingerprint != subject.fingerprint:
         _warn(f"{text.name} changed since {side.name}: what is held out now may have been trained on")
     if len(text.held_out) == 0:
         raise UsageError(f"{first.name} held nothing out (data.held_out = 0): name a run that did as the first")
     return text.held_out
+
+
+def _shorter(one: dict[str, Any], other: dict[str, Any]) -> int:
+    return min(int(each["sequence_length"]) for each in (one, other) if each)
+
+
+def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Found:
+    """The share of questions that are answered right."""
+    questions = read_questions(data)
+    answers: list[dict[Hashable, list[Answer]]] = []
+    accuracies = []
+    for side in sides:
+        both = [answered(subject, questions, chat, report, _warn) for subject in side.subjects]
+        names = [knobs["seed"] for knobs in side.knobs] or [0]
+        answers.append({name: each for name, (each, _) in zip(names, both, strict=True)})
+        accuracies.append(both[0][1])
+    found = [compare_answers(answers[0], each) for each in answers[1:]]
+    scores = [statistics.fmean(answer.acc for each in one.values() for answer in each) for one in answers]
+    return _Found(scores, found, accuracies=tuple(accuracies))
 
 
 def _speed(run: Run) -> float | None:
@@ -115,33 +186,36 @@ def _speed(run: Run) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _line(first: _Side, side: _Side, found: Comparison, rows: Rows) -> str:
+def _line(first: _Side, side: _Side, found: Comparison, documents: int) -> str:
     error = "" if found.difference.standard_error is None else f" ± {found.difference.standard_error:.4f}"
-    grouped = found.paired_by == "document" and found.difference.n < rows.documents
+    grouped = found.paired_by == "document" and found.difference.n < documents
     pairs = f"{found.difference.n} groups of documents" if grouped else counted(found.difference.n, found.paired_by)
     verdict = found.verdict.replace("b is", f"{side.name} is").replace("a is", f"{first.name} is")
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
         cost.append(f"{percent(first.tokens_per_s, side.tokens_per_s)} tokens/s")
-    difference = f"{side.name} - {first.name} = {found.difference.value:+.4f}{error} bits/byte ({pairs})"
+    difference = f"{side.name} - {first.name} = {found.difference.value:+.4f}{error} {found.unit} ({pairs})"
     return " · ".join([difference, verdict, *cost])
 
 
-def _json(sides: Sequence[_Side], scores: Sequence[float], found: Sequence[Comparison]) -> dict[str, Any]:
+def _json(sides: Sequence[_Side], found: _Found) -> dict[str, Any]:
+    accuracies = found.accuracies or (None,) * len(sides)
     runs = [
         {
-            "run": side.name, "bits_per_byte": score, "params": side.params, "tokens_per_s": side.tokens_per_s,
+            "run": side.name, "bits_per_byte": None if each else score, "acc": score if each else None,
+            "acc_norm": each and each.acc_norm, "acc_bytes": each and each.acc_bytes,
+            "params": side.params, "tokens_per_s": side.tokens_per_s,
             "seeds": [knobs["seed"] for knobs in side.knobs],
         }
-        for side, score in zip(sides, scores, strict=True)
+        for side, score, each in zip(sides, found.scores, accuracies, strict=True)
     ]  # fmt: skip
     differences = [
         {
             "run": side.name, "against": sides[0].name, "difference": each.difference.value,
             "standard_error": each.difference.standard_error, "pairs": each.difference.n, "paired_by": each.paired_by,
-            "is_noise": each.difference.is_noise,
+            "is_noise": each.difference.is_noise, "unit": each.unit,
         }
-        for side, each in zip(sides[1:], found, strict=True)
+        for side, each in zip(sides[1:], found.comparisons, strict=True)
     ]  # fmt: skip
     return {"schema": "monograph.compare/1", "runs": runs, "differences": differences}
 

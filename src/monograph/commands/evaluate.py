@@ -9,29 +9,31 @@ from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
 from monograph.data.questions import hold_questions, read_questions
 from monograph.device import default_device
-from monograph.errors import InputRefused
-from monograph.evaluation import Accuracy, Evaluation, choose, evaluate
+from monograph.errors import UsageError
+from monograph.evaluation import Accuracy, Evaluation, evaluate
 from monograph.measure.quantities import counted
-from monograph.model.llama import Llama
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.story import standard_json
-from monograph.session.subject import Subject, of_folder, of_run
+from monograph.session.subject import Subject, answered, of_folder, of_run
 
 # What --json gives, null where it was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
 QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
-def run(run: str, *, data: list[str], json: bool) -> int:
+def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
     trained = run_named(run)
-    subject = of_run(trained, _warn) if trained else of_folder(run, data, _warn)
+    if not trained and not data:
+        raise UsageError(f"{run} is no run, so nothing was held out for it: give the text to score with --data")
+    subject = of_run(trained, _warn) if trained else of_folder(run, _warn)
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"))
+    if chat and not quiz:
+        raise UsageError("--chat is how questions are asked: give a file of them with --data")
     with Progress().stage("evaluate", run) as stage:
-        ask = _questions if quiz else _text
-        measured, line = ask(subject, data, stage.report)
+        measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
     print(line + (", averaged weights" if subject.averaged else ""))
     if json:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
@@ -52,12 +54,8 @@ def _text(subject: Subject, data: list[str], report: Report) -> tuple[Evaluation
     return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
 
 
-def _questions(subject: Subject, data: list[str], report: Report) -> tuple[Accuracy, str]:
-    if not isinstance(subject.module, Llama):
-        raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
-    result = choose(subject.module, subject.tokenizer, read_questions(data), subject.precision, report)
-    if result.cut:
-        _warn(f"{counted(result.cut, 'question')} did not fit the model's positions: the beginning was left out")
+def _questions(subject: Subject, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
+    result = answered(subject, read_questions(data), chat, report, _warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     of = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
     return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {of}"

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from monograph.data.chat import chat_ids
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
@@ -45,24 +46,36 @@ class Accuracy(NamedTuple):
     cut: int
 
 
+class Answer(NamedTuple):
+    """Whether the choice that a model finds likeliest is the right one; the attributes are those of `Accuracy`."""
+
+    acc: bool
+    acc_norm: bool
+    acc_bytes: bool
+
+
 def choose(
     model: Llama,
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     precision: Precision,
     progress: Progress | None = None,
-) -> Accuracy:
+    chat: bool = False,
+) -> tuple[list[Answer], Accuracy]:
     """Answer questions by the log-probability of " " + choice after the question; of equals the first choice counts.
 
     Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
-    and values are those of its metrics. `progress` is told how many choices are scored.
+    and values are those of its metrics. `progress` is told how many choices are scored. With `chat` a question is a
+    user's message in the model's own template, and a choice stands, without the space, where the answer begins.
 
     Raises:
-        InputRefused: no questions, or a choice that is longer than the model's positions.
+        InputRefused: no questions, a choice that is longer than the model's positions, or a template that is missing or
+            does not render.
     """
     if not questions:
         raise InputRefused("there are no questions to answer; give a file with one record a line")
-    asked = [[encode_pair(tokenizer, each.query, f" {choice}") for choice in each.choices] for each in questions]
+    encode = _chat_pairs if chat else _text_pairs
+    asked = [encode(tokenizer, each) for each in questions]
     longest = model.config.max_position_embeddings
     for each, pairs in zip(questions, asked, strict=True):
         if (most := max(len(pair.ids) for pair in pairs)) > longest:
@@ -70,21 +83,29 @@ def choose(
                 f"{each.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
-    right = [_right(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
+    answers = [_answer(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
     shares: list[Any] = [
-        value for answers in zip(*right, strict=True) for value in (statistics.fmean(answers), _error(answers))
+        value for right in zip(*answers, strict=True) for value in (statistics.fmean(right), _error(right))
     ]
     chance = statistics.fmean(1 / len(each.choices) for each in questions)
     cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
-    return Accuracy._make([*shares, chance, len(questions), cut])
+    return answers, Accuracy._make([*shares, chance, len(questions), cut])
 
 
-def _right(question: Question, logs: Sequence[float]) -> tuple[bool, bool, bool]:
-    """Whether the right choice has the largest log-probability, as it is, per character and per byte."""
+def _text_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    return [encode_pair(tokenizer, question.query, f" {choice}") for choice in question.choices]
+
+
+def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    message = {"role": "user", "content": question.query}
+    prompt = chat_ids(tokenizer, [message], add_generation_prompt=True)
+    return [Continuation(list(prompt), tokenizer.encode(choice)) for choice in question.choices]
+
+
+def _answer(question: Question, logs: Sequence[float]) -> Answer:
     characters, sizes = [len(choice) for choice in question.choices], [len(c.encode()) for c in question.choices]
     normed = ([log / length for log, length in zip(logs, each, strict=True)] for each in (characters, sizes))
-    acc, acc_norm, acc_bytes = (each.index(max(each)) == question.gold for each in (list(logs), *normed))
-    return acc, acc_norm, acc_bytes
+    return Answer._make(each.index(max(each)) == question.gold for each in (list(logs), *normed))
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from torch import nn
@@ -13,6 +13,7 @@ from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
+from monograph.evaluation.choices import Answer
 from monograph.evaluation.documents import Scores, by_document, difference
 from monograph.evaluation.noise import Mean, Table, mean, tabulate
 from monograph.evaluation.text import Evaluates, evaluate_members
@@ -20,14 +21,15 @@ from monograph.evaluation.text import Evaluates, evaluate_members
 
 @dataclass(frozen=True)
 class Comparison:
-    """b - a on the same text.
+    """b - a on the same text or questions.
 
     Attributes:
-        a: bits per byte, mean over its members.
+        a: bits per byte, or the share of questions that were answered right; mean over its members.
         b: likewise.
-        difference: mean of b - a over the pairs, in bits per byte, and its standard error; below 0, b is better.
-        paired_by: "seed" and the like, or "document".
+        difference: mean of b - a over the pairs, and its standard error.
+        paired_by: "seed" and the like, or "document", or "question".
         parameters: of a and of b, one member each; None where an engine does not say.
+        unit: "bits/byte", of which less is better, or "acc", of which more is.
     """
 
     a: float
@@ -35,6 +37,7 @@ class Comparison:
     difference: Mean
     paired_by: str
     parameters: tuple[int, int] | None = None
+    unit: Literal["bits/byte", "acc"] = "bits/byte"
 
     @property
     def verdict(self) -> str:
@@ -43,12 +46,12 @@ class Comparison:
             return "one pair: no error bar"
         if self.difference.is_noise:
             return "no difference that could not be chance"
-        return "b is better" if self.difference.value < 0 else "a is better"
+        return "b is better" if (self.difference.value < 0) == (self.unit == "bits/byte") else "a is better"
 
     def __str__(self) -> str:
         error = "" if self.difference.standard_error is None else f" ± {self.difference.standard_error:.3f}"
         units = {"document": "units of text"}.get(self.paired_by, f"{self.paired_by}s")
-        parts = [f"b - a = {self.difference.value:+.3f}{error} bits/byte ({self.difference.n} {units})", self.verdict]
+        parts = [f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {units})", self.verdict]
         if self.parameters:
             parts.append(f"{percent(*self.parameters)} parameters")
         return " · ".join(parts)
@@ -126,6 +129,32 @@ def compare_on(
         first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
     sizes = _parameters(a), _parameters(b)
     return Comparison(first, second, found, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
+
+
+def compare_answers(
+    a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]], by: str = "seed"
+) -> Comparison:
+    """Two models, or several of each, that were asked the same questions.
+
+    Args:
+        a: the answers of each member, by the member's value of what is repeated.
+        b: likewise.
+        by: what that is. Members are paired by it where more than one are in both; else the first of each are compared
+            question by question.
+    """
+    both = [key for key in a if key in b]
+    if len(both) > 1:
+        pairs = [(_share(a[key]), _share(b[key])) for key in both]
+    else:
+        keys = (both[0], both[0]) if both else (next(iter(a)), next(iter(b)))
+        pairs = [(float(i.acc), float(j.acc)) for i, j in zip(a[keys[0]], b[keys[1]], strict=True)]
+    first, second = (float(np.mean(values)) for values in zip(*pairs, strict=True))
+    found = mean([j - i for i, j in pairs])
+    return Comparison(first, second, found, by if len(both) > 1 else "question", unit="acc")
+
+
+def _share(answers: Sequence[Answer]) -> float:
+    return float(np.mean([answer.acc for answer in answers]))
 
 
 def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is measured on text: a trained model, how it computes, how it reads, and what was held out of its training."""
+"""What is measured: a trained model, how it computes, how it reads, and what was held out of its training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from monograph.config import load as load_settings
+from monograph.data.progress import Progress
+from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import default_device
-from monograph.errors import UsageError
+from monograph.errors import InputRefused
+from monograph.evaluation.choices import Accuracy, Answer, choose
 from monograph.graph.precision import Precision
 from monograph.loss import Batch, Loss, token_loss
+from monograph.measure.quantities import counted
+from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
 
@@ -58,10 +63,24 @@ def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
     )
 
 
-def of_folder(folder: str, data: list[str], warn: Callable[[str], None]) -> Subject:
-    """The model of a Hugging Face folder or weight file; raises UsageError without text to score."""
+def of_folder(folder: str, warn: Callable[[str], None]) -> Subject:
+    """The model of a Hugging Face folder or weight file."""
     model, tokenizer = load(folder, warn)
-    if not data:
-        raise UsageError(f"{folder} is no run, so nothing was held out for it: give the text to score with --data")
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     return Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
+
+
+def answered(
+    subject: Subject, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
+) -> tuple[list[Answer], Accuracy]:
+    """What a model answers; see `evaluation.choose`.
+
+    Raises:
+        InputRefused: it cannot be asked.
+    """
+    if not isinstance(subject.module, Llama):
+        raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
+    answers, shares = choose(subject.module, subject.tokenizer, questions, subject.precision, report, chat)
+    if shares.cut:
+        warn(f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out")
+    return answers, shares

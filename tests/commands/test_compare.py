@@ -1,0 +1,77 @@
+"""Run: pytest tests/commands/test_compare.py (before and after: a folder beside the run that began from it)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.test_finetune import SHORT, WORDS, folder_that_chats
+from dialogues import said, write_chats
+
+
+@pytest.fixture
+def taught(server: CommandServer, here: Path) -> Path:
+    """A folder, a run that taught it to repeat a word, and a quiz about that."""
+    folder_that_chats(here, "chatml")
+    write_chats(here / "chats.jsonl", [said(f"{word} {n}", word) for n in range(16) for word in WORDS])
+    done = server.run(here, "train", *SHORT, "train.updates=40", "--out", "run", figures=0)
+    assert done.code == 0, done.err
+    records = [
+        {"query": f"{word} {n}", "choices": list(WORDS), "answer": WORDS.index(word)}
+        for n in range(8)
+        for word in WORDS
+    ]
+    (here / "quiz.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return here
+
+
+def last(out: str) -> Any:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> None:
+    done = server.run(taught, "compare", "chatty", "run", "--data", "quiz.jsonl", "--chat", "--json")
+    assert done.code == 0, done.err
+    found = last(done.out)
+    before, after = found["runs"]
+    [difference] = found["differences"]
+    assert after["acc"] == 1.0 > before["acc"] and before["bits_per_byte"] is None
+    assert difference["difference"] == pytest.approx(1.0 - before["acc"]) and difference["unit"] == "acc"
+    assert difference["paired_by"] == "question" and difference["pairs"] == 32
+    # The paired differences are 0 where the base was right, 1 where it was wrong.
+    wrong = 1 - before["acc"]
+    assert difference["standard_error"] == pytest.approx(math.sqrt(wrong * before["acc"] / 31))
+    assert "acc (32 questions) · run is better" in done.out
+    for name, each in (("chatty", before), ("run", after)):
+        alone = server.run(taught, "evaluate", name, "--data", "quiz.jsonl", "--chat", "--json")
+        assert last(alone.out)["acc"] == each["acc"] and last(alone.out)["acc_norm"] == each["acc_norm"]
+    back = server.run(taught, "compare", "run", "chatty", "--data", "quiz.jsonl", "--chat")
+    assert back.code == 0 and "run is better" in back.out and "chatty - run = -" in back.out
+
+
+def test_before_and_after_on_answers(server: CommandServer, taught: Path) -> None:
+    done = server.run(taught, "compare", "run", "chatty", "--json")
+    assert done.code == 0, done.err
+    after, before = (each["bits_per_byte"] for each in last(done.out)["runs"])
+    assert after < before and "bits/byte" in done.out and "run is better" in done.out
+    own = server.run(taught, "evaluate", "run", "--json")
+    assert last(own.out)["bits_per_byte"] == pytest.approx(after, rel=1e-6)
+    given = server.run(taught, "compare", "chatty", "run", "--data", "chats.jsonl", "--json")
+    assert given.code == 0 and last(given.out)["runs"][0]["bits_per_byte"] > after, given.err
+
+
+def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taught: Path) -> None:
+    done = server.run(taught, "compare", "chatty", "run")
+    assert done.code == 2 and "chatty is no run, so nothing was held out for it" in done.err
+    done = server.run(taught, "compare", "run", "chatty", "--chat")
+    assert done.code == 2 and "--chat is how questions are asked" in done.err
+    done = server.run(taught, "evaluate", "run", "--chat")
+    assert done.code == 2 and "--chat is how questions are asked" in done.err
+    (taught / "chatty" / "chat_template.jinja").unlink()
+    done = server.run(taught, "compare", "chatty", "run", "--data", "quiz.jsonl", "--chat")
+    assert done.code == 3 and "the model has no chat template" in done.err.splitlines()[-1]
