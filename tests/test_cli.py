@@ -115,16 +115,18 @@ def test_resume_takes_a_run_or_none(calls: Calls, arguments: list[str], resume: 
 def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("generate", "last", "a", "b", "--top-k", "5", "--stop", "x", "--stop", "y", "-n", "2") == 0
     assert monograph_("evaluate", "last", "--data", "a", "--data", "b", "--json") == 0
+    assert monograph_("compare", "last", "m", "--data", "q", "--chat") == 0
     assert monograph_("export", "last", "--to", "there", "--format", "gguf", "--dtype", "q8_0") == 0
     assert monograph_("data", "show", "train.seed=1", "--row", "3") == 0
     assert monograph_("data", "build") == 0
     assert monograph_("check") == 0
-    generated, evaluated, exported, shown, built, checked = calls
+    generated, evaluated, compared, exported, shown, built, checked = calls
     how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "file": None, "pairs": [], "chat": False, "json": False}
     how["numbers"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
     assert generated == (("last", ["a", "b"]), how)
-    assert evaluated == (("last",), {"data": ["a", "b"], "json": True})
+    assert evaluated == (("last",), {"data": ["a", "b"], "chat": False, "json": True})
+    assert compared == ((["last", "m"],), {"data": ["q"], "chat": True, "json": False})
     assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}
