@@ -112,7 +112,8 @@ def test_captured_gradients_are_as_exact_as_eager_ones(name, monkeypatch):
     ],
     ids=["large", "small", "smallest", "tiny", "few-rows", "few-columns", "fp64", "bf16"],
 )
-def test_each_size_goes_to_the_fastest(sizes, dtype, chosen):
+def test_where_mkl_is_slow_each_size_goes_to_the_fastest(sizes, dtype, chosen, monkeypatch):
+    monkeypatch.setattr(matmul, "mkl_is_slow", lambda: True)
     rows, summed, columns = sizes
     with FakeTensorMode():
         traced = make_fx(torch.mm)(torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype))
