@@ -10,6 +10,7 @@ import pytest
 from batches import tiny_llama
 from monograph.device import named
 from monograph.errors import UsageError
+from monograph.graph.lora import Lora
 from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Footprint, Work
 from monograph.measure.roofline import update_time
@@ -166,6 +167,18 @@ def test_recomputing_costs_a_forward_pass_and_larger_micro_batches_cost_nothing(
     assert plain.total_s < again.total_s < 1.4 * plain.total_s
     assert again.products_s / plain.products_s == pytest.approx(8 / 6, rel=0.03)
     assert wide.products_s < plain.products_s and wide.update_s == plain.update_s
+
+
+def test_a_base_in_fewer_bits_costs_the_traffic_of_making_it_dense():
+    work = Work(LlamaConfig.preset("8b"), 2, 2048, AdamW(), precision="bf16", window_rows=4, device_type="cuda")
+    auto, int8, nf4 = (
+        update_time(replace(work, lora=Lora(16, base=base)), H200, 989e12) for base in ("auto", "int8", "nf4")
+    )
+    numbers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    # Two micro-batches, there and back: so many bytes read and 2 written a number, at 89.6 % of 4.8 TB/s.
+    for each, held in ((int8, 1.0), (nf4, 0.516)):
+        assert each.traffic_s - auto.traffic_s == pytest.approx(4 * numbers * (held + 2) / (0.896 * 4.8e12), rel=1e-3)
+        assert replace(each, traffic_s=auto.traffic_s) == auto
 
 
 def test_no_model_is_predicted_to_be_faster_than_the_card():

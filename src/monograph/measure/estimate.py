@@ -31,6 +31,7 @@ from monograph.ops.cross_entropy import chunk_count
 
 # Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
 MOMENTS = {"adamw": 2, "muon": 1.125}
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # of a number of a linear layer that is kept in fewer bits
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
 SCORE_NUMBERS = 3  # of bf16, for a score: its probability in fp32 and rounded
 # Bytes that an eager update has alive for a number of its largest plane: seven copies and what is unpacked; where it
@@ -142,6 +143,13 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
 def trained_adapters(work: Work) -> int:
     """Parameters of the adapters, 0 where the model itself is trained."""
     return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
+
+
+def dense_bytes(work: Work) -> float:
+    """Read and written in one pass over all blocks, to make linear weights dense that are kept in fewer bits."""
+    if work.lora is None or work.lora.base not in FROZEN_BYTES:
+        return 0.0
+    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
 
 
 def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
-from monograph.measure.estimate import SCORE_NUMBERS, recomputed_flops, score_numbers, stored_numbers, trained_adapters
+from monograph.measure.estimate import (
+    SCORE_NUMBERS,
+    dense_bytes,
+    recomputed_flops,
+    score_numbers,
+    stored_numbers,
+    trained_adapters,
+)
 from monograph.measure.flops import matmul_parameters
 from monograph.measure.footprint import Work
 
@@ -93,7 +100,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
                adapters of A parameters 4 N_matmul + 6 A
     attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
     traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read; a third more of
-              recomputed blocks, eagerly of any that recompute something
+              recomputed blocks, eagerly of any that recompute something; and in each pass of a micro-batch the weights
+              that are made dense from fewer bits
     """
     config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
     again, attended_again = recomputed_flops(work)
@@ -115,13 +123,14 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         numbers *= 4 / 3
     traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * layers
     steps = -(-work.window_rows // work.rows)
+    passes = 2 + (work.remat in ("full", "offload"))
     calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
     crossing = 2 * layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
         attention_s=attended * tokens / (peak_flops * rate.attention),
-        traffic_s=traffic * tokens / bandwidth,
+        traffic_s=(traffic * tokens + passes * steps * dense_bytes(work)) / bandwidth,
         launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
         update_s=(adapters or config.parameter_count()) * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
