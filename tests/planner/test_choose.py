@@ -15,6 +15,7 @@ from monograph.measure.estimate import estimate_bytes
 from monograph.measure.footprint import Footprint, Work
 from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
+from monograph.optim import AdamW
 from monograph.planner import Asked, budget, choose, plan
 
 H200 = named("H200")
