@@ -13,7 +13,7 @@ import pytest
 
 from chats import CHATS, TEMPLATES, speaking
 from monograph.data import sandbox
-from monograph.data.template import ChatTemplate, read_source
+from monograph.data.template import AT_ONCE, ChatTemplate, read_source
 from monograph.errors import InputRefused
 
 SAID = [{"role": "user", "content": "h"}]
@@ -72,6 +72,40 @@ def test_after_a_refusal_it_renders_again() -> None:
     with pytest.raises(InputRefused, match="2 s"):
         endless.render([])
     assert endless.render(SAID) == "ok"
+
+
+def test_what_was_expected_is_what_is_rendered_alone() -> None:
+    source = "{{ tools }}{% for m in messages %}{{ m.content }}|{% endfor %}{{ add_generation_prompt }}"
+    alone, together = ChatTemplate(source, "t"), ChatTemplate(source, "t")
+    chats = [([{"role": "user", "content": f"{n}\n'\"é"}] * n, bool(n % 2)) for n in range(2 * AT_ONCE + 3)]
+    together.expect(chats, tools=[{"name": "f"}])
+    answers, together._answers = together._answers, None  # type: ignore[method-assign, assignment]
+    for messages, prompt in chats:
+        assert together.render(messages, prompt, tools=[{"name": "f"}]) == alone.render(
+            messages, prompt, tools=[{"name": "f"}]
+        )
+    together._answers = answers  # type: ignore[method-assign]
+    assert together.render(SAID, True) == alone.render(SAID, True) == "Noneh|True", "other variables are another chat"
+    together.expect(chats)
+    together.expect([])
+    assert not together._ready
+
+
+def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content == 'loop' %}"
+        + HOSTILE["endless loops"][0]
+        + ("{% elif m.content == 'no' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}")
+    )
+    template = ChatTemplate(source, "t")
+    words = ("a", "no", "loop", "b")
+    template.expect([([{"role": "user", "content": word}], False) for word in words])
+    for word in words:
+        if word in ("a", "b"):
+            assert template.render([{"role": "user", "content": word}]) == word
+        else:
+            with pytest.raises(InputRefused, match="no" if word == "no" else "more than 2 s"):
+                template.render([{"role": "user", "content": word}])
 
 
 def test_it_equals_transformers(tmp_path: Path) -> None:

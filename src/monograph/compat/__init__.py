@@ -25,7 +25,7 @@ from monograph.compat.operators import (
     without_fast_path,
     writes_in_place,
 )
-from monograph.compat.partitioner import activations_kept, partitioned, stored_by_graph
+from monograph.compat.partitioner import activations_kept, make_again, partitioned, stored_by_graph
 
 __all__ = [
     "activations_kept",
@@ -44,6 +44,7 @@ __all__ = [
     "is_capture_error",
     "lower_to_call",
     "lower_to_memory",
+    "make_again",
     "native",
     "onednn_matmul",
     "partitioned",

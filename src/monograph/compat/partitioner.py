@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+# Later than any region that checkpointing marks: what a later one reads from an earlier one is kept.
+_LAST_REGION = 1 << 30
+
+
+def make_again(graph: Any) -> None:
+    """Mark what a graph computes from integers of 8 bits, up to matrix products, to be computed again going back.
+
+    Left alone the partitioner keeps a frozen weight that was made dense in the forward pass, as the backward pass needs
+    it whole. `graph` has both passes; the marks are those of checkpointing.
+    """
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+    codes = [node for node in graph.find_nodes(op="placeholder") if _dtype(node) in (torch.int8, torch.uint8)]
+    found, waiting = set[Any](), [user for node in codes for user in node.users]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "call_function" or node in found or getattr(node.target, "overloadpacket", None) in products:
+            continue
+        found.add(node)
+        waiting += [*node.users, *node.all_input_nodes]
+    for node in found:
+        node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST_REGION}
+
+
+def _dtype(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
+    """As Inductor cuts a graph in two."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    make_again(graph.graph)
+    return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
 
 def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
@@ -15,7 +51,6 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     """
     from torch import Tensor
     from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -34,9 +69,7 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
             return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
     def partition(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        parts = min_cut_rematerialization_partition(
-            graph, inputs, num_fwd_outputs=num_fwd_outputs, compiler="inductor", **options
-        )
+        parts = _partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         outputs: Any = parts[0].graph.output_node().args[0]
         kept = outputs[num_fwd_outputs:]
         for nodes, size in ((kept, None), (parts[0].graph.find_nodes(op="placeholder"), 0)):
@@ -64,7 +97,6 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
     `forward` and `backward` turn a graph into a function of the list of its arguments.
     """
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     return aot_autograd(
@@ -72,7 +104,7 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
         bw_compiler=lambda graph, _: backward(graph),
         inference_compiler=lambda graph, _: forward(graph),
         decompositions=select_decomp_table(),
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        partition_fn=_partition,
         keep_inference_input_mutations=True,
     )
 

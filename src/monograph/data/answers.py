@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from monograph.data.chat import marker_for, rendered, template_of
 from monograph.data.conversations import Conversation
 from monograph.data.records import Fault
-from monograph.data.template import Message, Unspeakable
+from monograph.data.template import AT_ONCE, Message, Unspeakable
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
@@ -97,7 +97,9 @@ class Answers:
         answers = conversation.answers if self._how.every else conversation.answers[-1:]
         rows: list[Row] = []
         begin = _lead(conversation.messages)
-        for answer in answers:
+        for number, answer in enumerate(answers):
+            if number % (AT_ONCE // 2) == 0:
+                self._expect(conversation, answers[number : number + AT_ONCE // 2], begin)
             row, begin = self._fitting(conversation, answer, begin, marker)
             # An answer that lies inside of the last row, in a chat that says the same again, is another one.
             if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
@@ -120,6 +122,13 @@ class Answers:
             lines.append(f"the template's own generation tags differ in {share}; the first: {self.untagged}")
         return tuple(lines)
 
+    def _expect(self, said: Conversation, answers: Sequence[int], begin: int) -> None:
+        """Have the prompts and wholes of these answers rendered together, as if no more turns had to be left out."""
+        kept = said.messages[: _lead(said.messages)]
+        ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
+        chats = (([*kept, *said.messages[begin:end]], asks) for end, asks in ends)
+        self._template.expect(chats, **_variables(said.tools))
+
     def _fitting(self, said: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
         """The row of one answer, and the number of the first turn in it; its history is as long as fits."""
         lead = _lead(said.messages)
@@ -140,7 +149,7 @@ class Answers:
         )
 
     def _row(self, messages: Sequence[Message], tools: list[Any] | None, marker: str) -> Row:
-        variables = {"tools": tools} if tools else {}
+        variables = _variables(tools)
         try:
             prompt, whole = (
                 rendered(self._template, self._tokenizer, part, marker, asks, **variables)
@@ -221,6 +230,10 @@ class _Encoder:
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids at which inference ends a text: the end of text, and what generation_config.json lists."""
     return frozenset({tokenizer.eos_id, *tokenizer.companions.stops})
+
+
+def _variables(tools: list[Any] | None) -> dict[str, Any]:
+    return {"tools": tools} if tools else {}
 
 
 def _lead(messages: Sequence[Message]) -> int:

@@ -5,8 +5,8 @@ loops and strings of gigabytes, and no thread can stop those: hence a process. I
 that it starts in a tenth of a second.
 
 The first line of standard input is [the template's source, the day that it finds or null for today's], each further one
-[the variables of a rendering, two texts to put around what is tagged as an answer's, or null], all of them JSON; the
-answers are lines of JSON, {"text": ...} or {"error": ...}.
+a list of renderings, each a text that is JSON itself: [its variables, two texts to put around what is tagged as an
+answer's, or null]. The answer to a line is a list of {"text": ...} or {"error": ...}, one for each.
 
 What a template finds here is what transformers gives it (`apply_chat_template` of release 5).
 """
@@ -121,32 +121,37 @@ def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) 
         yield piece
 
 
-def _answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
-    template = None
-    source, day = json.loads(next(lines))
-    for line in lines:
+class _Renderer:
+    """One template; the first rendering compiles it, so that its faults are answers too."""
+
+    def __init__(self, source: str, day: str | None) -> None:
+        self._source, self._day = source, day
+        self._template: jinja2.Template | None = None
+
+    def __call__(self, asked: str) -> dict[str, str]:
         # Whole seconds of the processor since the start, after which the system ends the process.
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
         try:
-            template = template or compiled(source, day)
-            variables, marks = json.loads(line)
+            template = self._template = self._template or compiled(self._source, self._day)
+            variables, marks = json.loads(asked)
             template.environment.generation_marks = marks or ("", "")  # type: ignore[attr-defined]
-            yield {"text": "".join(_pieces(template, variables, 64 * len(line) + (1 << 20)))}
+            return {"text": "".join(_pieces(template, variables, 64 * len(asked) + (1 << 20)))}
         except MemoryError:
-            yield {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+            return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:
-            yield {"error": "it calls itself without end"}
+            return {"error": "it calls itself without end"}
         except Exception as error:  # whatever a template can make Python raise
-            yield {"error": f"{type(error).__name__}: {error}"[:500]}
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def main() -> None:
     """Answer until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for answer in _answers(sys.stdin):
-        sys.stdout.write(json.dumps(answer) + "\n")
+    render = _Renderer(*json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps([render(asked) for asked in json.loads(line)]) + "\n")
         sys.stdout.flush()
 
 

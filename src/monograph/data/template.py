@@ -12,7 +12,7 @@ import selectors
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from monograph.data.files import inside
 from monograph.errors import InputRefused
 
 MAX_SOURCE_BYTES = 1 << 16
-PATIENCE_S = 60.0  # of waiting for a process that has two seconds of computation, on however busy a machine
+AT_ONCE = 16  # renderings that are asked for in one line
+PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # of waiting for so many, on however busy a machine
 
 Message = Mapping[str, Any]  # "role", "content", and what else a template reads
 # By these names transformers hands on what a model thought before it spoke; templates read the first.
@@ -51,6 +52,7 @@ class ChatTemplate:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
         self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready: dict[str, dict[str, str]] = {}
 
     def on(self, day: str) -> ChatTemplate:
         """The same template, on another day."""
@@ -79,19 +81,32 @@ class ChatTemplate:
             InputRefused: the template is no Jinja, or does what no template needs: reaches for Python's insides,
                 computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64 times its input.
         """
-        return self._rendered(messages, add_generation_prompt, variables, None)
+        return self._rendered(self._request(messages, add_generation_prompt, variables, None))
+
+    def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: Any) -> None:
+        """Render these (messages, add_generation_prompt) together, which is faster, for the calls of `render` to come.
+
+        What was expected before and not asked for since is forgotten.
+        """
+        self._ready = {}
+        asked = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
+        for begin in range(0, len(asked), AT_ONCE):
+            part = asked[begin : begin + AT_ONCE]
+            # Should the process have ended, each is asked for alone when it is needed, and the one at fault is known.
+            self._ready |= zip(part, self._answers(part) or (), strict=False)
 
     def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: Any) -> str:
         """The chat as text with `marks` around what the template tags as an assistant's; else as `render`."""
-        return self._rendered(messages, False, variables, marks)
+        return self._rendered(self._request(messages, False, variables, marks))
 
-    def _rendered(
+    def _request(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         marks: tuple[str, str] | None,
     ) -> str:
+        """A rendering as the process is asked for it."""
         request = {
             "tools": None,
             "documents": None,
@@ -101,16 +116,24 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps([request, marks])
+            return json.dumps([request, marks])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
-        answer = self._answer(line)
+
+    def _rendered(self, request: str) -> str:
+        answer = self._ready.pop(request, None)
+        if answer is None:
+            [answer] = self._answers([request]) or [
+                {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
+            ]
         if "text" not in answer:
             refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
             raise refused(f"{self._where}: the chat template does not render: {answer['error']}")
         return str(answer["text"])
 
-    def _answer(self, line: str) -> dict[str, str]:
+    def _answers(self, requests: list[str]) -> list[dict[str, str]] | None:
+        """What the process answers; None where it ended instead."""
+        line = json.dumps(requests)
         if self._process is None:
             # Not in this terminal's group: Ctrl-C is for the run, which still wants to save.
             self._process = process = subprocess.Popen(
@@ -122,15 +145,14 @@ class ChatTemplate:
             )
             weakref.finalize(self, _end, process)
             line = json.dumps([self.source, self.day]) + "\n" + line
-        answer = _asked(self._process, line)
-        if answer is None:
+        answers = _asked(self._process, line)
+        if answers is None:
             _end(self._process)
             self._process = None
-            return {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
-        return answer
+        return answers
 
 
-def _asked(process: subprocess.Popen[bytes], line: str) -> dict[str, str] | None:
+def _asked(process: subprocess.Popen[bytes], line: str) -> list[dict[str, str]] | None:
     """What the process answers; None where it ended instead."""
     assert process.stdin and process.stdout
     try:
@@ -148,8 +170,8 @@ def _asked(process: subprocess.Popen[bytes], line: str) -> dict[str, str] | None
             if not piece:
                 return None
             received += piece
-    answer: dict[str, str] = json.loads(received)
-    return answer
+    answers: list[dict[str, str]] = json.loads(received)
+    return answers
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

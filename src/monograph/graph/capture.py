@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from monograph import compat
+from monograph.compat import partitioner
 from monograph.errors import UsageError
 from monograph.graph import matmul, recompute
 from monograph.graph.host_state import HostState
@@ -196,7 +197,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     options = None
     if backend == "inductor":
         compat.lower_to_memory(torch.ops.monograph.once.default)
-        options = matmul.passes()
+        again = compat.graph_pass(compat.make_again, partitioner.__file__)
+        options = matmul.passes() | {"joint_custom_post_pass": again}
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
