@@ -22,8 +22,8 @@ def memory(found: dict[str, Any]) -> str:
     machine, settings = found["machine"], found["settings"]
     lines = [
         f"Planned for a card, rows of {settings['length']:,} tokens, micro-batches of one, bf16, a graph for each "
-        f"block; in the last column the same step on shorter rows, planned and run on {machine['device']}, its peak as the "
-        "allocator counts it. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
+        f"block; in the last column the same step on shorter rows, planned and run on {machine['device']}, its peak "
+        "as the allocator counts it. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
         "",
         "| model | trained | weights, gradients, moments | peak | peak, blocks recomputed | planned and run |",
         "|---|---|---|---|---|---|",
