@@ -190,6 +190,21 @@ def finetune(found: Found) -> str:
     return "; ".join(lines)
 
 
+def adapters(found: Found) -> str:
+    """Peaks of the larger shape by what is trained, and how near plans were where they were run."""
+    large = [case for case in found["cases"] if case["model"] == "8b"]
+    peaks = "; ".join(f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large)
+    errors = [abs(case["measured"]["error"]) for case in found["cases"] if case["measured"]]
+    length = found["settings"]["length"]
+    return f"8B, rows of {length:,} tokens: {peaks}; {len(errors)} of 1B run: {max(errors):.1%} off at worst"
+
+
+def adapter_peers(found: Found) -> str:
+    """How many times faster than each of PEFT's ways."""
+    ratios = ((case["way"], case["monograph_is_faster"]["wall"]["median"]) for case in found["cases"][1:])
+    return "; ".join(f"{way} {ratio:.1f} ×" for way, ratio in ratios)
+
+
 def ensemble(found: Found) -> str:
     """How many times faster N members are together than by the best other way, one thread."""
     lines = []
@@ -251,6 +266,16 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "a small model that knows three tasks is taught to answer chats about them, one thread "
         "([how](docs/finetune.md#measured))",
         finetune,
+    ),
+    "adapters": (
+        "planned peak memory of training all weights and of adapters beside a base in 16, 8 and 4 bits "
+        "([how](docs/lora.md#what-is-kept-where))",
+        adapters,
+    ),
+    "adapter_peers": (
+        "tokens/s of adapters on ragged conversations, packed, beside transformers with PEFT, fp32, one thread "
+        "([how](docs/lora.md#beside-peft))",
+        adapter_peers,
     ),
     "transfer": (
         "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
