@@ -1,0 +1,49 @@
+"""Weights that still lie in their file: windows into its mapping, each brought to where it is kept when its turn comes.
+
+A page of a mapped file is the system's to drop again where memory is short. So a model of windows takes no memory of
+its own, and what is made of it tensor by tensor takes no more than what is made, and one tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Window(nn.Parameter):
+    """A parameter that is mapped and not read: whoever looks sees its numbers in the dtype that they are stored in.
+
+    Attributes:
+        becomes: the dtype in which it will be kept, which has every number that the stored one has.
+    """
+
+    becomes: torch.dtype
+
+
+def windowed(stored: Tensor, becomes: torch.dtype) -> Tensor:
+    """A window onto a tensor in a mapped file; of one that must be rounded to fit `becomes` its numbers, read now."""
+    if torch.promote_types(stored.dtype, becomes) != becomes:
+        return stored.to(becomes)
+    window = Window(stored)
+    window.becomes = becomes
+    return window
+
+
+def kept_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a tensor is or will be kept."""
+    return tensor.becomes if isinstance(tensor, Window) else tensor.dtype
+
+
+def keep(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other numbers, in memory of their own; if it was a window it is none any more."""
+    parameter.data = data
+    if isinstance(parameter, Window):
+        del parameter.becomes
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def settle(module: nn.Module, device: torch.device | None = None) -> None:
+    """Bring every window of a module to memory of its own on a device (None: the host), in the order of the file."""
+    windows = [parameter for parameter in module.parameters() if isinstance(parameter, Window)]
+    for window in sorted(windows, key=Tensor.data_ptr):
+        keep(window, window.data.to(device or "cpu", copy=True).to(window.becomes))
