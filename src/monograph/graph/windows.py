@@ -6,8 +6,12 @@ its own, and what is made of it tensor by tensor takes no more than what is made
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Window(nn.Parameter):
@@ -42,8 +46,15 @@ def keep(parameter: Tensor, data: Tensor) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def settle(module: nn.Module, device: torch.device | None = None) -> None:
-    """Bring every window of a module to memory of its own on a device (None: the host), in the order of the file."""
-    windows = [parameter for parameter in module.parameters() if isinstance(parameter, Window)]
+def settle(module: M, device: torch.device | None = None, trained: bool = True) -> M:
+    """The module, its windows brought to memory of their own, one after another in the order of the file.
+
+    Args:
+        module: any; without windows it stays as it is.
+        device: where to; None: the host.
+        trained: whether also those that are trained, of which a step on the host makes planes without a copy between.
+    """
+    windows = [p for p in module.parameters() if isinstance(p, Window) and (trained or not p.requires_grad)]
     for window in sorted(windows, key=Tensor.data_ptr):
         keep(window, window.data.to(device or "cpu", copy=True).to(window.becomes))
+    return module

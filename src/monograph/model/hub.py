@@ -98,9 +98,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
     Beside the model one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
     """
-    model = mapped_model(folder, dtype)
-    settle(model)
-    return model
+    return settle(mapped_model(folder, dtype))
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:

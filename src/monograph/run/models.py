@@ -70,8 +70,7 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: none of these, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    model, run = _merged(_load(folder, warn, None, {})), run_named(folder)
-    settle(model)
+    model, run = settle(_merged(_load(folder, warn, None, {}))), run_named(folder)
     return model, own_tokenizer(run) if run else Tokenizer.from_file(tokenizer_of(folder))
 
 

@@ -205,7 +205,7 @@ def make_engine(made: Made, device: torch.device) -> Resident:
             placement=made.placement or Placement(device),
         )
     return Resident(
-        moved(made, device),
+        settle(made.model, device, trained=device.type != "cpu").to(device),
         loss=made.loss,
         optim=made.optimizer,
         clip=None if clip == "none" else clip,
@@ -213,12 +213,6 @@ def make_engine(made: Made, device: torch.device) -> Resident:
         remat=named(train.remat),
         micro_batch=int(train.micro_batch),
     )
-
-
-def moved(made: Made, device: torch.device) -> nn.Module:
-    """The model with all of its weights on a device, each in the dtype it is kept in."""
-    settle(made.model, device)
-    return made.model.to(device)
 
 
 def repeatable(device: torch.device) -> None:

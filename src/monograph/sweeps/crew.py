@@ -21,6 +21,7 @@ from monograph.device import Device
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.graph.precision import Precision
+from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
 from monograph.resident import Resident
@@ -29,7 +30,7 @@ from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.session import choices, randomness
 from monograph.session.session import Session, make_schedule
-from monograph.session.setup import Made, make_engine, make_model, moved
+from monograph.session.setup import Made, make_engine, make_model
 from monograph.sweeps.members import ORIGIN, Member
 
 EVALUATIONS = 6  # of each member, where the settings leave it open
@@ -188,7 +189,7 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
     settings = made[0].settings
     clip = settings.optim.grad_clip
     return Ensemble(
-        [moved(one, device) for one in made],
+        [settle(one.model, device).to(device) for one in made],
         [{"seed": one.settings.train.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.
