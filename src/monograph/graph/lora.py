@@ -136,7 +136,8 @@ def adapt(
                 continue
             layer.__class__ = BASES[lora.base]
             layer.freeze(weight)  # type: ignore[operator]
-            layer.to(device)
+            if device is not None:
+                layer.to(device)
     for name, layer in chosen.items():
         _adapt(layer, lora, {"device": device, "dtype": dtype}, f"{seed} {name}.lora_A.weight")
     return adapters(module)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from monograph.graph.lora import Factor
-from monograph.graph.windows import Window, keep, kept_dtype
+from monograph.graph.windows import Window, in_file_order, keep, kept_dtype
 
 
 def narrow(
@@ -28,6 +28,6 @@ def narrow(
     elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
     found = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
     wide = [p for key, p in found.items() if key not in elsewhere and kept_dtype(p) == torch.float32]
-    for parameter in sorted(wide, key=Tensor.data_ptr):
+    for parameter in in_file_order(wide):
         there = parameter.data.to(device or parameter.device, copy=isinstance(parameter, Window))
         keep(parameter, there.to(dtype))

@@ -6,6 +6,7 @@ its own, and what is made of it tensor by tensor takes no more than what is made
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,11 @@ def keep(parameter: Tensor, data: Tensor) -> None:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
+def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The same, windows by where they lie in their file: it is then read from its beginning to its end."""
+    return sorted(parameters, key=lambda each: each.data_ptr() if isinstance(each, Window) else 0)
+
+
 def settle(module: M, device: torch.device | None = None, trained: bool = True) -> M:
     """The module, its windows brought to memory of their own, one after another in the order of the file.
 
@@ -55,6 +61,6 @@ def settle(module: M, device: torch.device | None = None, trained: bool = True) 
         trained: whether also those that are trained, of which a step on the host makes planes without a copy between.
     """
     windows = [p for p in module.parameters() if isinstance(p, Window) and (trained or not p.requires_grad)]
-    for window in sorted(windows, key=Tensor.data_ptr):
-        keep(window, window.data.to(device or "cpu", copy=True).to(window.becomes))
+    for window in in_file_order(windows):
+        keep(window, window.data.to(device or "cpu", copy=True).to(kept_dtype(window)))
     return module
