@@ -6,17 +6,15 @@ three times the largest tensor in fp32 and a constant; where weights are streame
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SPEC = importlib.util.spec_from_file_location("loading", BENCHMARKS / "loading.py")
-loading = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(loading)
+from scripts import script
+
+loading = script("benchmarks/loading.py")
 
 # 71 million parameters, none of whose tensors is more than a 25th of them.
 SHAPE = loading.SHAPE | {"vocab_size": 2_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
