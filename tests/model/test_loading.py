@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_loaded_in_little_memory.py    (all cases: -m slow)
+"""Run: pytest tests/model/test_loading.py    (all cases: -m slow)
 
 Law: whatever is made of a folder, the anonymous memory of the process never exceeds what is kept of it by more than
 three times the largest tensor in fp32 and a constant; where weights are streamed, than a few copies of a stage.

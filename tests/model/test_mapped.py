@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_mapped_is_read.py
+"""Run: pytest tests/model/test_mapped.py
 
 Law: a folder's weights that are taken out of the mapped files one by one are, to the bit, those of a folder that was
 read whole first, in whatever form a run keeps them; and what is exported tensor by tensor is what was exported at once.
