@@ -180,6 +180,9 @@ def test_a_run_is_a_base_too(folder: Path, monograph: CommandServer) -> None:
     done = monograph.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
     assert done.code == 0, done.err
     assert monograph.run(folder, "evaluate", "on").code == 0
+    settings = over(OWN, "train.updates=2", "model.init=run")
+    done = monograph.run(folder, "train", *settings, "--out", "whole", figures=0)
+    assert done.code == 0, f"the merged model, all of its weights: {done.err}"
 
 
 def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:

@@ -48,15 +48,15 @@ def test_files_have_the_modes_that_the_umask_gives(tmp_path):
     ],
 )
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, error):
-    written = []
+    written, write_shard = [], files.write_shard
 
-    def save_some(tensors, path, metadata):
+    def write_some(path, tensors):
         if written:
             raise failure
         written.append(path)
-        save_file(tensors, path, metadata)
+        write_shard(path, tensors)
 
-    monkeypatch.setattr(files, "save_file", save_some)
+    monkeypatch.setattr(files, "write_shard", write_some)
     with pytest.raises(error):
         save_model(Llama(CONFIG), tmp_path / "out" / "model", max_shard_bytes=SHARD_BYTES)
     assert written

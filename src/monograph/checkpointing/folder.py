@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from monograph.checkpointing import blocks, layout
+from monograph.checkpointing import blocks
 from monograph.checkpointing.large import LargeFile
 from monograph.errors import InputRefused
+from monograph.model import layout
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from monograph.checkpointing import blocks, layout
+from monograph.checkpointing import blocks
+from monograph.model import layout
 
 KEPT_BLOCKS = 4  # that were read last: a tensor may begin in the block in which the one before it ended
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from monograph.checkpointing import blocks, layout
+from monograph.checkpointing import blocks
 from monograph.checkpointing.folder import (
     FOLDER_NAME,
     MANIFEST,
@@ -31,6 +31,7 @@ from monograph.checkpointing.folder import (
     read_manifest,
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
+from monograph.model import layout
 
 FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"

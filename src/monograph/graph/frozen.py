@@ -61,7 +61,8 @@ class NF4Linear(nn.Linear):
     def freeze(self, weight_NK: Tensor) -> None:
         """Take the numbers of a weight."""
         flat = weight_NK.float().flatten()
-        blocks_CS = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        short = -flat.numel() % BLOCK
+        blocks_CS = (F.pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
         scale_C = blocks_CS.abs().amax(1)
         mean = scale_C.mean()
         around_C = scale_C - mean
@@ -69,8 +70,9 @@ class NF4Linear(nn.Linear):
         steps_G = 128 / groups.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
         levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
-        shares_CS = blocks_CS / scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        codes = torch.bucketize(shares_CS, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten()
+        edges, shares_of = (table[1:] + table[:-1]) / 2, scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        # int32, and the shares not kept beside the codes: three times the weight is in memory, not five times.
+        codes = torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
         packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
         self.register_buffer("table", table, persistent=False)

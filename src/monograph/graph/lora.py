@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.inspect import unique_state
+from monograph.graph.windows import keep, kept_dtype
 
 ALL_LINEAR = "all-linear"
 Base = Literal["auto", "int8", "nf4"]
@@ -94,7 +95,14 @@ class LoraNF4Linear(Adapted, NF4Linear):
 ADAPTED: dict[type[nn.Linear], type[Adapted]] = {Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear}
 
 
-def adapt(module: nn.Module, lora: Lora, *, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, Adapted]:
+def adapt(
+    module: nn.Module,
+    lora: Lora,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Adapted]:
     """Freeze a module and put adapters beside its linear layers; they alone are trained from then on.
 
     The layers stay the objects they are and keep their names: beside `q_proj.weight` there are `q_proj.lora_A.weight`,
@@ -105,6 +113,8 @@ def adapt(module: nn.Module, lora: Lora, *, seed: int = 0, dtype: torch.dtype | 
         lora: which.
         seed: of A; each has a random stream of its own, keyed by seed and name.
         dtype: of the adapters; None: the weights', but fp32 beside narrower ones.
+        device: of the adapters and of a quantised base, each layer of which goes there as soon as it is made; None: the
+            weights'.
 
     Returns:
         The layers by name.
@@ -126,8 +136,10 @@ def adapt(module: nn.Module, lora: Lora, *, seed: int = 0, dtype: torch.dtype | 
                 continue
             layer.__class__ = BASES[lora.base]
             layer.freeze(weight)  # type: ignore[operator]
+            if device is not None:
+                layer.to(device)
     for name, layer in chosen.items():
-        _adapt(layer, lora, dtype, f"{seed} {name}.lora_A.weight")
+        _adapt(layer, lora, {"device": device, "dtype": dtype}, f"{seed} {name}.lora_A.weight")
     return adapters(module)
 
 
@@ -137,10 +149,10 @@ def adapters(module: nn.Module) -> dict[str, Adapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: nn.Linear, lora: Lora, dtype: torch.dtype | None, key: str) -> None:
+def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
-    wide = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
-    like: dict[str, Any] = {"device": weight.device, "dtype": dtype or wide}
+    wide = kept_dtype(weight) if kept_dtype(weight) in (torch.float32, torch.float64) else torch.float32
+    like = {"device": asked["device"] or weight.device, "dtype": asked["dtype"] or wide}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     layer.lora_A = Factor(layer.in_features, lora.rank, bias=False, **like)
     layer.lora_B = Factor(lora.rank, layer.out_features, bias=False, **like)
@@ -240,50 +252,37 @@ def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
             raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter beside it could not be merged")
 
 
-def narrow(module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = ()) -> None:
-    """Keep what is frozen and fp32 of linear layers, the head among them, in the dtype that autocast gives them.
-
-    They are then rounded once and not at each call: the same bits.
-
-    Args:
-        module: has adapters.
-        dtype: autocast's.
-        more: other modules whose weights are read in no other way.
-    """
-    those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
-    elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
-    for layer in those:
-        for name in ("weight", "bias"):
-            parameter = layer._parameters.get(name)
-            if parameter is not None and parameter.dtype == torch.float32 and id(parameter) not in elsewhere:
-                parameter.data = parameter.data.to(dtype)
-
-
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Add every adapter to its weight, one layer after another, in place: plain linear layers are left.
-
-        W <- round(W + s B A),   the sum in fp32 (fp64 where one of them is), rounded once to W's dtype
+    """Make every adapted layer the plain one that computes the same, one after another; see `merged`.
 
     A quantised weight becomes the fp32 one that it stands for. What was frozen stays frozen.
     """
     for layer in adapters(module).values():
-        quantised = isinstance(layer, (Int8Linear, NF4Linear))
-        weight = layer.dense() if isinstance(layer, (Int8Linear, NF4Linear)) else layer.weight
-        kept = weight.dtype
-        wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
-        change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
-        merged = weight.to(wide, copy=True).add_(change, alpha=layer.scale).to(kept)
+        weight = merged(layer)
         for name in ("lora_A", "lora_B", "lora_dropout"):
             delattr(layer, name)
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
-        if quantised:
+        if isinstance(layer, (Int8Linear, NF4Linear)):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
             layer._buffers.clear()
-            layer.register_parameter("weight", nn.Parameter(merged, requires_grad=False))
+            layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         else:
-            layer.weight.copy_(merged)
+            keep(layer.weight, weight)
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def merged(layer: Adapted) -> Tensor:
+    """A layer's weight and its adapter in one, a new tensor [N, K].
+
+    round(W + s B A),   the sum in fp32 (fp64 where one of them is), rounded once to W's dtype
+    """
+    weight = layer.dense() if isinstance(layer, (Int8Linear, NF4Linear)) else layer.weight
+    kept = kept_dtype(weight)
+    wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
+    change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
+    return weight.detach().to(wide, copy=True).add_(change, alpha=layer.scale).to(kept)
 
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monograph.data.files import inside
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import ALL_LINEAR, Adapted, Lora, adapt, adapters, narrow
+from monograph.graph.lora import ALL_LINEAR, Adapted, Lora, adapt, adapters
+from monograph.graph.narrowing import narrow
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_json, read_tensors, write_json
@@ -138,32 +140,40 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
 
 
 def put(
-    module: nn.Module, lora: Lora, *, seed: int = 0, start: Adapter | None = None, precision: Precision | None = None
+    module: nn.Module,
+    lora: Lora,
+    *,
+    seed: int = 0,
+    start: Adapter | None = None,
+    precision: Precision | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Make of a module what a run with adapters trains.
 
     Args:
-        module: the base, in fp32.
+        module: the base, in fp32, or windows that become that.
         lora: which adapters.
         seed: of fresh ones.
         start: a stored adapter to begin from.
         precision: that it is computed in; where that is 16 bits, the base is kept in them too.
+        device: where adapters and what is narrower or quantised go; None: they stay.
 
     Raises:
         UsageError: a target that matches nothing, and the like; see `adapt`.
         InputRefused: the stored adapter does not fit.
     """
     if start is None:
-        adapt(module, lora, seed=seed)
+        adapt(module, lora, seed=seed, device=device)
     else:
         try:
-            adapt(module, lora)
+            adapt(module, lora, device=device)
         except UsageError as error:
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
         # Its hidden states are rounded right after the embedding, so that this is too.
-        narrow(module, precision.dtype, [module.model.embed_tokens] if isinstance(module, Llama) else [])
+        more = [module.model.embed_tokens] if isinstance(module, Llama) else []
+        narrow(module, precision.dtype, more, device)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:

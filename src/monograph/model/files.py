@@ -7,18 +7,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from monograph.data.files import inside, json_fault
 from monograph.errors import DiskFull, InputRefused
+from monograph.graph.merging import Plain
+from monograph.model import layout
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -88,13 +89,20 @@ def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[s
     Raises:
         InputRefused: a damaged file.
     """
-    state = {}
+    # What is mapped is the file's, whose bytes may change later: copy it.
+    return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
+
+
+def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The same as stored and without a copy: windows into the mapped files, read when somebody looks.
+
+    Raises:
+        InputRefused: a damaged file.
+    """
     for path in sorted({tensor.path for tensor in stored.values()}):
         with _opened(path) as file:
             for name in (name for name, tensor in stored.items() if tensor.path == path):
-                # What comes back is a window into the mapped file, whose bytes may change later: copy it.
-                state[name] = file.get_tensor(name).to(dtype, copy=True)
-    return state
+                yield name, file.get_tensor(name)
 
 
 @contextmanager
@@ -106,32 +114,40 @@ def _opened(path: Path) -> Iterator[Any]:
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
-def write_tensors(folder: Path, named: Iterable[tuple[str, Tensor]], max_shard_bytes: int, mode: int) -> None:
+def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
     """Write model.safetensors, or shards of at most `max_shard_bytes` each (or one tensor) and their index.
+
+    One tensor at a time is in memory.
 
     Args:
         folder: exists.
         named: each tensor once.
         max_shard_bytes: bytes of tensors in one file.
-        mode: permission bits of the weight files; left alone, safetensors lets only their owner read them.
     """
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, Plain]] = [{}]
     filled_bytes = total_bytes = 0
-    for name, tensor in named:
-        if shards[-1] and filled_bytes + tensor.nbytes > max_shard_bytes:
+    for each in named:
+        if shards[-1] and filled_bytes + each.like.nbytes > max_shard_bytes:
             shards.append({})
             filled_bytes = 0
-        shards[-1][name] = tensor.contiguous()
-        filled_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
+        shards[-1][each.name] = each
+        filled_bytes += each.like.nbytes
+        total_bytes += each.like.nbytes
     files = [_SINGLE]
     if len(shards) > 1:
         files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     for file, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(mode)
+        write_shard(folder / file, shard)
+
+
+def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
+    """Write one safetensors file."""
+    _, pieces = layout.encode({name: each.like for name, each in tensors.items()}, lambda name: tensors[name].read())
+    with open(path, "xb") as file:
+        for piece in pieces:
+            file.write(piece)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies,
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.merging import Plain, plain_parameters
+from monograph.graph.windows import kept_dtype
 from monograph.model.config import Llama3Scaling, LlamaConfig
 from monograph.model.files import new_folder
 from monograph.model.gguf_words import add_words
@@ -66,7 +69,7 @@ def save_gguf(
     than d / 2 and the rounding of d. Beside the model, one tensor at a time is in memory.
 
     Args:
-        model: its weights may be on any device.
+        model: its weights may be on any device, and lie in a file still; adapters are merged.
         folder: to be created; may exist if it is empty.
         tokenizer: of the model; goes into the file with its chat template.
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
@@ -78,7 +81,7 @@ def save_gguf(
             more stop tokens than it knows), weights that do not fit the dtype, or a folder that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
-    name = dtype or _OWN[model.model.embed_tokens.weight.dtype]
+    name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
     gguf, config = package(), model.config
     _check(config, name)
     kind = getattr(gguf.GGMLQuantizationType, DTYPES[name][0])
@@ -89,12 +92,10 @@ def save_gguf(
         if kind.name == "Q8_0":
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         stops = add_words(writer, tokenizer, config.vocab_size, warn)
-        for tensor, weight in _tensors(model):
-            stored = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        for tensor, like, _ in _tensors(model):
+            stored = kind if like.ndim == 2 else gguf.GGMLQuantizationType.F32
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-            writer.add_tensor_info(
-                tensor, weight.shape, None, weight.numel() // per_block * block_bytes, raw_dtype=stored
-            )
+            writer.add_tensor_info(tensor, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored)
         try:
             _write(gguf, writer, model, name)
         finally:
@@ -149,21 +150,25 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
 
 
-def _tensors(model: Llama) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the file once, by llama.cpp's name, in the order of the file; not converted yet."""
+def _tensors(model: Llama) -> Iterator[Plain]:
+    """Every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
     config = model.config
     if isinstance(config.rope_scaling, Llama3Scaling):
-        yield "rope_freqs.weight", _rope_divisors(config)
-    for name, parameter in model.named_parameters():  # not the state dict: a tied head appears once
+        divisors = _rope_divisors(config)
+        yield Plain("rope_freqs.weight", divisors, lambda: divisors)
+    for name, like, read in plain_parameters(model):
         module, _, suffix = name.rpartition(".")
         if module in _OUTER:
-            yield f"{_OUTER[module]}.{suffix}", parameter.detach()
+            yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
             continue
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
-        weight = parameter.detach()
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and _ARCHITECTURES[config.model_type] == "llama":
-            weight = neighbouring(weight, config.head_dim)
-        yield f"blk.{layer}.{_INNER[inner]}.{suffix}", weight
+            read = functools.partial(_turned, read, config.head_dim)
+        yield Plain(f"blk.{layer}.{_INNER[inner]}.{suffix}", like, read)
+
+
+def _turned(read: Callable[[], Tensor], head_dim: int) -> Tensor:
+    return neighbouring(read(), head_dim)
 
 
 def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
@@ -190,19 +195,19 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
     writer.write_ti_data_to_file()
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
-    for name, weight in _tensors(model):
+    for name, _, read in _tensors(model):
         # Not the package's own way, numpy's tofile, which hides why it cannot write: a full disk must be told apart.
-        data = _stored(gguf, name, weight, dtype) if weight.ndim == 2 else weight.float().cpu().contiguous().numpy()
-        file.write(data)
-        writer.write_padding(file, data.nbytes)
+        writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), dtype)).cast("B")))
 
 
-def _stored(gguf: Any, name: str, weight_RC: Tensor, dtype: str) -> Any:
-    """The bytes of a matrix as a contiguous array."""
-    kind, before = DTYPES[dtype]
+def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
+    """The bytes of a tensor as a contiguous array."""
+    if weight.ndim != 2:
+        return weight.float().cpu().contiguous().numpy()
+    weight_RC, (kind, before) = weight, DTYPES[dtype]
     cast_RC = weight_RC.to("cpu", before).contiguous()
     # Q8_0's scales are float16, too.
-    largest = float(weight_RC.abs().max()) / (127 if kind == "Q8_0" else 1)
+    largest = float(torch.stack(weight_RC.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
     if not largest <= torch.finfo(torch.float16 if kind == "Q8_0" else before).max:
         raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {dtype}: use --dtype f32 or bf16")
     if kind == "BF16":

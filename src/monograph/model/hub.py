@@ -16,14 +16,16 @@ from torch import Tensor
 from monograph.data.companions import Companions
 from monograph.data.files import inside
 from monograph.errors import InputRefused
+from monograph.graph.merging import plain_parameters
+from monograph.graph.windows import kept_dtype, settle, windowed
 from monograph.model.config import LlamaConfig
 from monograph.model.files import (
     DTYPES,
     Stored,
+    mapped_tensors,
     new_folder,
     read_headers,
     read_json,
-    read_tensors,
     write_json,
     write_tensors,
 )
@@ -83,7 +85,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
     """The shape of the model in a folder, and its tensors, not read yet, which agree with it in name, shape and dtype.
 
     Raises:
-        InputRefused: as `load_model`.
+        InputRefused: as `mapped_model`.
     """
     config = read_config(folder)
     stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
@@ -94,12 +96,19 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     """The model of a Hugging Face folder, on the CPU.
 
-    Nothing is built before the headers of the weight files agree with config.json, and no second copy of the weights is
-    made beyond one tensor at a time.
+    Beside the model one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
+    """
+    return settle(mapped_model(folder, dtype))
+
+
+def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
+    """The same model, its parameters windows into the mapped files (`monograph.graph.windows`): no memory of its own.
+
+    Nothing is built before the headers of the weight files agree with config.json.
 
     Args:
         folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
-        dtype: of the loaded weights; None: as stored, which must then be one dtype.
+        dtype: in which the weights will be kept; None: as stored, which must then be one dtype.
 
     Raises:
         InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
@@ -109,7 +118,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     kinds = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
-    return assembled(config, read_tensors(stored, dtype or DTYPES[kinds[0]]), folder)
+    becomes = dtype or DTYPES[kinds[0]]
+    return assembled(config, {name: windowed(tensor, becomes) for name, tensor in mapped_tensors(stored)}, folder)
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
@@ -148,7 +158,8 @@ def save_model(
     absent. Files get the modes that the umask gives.
 
     Args:
-        model: its weights are written in their own dtype, a tied head once.
+        model: its weights are written in the dtype that they are kept in, a tied head once, adapters merged; beside the
+            model one tensor at a time is in memory.
         folder: to be created; may exist if it is empty.
         tokenizer: its bos and eos ids are used where the model's configuration has none; what belongs beside it, the
             chat template above all, is written, too.
@@ -158,7 +169,7 @@ def save_model(
         InputRefused: the folder exists and holds something, or cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
-    config, dtype = model.config.to_hf(), model.model.embed_tokens.weight.dtype
+    config, dtype = model.config.to_hf(), kept_dtype(model.model.embed_tokens.weight)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if tokenizer is not None:
         for key, token in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
@@ -171,9 +182,7 @@ def save_model(
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.companions.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        # Parameters, not the state dict: a tied head is the embedding and appears once.
-        named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        write_tensors(new, named, max_shard_bytes, mode=(new / "config.json").stat().st_mode & 0o777)
+        write_tensors(new, plain_parameters(model), max_shard_bytes)
 
 
 def _generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:

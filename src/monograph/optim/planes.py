@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.windows import keep, kept_dtype
 from monograph.optim.narrow import BLOCK
 
 Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
@@ -122,7 +123,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not found:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
-    places = {(p.dtype, p.device) for p in found.values()}
+    places = {(kept_dtype(p), p.device) for p in found.values()}
     if len(places) > 1:
         raise UsageError(f"trainable parameters must share one dtype and device, found {sorted(map(str, places))}")
     return found
@@ -163,16 +164,20 @@ def planes(
 
 def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int) -> Plane:
     block = BLOCK if state == "8bit" else 1
-    flat = [p.detach().reshape(*p.shape[:lead], -1) for _, p in members]
-    flat = [nn.functional.pad(piece, (0, -piece.shape[-1] % block)) for piece in flat]
-    offsets = [0]
-    for piece in flat:
-        offsets.append(offsets[-1] + piece.shape[-1])
-    param = torch.cat(flat, dim=-1)
-    grad = torch.zeros_like(param)
-    param = param.to(torch.bfloat16) if state == "all-bf16" else param
+    sizes = [math.prod(p.shape[lead:]) for _, p in members]
+    offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
+    first = members[0][1]
+    whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
+    made = torch.empty if block == 1 else torch.zeros
+    param = made(whole, dtype=torch.bfloat16 if state == "all-bf16" else dtype, device=first.device)
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
-    plane = Plane(kind, slots, param, grad, number)
+    for (_, parameter, offset), size in zip(slots, sizes, strict=True):
+        # Each goes before the next one comes, and gradients after all: no second copy of the weights is there at once.
+        part = param[..., offset : offset + size].view(parameter.shape)
+        part.copy_(parameter.detach())
+        parameter.grad = None
+        keep(parameter, part)
+    plane = Plane(kind, slots, param, torch.zeros(whole, dtype=dtype, device=first.device), number)
     plane.hold(param)
     plane.link()
     return plane

@@ -14,6 +14,8 @@ from monograph.checkpointing import Checkpoint
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
+from monograph.graph.precision import Precision
+from monograph.graph.windows import settle, windowed
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
@@ -38,7 +40,10 @@ class Trained(NamedTuple):
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
-    """The module a run starts from, with fp32 weights where they come from a folder, and its loss.
+    """The module a run starts from, and its loss.
+
+    Weights of a folder or file are windows that become fp32 (`monograph.graph.windows`): `settle` reads what is no
+    plane, narrower or quantised by then.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
@@ -51,7 +56,7 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
         return from_file(recipe, recipe.file)
     if recipe.init.endswith(".py"):
         raise InputRefused(f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME")
-    return _load(recipe.init, lambda line: None, torch.float32, recipe.sizes), token_loss
+    return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
 
 
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
@@ -65,32 +70,61 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: none of these, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    model, run = _load(folder, warn, None, {}), run_named(folder)
+    model, run = settle(_merged(_load(folder, warn, None, {}))), run_named(folder)
     return model, own_tokenizer(run) if run else Tokenizer.from_file(tokenizer_of(folder))
 
 
 def load_to_export(
     folder: str | Path, warn: Callable[[str], None] = lambda line: None
 ) -> tuple[Llama, Tokenizer, Packed | None]:
-    """The same, and the adapters that the model was merged with, where it is that of a run that trained some."""
+    """The same for `save`: weights still in their files, adapters not merged yet; and the adapters that a run trained.
+
+    Raises:
+        InputRefused: as `load`.
+        NoValidCheckpoint: likewise.
+    """
     run = run_named(folder)
-    checkpoint = checkpointing.newest(run.checkpoints, warn) if run else None
-    recipe = Recipe.recorded(checkpoint.state["recipe"]) if checkpoint else None
-    if run is None or checkpoint is None or recipe is None or recipe.lora is None or recipe.file:
-        return (*load(folder, warn), None)
-    model = _adapted(checkpoint, recipe, run, None)
-    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init))
-    merge(model)
+    if run is None:
+        return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
+    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    model, recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
+    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init)) if recipe.lora else None
     return model, own_tokenizer(run), stored
 
 
-def _adapted(checkpoint: Checkpoint, recipe: Recipe, run: Run, dtype: torch.dtype | None) -> Llama:
-    assert recipe.init is not None and recipe.lora is not None
-    model = _load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes)
+def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> Llama:
+    config = checkpoint.state["model_config"]
+    if config is None:
+        init = checkpoint.state["recipe"]["init"]
+        raise InputRefused(
+            f"{run.folder} holds a module of its own ({init}), not a Llama: "
+            "`monograph evaluate` scores it, and Python loads it"
+        )
+    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    if recipe.lora is None or recipe.file:
+        return _restored(run, checkpoint)
+    assert recipe.init is not None
+    model = _merged(_load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes))
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     adapt(model, lora_of(recipe.lora | {"base": "auto"}))
-    load_weights(model, {**checkpoint.model, **averages(checkpoint)})
+    load_weights(model, weights_of(checkpoint))
     return model
+
+
+def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
+    """The Llama that a checkpoint holds whole: its tensors themselves, no copies."""
+    config = LlamaConfig.from_hf(checkpoint.state["model_config"])
+    with torch.device("meta"):
+        expected = dict(Llama(config).named_parameters())
+    weights = weights_of(checkpoint)
+    _require_fit(expected, weights)
+    return hub.assembled(config, {name: tensor.float() for name, tensor in weights.items()}, run.folder)
+
+
+def _merged(model: Llama) -> Llama:
+    """The same, its adapters merged, to be trained whole."""
+    merge(model)
+    return model.requires_grad_(True)
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
@@ -103,42 +137,32 @@ def _one_dtype(init: str) -> torch.dtype | None:
 def _load(
     folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None, sizes: Mapping[str, Any]
 ) -> Llama:
+    """A model whose weights may lie in their files still, and whose adapters are not merged yet."""
     if run := run_named(folder):
-        checkpoint = checkpointing.newest(run.checkpoints, warn)
-        config = checkpoint.state["model_config"]
-        if config is None:
-            init = checkpoint.state["recipe"]["init"]
-            raise InputRefused(
-                f"{run.folder} holds a module of its own ({init}), not a Llama: "
-                "`monograph evaluate` scores it, and Python loads it"
-            )
-        recipe = Recipe.recorded(checkpoint.state["recipe"])
-        if recipe.lora and not recipe.file:
-            model = _adapted(checkpoint, recipe, run, dtype)
-            merge(model)
-            return model
-        model = Llama(LlamaConfig.from_hf(config))
-        load_weights(model, {**checkpoint.model, **averages(checkpoint)})
-        return model
+        return _of_run(run, checkpointing.newest(run.checkpoints, warn), dtype)
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
-        model = _load(base, warn, dtype or _one_dtype(base), sizes)
+        model = _merged(_load(base, warn, dtype or _one_dtype(base), sizes))
         stored.require(model.config)
         adapter.put(model, stored.lora, start=stored)
-        merge(model)
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
-        own = {name: tensor.to(dtype or tensor.dtype, copy=True) for name, tensor in tensors.items()}
+        own = {name: windowed(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
     if not Path(folder).exists():
         raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
-    return hub.load_model(folder, dtype)
+    return hub.mapped_model(folder, dtype)
 
 
-def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
+def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | None = None) -> Trained:
     """A run's newest sound model of any kind; a module of its own is built anew by its file.
+
+    Args:
+        run: the run.
+        warn: called with each line that a person should read.
+        precision: in which a model with adapters will be computed; where that is 16 bits, its base is kept in them.
 
     Raises:
         InputRefused: the file changed since, or what it builds does not take the weights.
@@ -146,17 +170,24 @@ def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
     """
     checkpoint = checkpointing.newest(run.checkpoints, warn)
     recipe = Recipe.recorded(checkpoint.state["recipe"])
+    loss: Loss = token_loss
     if recipe.file or recipe.lora:
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
-            adapt(model, lora_of(recipe.lora))
+            adapter.put(model, lora_of(recipe.lora), precision=precision)
+        load_weights(model, weights_of(checkpoint))
+        settle(model)
     else:
-        model, loss = Llama(LlamaConfig.from_hf(checkpoint.state["model_config"])), token_loss
+        model = _restored(run, checkpoint)
+    return Trained(model, loss, own_tokenizer(run), checkpoint.state, bool(averages(checkpoint)))
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """A checkpoint's tensors of the model by name, averaged ones where the run kept an average."""
     average = averages(checkpoint)
-    load_weights(model, {**checkpoint.model, **average})
-    return Trained(model, loss, own_tokenizer(run), checkpoint.state, bool(average))
+    return {name: average[name] if name in average else checkpoint.model[name] for name in checkpoint.model}
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -200,6 +231,12 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         InputRefused: a tensor is missing, left over or has another shape.
     """
     own = kept_state(model)
+    _require_fit(own, tensors)
+    for name, tensor in own.items():
+        tensor.detach().copy_(tensors[name])
+
+
+def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     if odd := sorted(own.keys() ^ tensors.keys()):
         raise InputRefused(f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
     for name, tensor in own.items():
@@ -207,4 +244,3 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             raise InputRefused(
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
             )
-        tensor.detach().copy_(tensors[name])

@@ -17,6 +17,7 @@ from monograph.graph import capture as graph
 from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
+from monograph.graph.windows import settle
 from monograph.loss import Loss
 from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.adapter import put, read_adapter
@@ -116,7 +117,7 @@ class Made(NamedTuple):
     Attributes:
         settings: every value fixed but the number of updates and what follows from it.
         recipe: what the model is built from.
-        model: on the host.
+        model: its weights on the host, or in their files still.
         loss: of it.
         planned: what the planner expects of it, None where it was not asked.
         placement: where the buffers of a streamed model live, None of another.
@@ -137,7 +138,7 @@ class Made(NamedTuple):
 
 def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
     """The session of a run at its beginning."""
-    made = make_model(settings, text, machine)
+    made = make_model(settings, text, machine, device)
     settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
@@ -146,8 +147,11 @@ def open_session(run: Run, settings: Settings, text: Corpus, device: torch.devic
     return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned)
 
 
-def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
-    """Build the model and fix every remaining automatic value but the number of updates."""
+def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.device | None = None) -> Made:
+    """Build the model and fix every remaining automatic value but the number of updates.
+
+    Where it has adapters, its frozen weights go to `device`, each as soon as it is what is kept of it.
+    """
     train, optim = settings.train, settings.optim
     preset = settings.model.preset
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
@@ -178,7 +182,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device) -> Made:
     if lora:
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
         start = read_adapter(recipe.adapter) if recipe.adapter else None
-        put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision))
+        put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision), device=device)
     return Made(settings, recipe, model, loss, plan, plan.placement if isinstance(plan, StreamCandidate) else None)
 
 
@@ -201,7 +205,7 @@ def make_engine(made: Made, device: torch.device) -> Resident:
             placement=made.placement or Placement(device),
         )
     return Resident(
-        made.model.to(device),
+        settle(made.model, device, trained=device.type != "cpu").to(device),
         loss=made.loss,
         optim=made.optimizer,
         clip=None if clip == "none" else clip,

@@ -49,13 +49,14 @@ class Subject:
 
 def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
     """A run's newest sound model; see `load_trained`."""
-    module, loss, tokenizer, state, averaged = load_trained(run, warn)
     settings = load_settings(run.config, {}, {})
+    precision = Precision(settings.train.precision)  # the run's own, or the figures differ
+    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return Subject(
         module,
         loss,
         tokenizer,
-        Precision(settings.train.precision),  # the run's own, or the figures differ
+        precision,
         {key: getattr(settings.data, key) for key in _READING},
         averaged,
         {key: getattr(settings.data, key) for key in ("source", "held_out")},

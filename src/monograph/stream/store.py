@@ -22,6 +22,7 @@ from monograph.stream.pinned import on_host
 from monograph.stream.placement import Placement, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
+AT_ONCE = 2**22  # elements that are rounded or split at once, in some copies of them
 TURNS = 2  # that stages take with the host's memory for gradients, where they are updated while these are made
 
 
@@ -197,8 +198,11 @@ def stored(  # noqa: PLR0913 - what a store is made of
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]
             reached[plane.kind] += plane.param.numel()
-            if rounds:
-                plane.param.copy_(settled(plane.param))
+            for piece in plane.param.split(AT_ONCE) if rounds else ():
+                piece.copy_(settled(piece))
+            # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
+            plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
+            plane.hold(plane.param)
             initialise(plane, optim)
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
@@ -227,20 +231,31 @@ def _stages(
 
 
 def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
-    """A plane's buffers where they belong; the parameters are views of the new ones."""
-    contents = {WEIGHTS: plane.param, GRADIENT: plane.grad, **plane.state}
-    if splits:
-        contents[WEIGHTS], contents[REST] = split(plane.param)
-    homes = {name: placement.home(stage.index, name) for name in contents}
-    if placement.when == "backward":  # gradients are nowhere but in a slot: but see `_take_turns`
-        contents[GRADIENT], homes[GRADIENT] = plane.grad.to("meta"), Home.HOST
-    buffers = {}
-    for name, tensor in contents.items():
+    """A plane's buffers where they belong; the parameters are views of the new ones.
+
+    Each leaves the host when it is there, before the next one goes: a stage is all that is there twice.
+    """
+    homes: dict[str, Home] = {}
+    buffers: dict[str, Buffer] = {}
+
+    def put(name: str, tensor: Tensor) -> Tensor:
+        home = placement.home(stage.index, name)
+        if name == GRADIENT and placement.when == "backward":  # nowhere but in a slot: but see `_take_turns`
+            home, tensor = Home.HOST, tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
-        here = tensor if tensor.is_meta else place(tensor, homes[name], label, placement)
-        buffers[name] = Buffer(here, Space(label, homes[name]))
-    plane.param, plane.grad = buffers[WEIGHTS].tensor, buffers[GRADIENT].tensor
-    plane.state = {name: buffers[name].tensor for name in plane.state}
+        here = tensor if tensor.is_meta else place(tensor, home, label, placement)
+        homes[name], buffers[name] = home, Buffer(here, Space(label, home))
+        return here
+
+    for name in list(plane.state):
+        plane.state[name] = put(name, plane.state.pop(name))
+    plane.grad = put(GRADIENT, plane.grad)
+    if splits:
+        parts = [split(piece) for piece in plane.param.split(AT_ONCE)]
+        hi, lo = (torch.cat(half) for half in zip(*parts, strict=True))
+        put(REST, lo)
+    plane.param = put(WEIGHTS, hi if splits else plane.param)
+    buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
     stays = placement.where == "host" and Home.DEVICE not in homes.values()
     return Stored(plane, buffers, start, splits, stays)

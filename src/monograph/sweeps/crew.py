@@ -21,6 +21,7 @@ from monograph.device import Device
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.graph.precision import Precision
+from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
 from monograph.resident import Resident
@@ -188,7 +189,7 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
     settings = made[0].settings
     clip = settings.optim.grad_clip
     return Ensemble(
-        [one.model.to(device) for one in made],
+        [settle(one.model, device).to(device) for one in made],
         [{"seed": one.settings.train.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,17 @@ class LayoutError(ValueError):
     """The header is not a safetensors header of a file of this length."""
 
 
-def encode(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[memoryview]]:
+def encode(
+    tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> tuple[int, Iterator[memoryview]]:
     """Lay tensors out as one safetensors file, ordered by dtype and then name, exactly as the library does.
 
     Tensors may share storage, be strided views or live on a device: each is made contiguous on the host only when its
     turn comes, and a contiguous host tensor is not copied at all. They must not change until the pieces are used.
+
+    Args:
+        tensors: by name.
+        read: gives a tensor of that name when its turn comes, where `tensors` only say shapes and dtypes.
 
     Returns:
         The file's length in bytes and its pieces in order.
@@ -65,7 +71,7 @@ def encode(tensors: Mapping[str, Tensor]) -> tuple[int, Iterator[memoryview]]:
     def pieces() -> Iterator[memoryview]:
         yield memoryview(prefix)
         for name in ordered:
-            yield bytes_of(tensors[name])
+            yield bytes_of(tensors[name] if read is None else read(name))
 
     return len(prefix) + end, pieces()
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/checkpointing/test_layout.py (tensors to safetensors bytes and back)."""
+"""Run: pytest tests/model/test_layout.py (tensors to safetensors bytes and back)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from monograph.checkpointing import Checkpoint, blocks, layout, load, save, verify
+from monograph.checkpointing import Checkpoint, blocks, load, save, verify
+from monograph.model import layout
 
 
 def awkward_tensors() -> dict[str, Tensor]:

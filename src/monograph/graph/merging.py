@@ -1,0 +1,49 @@
+"""What a module with adapters is without them, one weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from monograph.graph.lora import Adapted, Factor, adapters, merged
+from monograph.graph.windows import kept_dtype
+
+
+class Plain(NamedTuple):
+    """A parameter of the merged module.
+
+    Attributes:
+        name: of it.
+        like: has its shape and dtype, and no numbers.
+        read: gives it; what an adapter is merged into is computed anew each time.
+    """
+
+    name: str
+    like: Tensor
+    read: Callable[[], Tensor]
+
+
+def plain_parameters(module: nn.Module) -> Iterator[Plain]:
+    """The parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
+
+    Its adapters must stand beside plain weights, not beside quantised ones.
+    """
+    layers = adapters(module)
+    of_adapters = {id(p) for each in module.modules() if isinstance(each, Factor) for p in each.parameters()}
+    for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
+        if id(parameter) in of_adapters:
+            continue
+        holder, _, last = name.rpartition(".")
+        layer = layers.get(holder) if last == "weight" else None
+        like = parameter.detach().to("meta", kept_dtype(parameter))
+        yield Plain(name, like, _reading(parameter) if layer is None else _merging(layer))
+
+
+def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:
+    return lambda: parameter.detach().to(kept_dtype(parameter))
+
+
+def _merging(layer: Adapted) -> Callable[[], Tensor]:
+    return lambda: merged(layer)

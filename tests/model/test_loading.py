@@ -1,0 +1,55 @@
+"""Run: pytest tests/model/test_loading.py    (all cases: -m slow)
+
+Law: whatever is made of a folder, the anonymous memory of the process never exceeds what is kept of it by more than
+three times the largest tensor in fp32 and a constant; where weights are streamed, than a few copies of a stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts import script
+
+loading = script("benchmarks/loading.py")
+
+# 71 million parameters, none of whose tensors is more than a 25th of them.
+SHAPE = loading.SHAPE | {"vocab_size": 2_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
+FAST = "lora, base in nf4", "export hf, merged", "export gguf bf16, merged"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loading")
+    loading.called(loading.SRC, folder, "make", json.dumps(SHAPE))
+    loading.called(loading.SRC, folder / "tiny", "make", json.dumps(loading.TINY))
+    return folder
+
+
+def check(folder: Path, case: str) -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # or glibc keeps freed pieces below 32 MB, as large as these tensors
+    try:
+        found = loading.called(loading.SRC, folder, case)
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    assert found["peak_bytes"] <= found["kept_bytes"] + found["over_bytes"], found
+    if not case.startswith(("train", "stream")):
+        assert found["kept_bytes"] + found["over_bytes"] < 2 * found["folder_bytes"], "it holds of no copy in fp32"
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> None:
+    if "gguf" in case:
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+    check(folder, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in (*loading.TRAINED, *loading.OTHERS) if case not in FAST])
+def test_in_every_way_that_a_folder_is_used(folder: Path, case: str) -> None:
+    if "gguf" in case:
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+    check(folder, case)
