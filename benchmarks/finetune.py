@@ -111,8 +111,13 @@ def measured(home: Path, base: Path, way: str, settings: Namespace) -> dict[str,
     return found
 
 
-def main(options: Namespace) -> None:
+def main() -> None:
     """Both ways, the table, the JSON."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--base-updates", type=int, default=BASE_UPDATES, help="of the base, 2,048 tokens each")
+    parser.add_argument("--chats", type=int, default=CHATS, help="conversations to learn from")
+    parser.add_argument("--asked", type=int, default=ASKED, help="unseen instances")
+    options = parser.parse_args()
     if options.smoke:
         options.base_updates, options.chats, options.asked = 4, 60, 4
     settings = {key: getattr(options, key) for key in ("base_updates", "chats", "asked")} | {
@@ -138,8 +143,4 @@ def main(options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--base-updates", type=int, default=BASE_UPDATES, help="of the base, 2,048 tokens each")
-    parser.add_argument("--chats", type=int, default=CHATS, help="conversations to learn from")
-    parser.add_argument("--asked", type=int, default=ASKED, help="unseen instances")
-    main(parser.parse_args())
+    main()
