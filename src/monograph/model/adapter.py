@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from monograph.data.files import inside
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import ALL_LINEAR, Adapted, Lora, adapt, adapters, narrow
+from monograph.graph.lora import Adapted, Lora, adapt, adapters, narrow
 from monograph.graph.precision import Precision
+from monograph.graph.targets import ALL_LINEAR
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_json, read_tensors, write_json
 from monograph.model.llama import Llama

@@ -10,7 +10,8 @@ import torch
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.graph.lora import ALL_LINEAR, Lora, targeted
+from monograph.graph.lora import Lora
+from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
