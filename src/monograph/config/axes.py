@@ -28,7 +28,7 @@ BETWEEN_GRAPHS = (
     "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
     "data.sequence_length", "data.packing", "optim.name", "optim.grad_clip", "optim.ema", "optim.transfer",
     "train.updates", "train.tokens", "train.tokens_per_update", "train.precision", "lora.rank", "lora.alpha",
-    "lora.targets", "lora.dropout", "lora.base",
+    "lora.targets", "lora.dropout", "lora.base", "lora.tokens",
 )  # fmt: skip
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
 # Why the rest cannot be one.

@@ -19,9 +19,11 @@ from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.model.vocabulary import extend
 from monograph.run.adapters import digest, lora_of, require_base
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
+from monograph.run.vocabulary import compared, extended, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,19 +80,24 @@ def load_to_export(
     recipe = Recipe.recorded(checkpoint.state["recipe"]) if checkpoint else None
     if run is None or checkpoint is None or recipe is None or recipe.lora is None or recipe.file:
         return (*load(folder, warn), None)
-    model = _adapted(checkpoint, recipe, run, None)
-    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init))
+    model, base = _adapted(checkpoint, recipe, run, None)
+    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
     merge(model)
-    return model, own_tokenizer(run), stored
+    tokenizer = own_tokenizer(run)
+    return model, tokenizer, stored._replace(tokenizer=tokenizer if recipe.vocabulary else None)
 
 
-def _adapted(checkpoint: Checkpoint, recipe: Recipe, run: Run, dtype: torch.dtype | None) -> Llama:
+def _adapted(checkpoint: Checkpoint, recipe: Recipe, run: Run, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
+    """A run's model with its adapters, and the shape of the base as it is stored."""
     assert recipe.init is not None and recipe.lora is not None
     model = _load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes)
+    base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+    if recipe.vocabulary:
+        extend(model, *recipe.vocabulary)
     adapt(model, lora_of(recipe.lora | {"base": "auto"}))
     load_weights(model, {**checkpoint.model, **averages(checkpoint)})
-    return model
+    return model, base
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
@@ -114,7 +121,7 @@ def _load(
             )
         recipe = Recipe.recorded(checkpoint.state["recipe"])
         if recipe.lora and not recipe.file:
-            model = _adapted(checkpoint, recipe, run, dtype)
+            model, _ = _adapted(checkpoint, recipe, run, dtype)
             merge(model)
             return model
         model = Llama(LlamaConfig.from_hf(config))
@@ -125,6 +132,8 @@ def _load(
         base = adapter.resolved_base(stored)
         model = _load(base, warn, dtype or _one_dtype(base), sizes)
         stored.require(model.config)
+        if beside := hub.tokenizer_file(folder):
+            extended(model, compared(Tokenizer.from_file(beside), base, str(beside)), base)
         adapter.put(model, stored.lora, start=stored)
         merge(model)
         return model
@@ -151,6 +160,8 @@ def load_trained(run: Run, warn: Callable[[str], None]) -> Trained:
         model, loss = build(recipe)
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+            if recipe.vocabulary and isinstance(model, Llama):
+                extend(model, *recipe.vocabulary)
             adapt(model, lora_of(recipe.lora))
     else:
         model, loss = Llama(LlamaConfig.from_hf(checkpoint.state["model_config"])), token_loss
@@ -173,24 +184,6 @@ def own_tokenizer(run: Run) -> Tokenizer:
         fault = str(error).rpartition("; ")[0]
         copy = f"the folder that `monograph data build {run.config}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
-
-
-def tokenizer_of(folder: str | Path) -> Path:
-    """The tokenizer.json of a run or of a Hugging Face folder, or beside a weight file.
-
-    Raises:
-        InputRefused: there is none.
-    """
-    run = run_named(folder)
-    path = run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
-    if path is None and adapter.is_adapter(folder):
-        return tokenizer_of(adapter.resolved_base(adapter.read_adapter(folder)))
-    if path is None or not path.is_file():
-        raise InputRefused(
-            f"{folder}: there is no tokenizer.json; put the model's beside its weights, "
-            "or to train on it name it as data.tokenizer"
-        )
-    return path
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
