@@ -78,12 +78,9 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
             raise UsageError(f"lora.tokens: {beyond[0]} is no token of {layer.weight.shape[0]}")
     tied = head.weight is found.weight
     _put(found, TokenEmbedding, tokens, dtype)
+    _put(head, TokenHead, tokens, dtype)
     if tied:
-        head.__class__, head.token_rows = TokenHead, found.token_rows
-        for name in ("token_index", "token_slots"):
-            head.register_buffer(name, getattr(found, name), persistent=False)
-    else:
-        _put(head, TokenHead, tokens, dtype)
+        head.token_rows = found.token_rows
 
 
 def _embedding(module: nn.Module) -> Any:
@@ -99,13 +96,11 @@ def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torc
     weight: Tensor = layer.weight  # type: ignore[assignment]
     index = torch.tensor(tokens, dtype=torch.int64, device=weight.device)
     slots = torch.full((weight.shape[0],), -1, device=weight.device)
+    slots.index_copy_(0, index, torch.arange(len(tokens), device=weight.device))
     layer.__class__ = kind
-    wide = dtype or torch.promote_types(weight.dtype, torch.float32)
-    layer.token_rows = nn.Parameter(weight[index].to(wide))
+    layer.token_rows = nn.Parameter(weight[index].to(dtype or torch.promote_types(weight.dtype, torch.float32)))
     layer.register_buffer("token_index", index, persistent=False)
-    layer.register_buffer(
-        "token_slots", slots.index_copy(0, index, torch.arange(len(tokens), device=weight.device)), persistent=False
-    )
+    layer.register_buffer("token_slots", slots, persistent=False)
 
 
 def tables(module: nn.Module) -> dict[str, Table]:
