@@ -23,9 +23,9 @@ from monograph.measure.memory import LiveBytes
 from monograph.ops.token_rows import replaced
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from numerics import error_within, relative_error
+from numerics import relative_error
 
-TOKENS = (3, 17, 60)
+TOKENS = (4, 19, 59)  # all of them in the first rows of `ragged`
 WITH_ROWS = replace(SMALL, tokens=TOKENS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -33,8 +33,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
-    model, plain, batch = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in "ab"), None, packed(4)
-    model, plain = model
+    model, plain = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in range(2))
+    batch = packed(4)
     adapt(model, WITH_ROWS)
     assert len(tables(model)) == (1 if tied else 2)
     assert torch.equal(token_loss(model, batch)[0], token_loss(plain, batch)[0])
@@ -51,9 +51,9 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
             assert torch.equal(token_loss(narrow, batch)[0], token_loss(plain, batch)[0])
 
 
-def in_peft(model, tied):
+def in_peft(model, tied, seed=0):
     """PEFT's adapters and rows on a copy of the base, with the numbers of ours."""
-    theirs = tiny_llama(model.model.embed_tokens.weight.dtype, tie_word_embeddings=tied)
+    theirs = tiny_llama(model.model.embed_tokens.weight.dtype, seed, tie_word_embeddings=tied)
     theirs.get_input_embeddings = lambda: theirs.model.embed_tokens
     theirs._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     library, ids = peft(), list(TOKENS)
@@ -90,25 +90,28 @@ def test_loss_and_gradients_are_pefts(dtype, tied):
     """While the rows are the base's PEFT's bits but for the rows' own gradient, which it adds up over all of the table.
 
     Trained rows give the logits x W + x (rows - W) here and x rows there: two sums are not one, bit for bit. Both are
-    then measured against float64.
+    then measured against float64, over eight bases, as it is a matter of luck.
     """
     model = tiny_llama(dtype, tie_word_embeddings=tied)
     adapt(model, WITH_ROWS)
     ours, theirs = loss_and_gradients(model), loss_and_gradients(in_peft(model, tied))
     assert ours.keys() == theirs.keys() and len(ours) == 1 + 28 + (1 if tied else 2)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if not name.endswith("token_rows"))
-    trained(model)
-    other = in_peft(model, tied)
-    exact = loss_and_gradients(copy.deepcopy(other).double())
-    model.zero_grad()
-    ours, theirs = loss_and_gradients(model), loss_and_gradients(other)
-    for name in ("loss", *(name for name in ours if name.endswith("token_rows"))):
-        assert error_within(ours[name], theirs[name], exact[name]), name
-    errors = [
-        relative_error(*(torch.cat([each[name].double().flatten() for name in exact]) for each in (found, exact)))
-        for found in (ours, theirs)
-    ]
-    assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps / 2
+    assert all(ours[name].any(1).all() for name in ours if name.endswith("token_rows"))
+    squares = {(name, who): 0.0 for name in ours for who in ("ours", "theirs")}
+    for seed in range(8):
+        model = tiny_llama(dtype, seed, tie_word_embeddings=tied)
+        adapt(model, WITH_ROWS)
+        trained(model, seed)
+        other = in_peft(model, tied, seed)
+        exact = loss_and_gradients(copy.deepcopy(other).double())
+        for who, each in (("ours", model), ("theirs", other)):
+            for name, found in loss_and_gradients(each).items():
+                squares[name, who] += relative_error(found, exact[name]) ** 2 / 8
+    for name in ours:
+        error, naive = (squares[name, who] ** 0.5 for who in ("ours", "theirs"))
+        # Of float64 there is no truth that is nearer.
+        assert error <= (1e-12 if dtype == torch.float64 else 1.5 * (naive + torch.finfo(dtype).eps / 2)), name
 
 
 def test_transformers_llama_is_a_module_like_any_other():

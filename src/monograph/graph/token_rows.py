@@ -67,7 +67,7 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
     wanted: list[tuple[Any, type[nn.Module], str]]
     wanted = [(found, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")]
     for layer, plain, what in wanted:
-        if type(layer).forward is not plain.forward:
+        if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
             raise UsageError(
                 f"lora.tokens: rows of {what} are trained of an nn.{plain.__name__}, and {type(module).__name__} has "
@@ -75,7 +75,10 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
             )
     for layer in (found, head):
         if beyond := [token for token in tokens if not 0 <= token < layer.weight.shape[0]]:
-            raise UsageError(f"lora.tokens: {beyond[0]} is no token of {layer.weight.shape[0]}")
+            rows = layer.weight.shape[0]
+            raise UsageError(
+                f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it takes the tokenizer.json that it is of"
+            )
     tied = head.weight is found.weight
     _put(found, TokenEmbedding, tokens, dtype)
     _put(head, TokenHead, tokens, dtype)
