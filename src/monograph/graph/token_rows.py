@@ -77,7 +77,7 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
         if beyond := [token for token in tokens if not 0 <= token < layer.weight.shape[0]]:
             rows = layer.weight.shape[0]
             raise UsageError(
-                f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it takes the tokenizer.json that it is of"
+                f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it needs its tokenizer.json"
             )
     tied = head.weight is found.weight
     _put(found, TokenEmbedding, tokens, dtype)

@@ -27,7 +27,6 @@ from monograph.model.llama import Llama
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of ours, beside PEFT's two files, which PEFT does not read.
 BASE = "monograph_base.json"
-PREFIX = "base_model.model."
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path", KEY}
 # Whatever they say, the adapter's tensors mean the same.
 _NO_MATTER = {
@@ -129,8 +128,7 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     """
     own, path = adapter_state(module), inside(adapter.folder, WEIGHTS)
     own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
-    stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
-    stored = own_rows(stored, module, path)
+    stored = own_rows(read_header(path), module, path)
     for kind, names in (("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())):
         if names:
             raise InputRefused(
@@ -142,9 +140,9 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
             raise InputRefused(f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base")
         if tensor.dtype not in DTYPES:
             raise InputRefused(f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")
-    values = read_tensors({PREFIX + to_peft(name): tensor for name, tensor in stored.items()}, None)
+    values = read_tensors({to_peft(name): tensor for name, tensor in stored.items()}, None)
     for name in stored:
-        own[name].copy_(values[PREFIX + to_peft(name)])
+        own[name].copy_(values[to_peft(name)])
 
 
 def put(
@@ -221,7 +219,7 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
     }  # fmt: skip
     if tokens := written_tokens(module):
         values[KEY] = tokens
-    tensors = {PREFIX + to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
+    tensors = {to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
     return Packed(values, tensors, {"config_sha256": config_digest(config)} if config else {})
 
 

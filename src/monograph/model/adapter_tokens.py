@@ -20,6 +20,7 @@ from monograph.graph.token_rows import ROWS, Table, tables
 from monograph.model.files import DTYPES, Stored, read_tensors
 
 KEY = "trainable_token_indices"
+PREFIX = "base_model.model."  # of each tensor's name
 _TABLE = ".token_adapter.base_layer.weight"
 _THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
 
@@ -50,7 +51,7 @@ def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None
 
 def to_peft(name: str) -> str:
     """PEFT's name of a tensor of an adapter."""
-    return name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name
+    return PREFIX + (name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name)
 
 
 def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
@@ -62,13 +63,14 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     first = {id(layer.token_rows): name for name, layer in tables(module).items()}
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Table)}
     found = dict[str, Stored]()
-    for name, tensor in stored.items():
+    for full, tensor in stored.items():
+        name = full.removeprefix(PREFIX)
         layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
         layer = layers.get(layer_name)
         if layer is None or name == layer_name:
             found[name] = tensor
         elif name.endswith(_TABLE):
-            _require_same(name, tensor, layer, path)
+            _require_same(full, tensor, layer, path)
         elif first[id(layer.token_rows)] == layer_name:
             found[layer_name + _OURS] = tensor
     return found
