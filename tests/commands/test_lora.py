@@ -180,6 +180,8 @@ def test_a_run_is_a_base_too(folder: Path, monograph: CommandServer) -> None:
     done = monograph.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
     assert done.code == 0, done.err
     assert monograph.run(folder, "evaluate", "on").code == 0
+    exported = monograph.run(folder, "export", "on", "--to", "on.out")
+    assert exported.code == 0, exported.err
 
 
 def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:

@@ -118,6 +118,9 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     settings = [each for each in CHATS if not each.startswith("data.tokenizer")]
     again = ok(monograph, here, "train", *over(settings, "model.init=run"), "--out", "on", figures=0)
     assert "new token" not in again.err, "the run knows them"
+    with_tokens(Tokenizer.from_file(here / "chatty"), "<|more|>").save(here / "chatty" / "tokenizer.json")
+    refused = monograph.run(here, "train", "--from", "run", "data.tokenizer=chatty", "--out", "refused")
+    assert refused.code == 2 and "data.tokenizer has 1 token that run has no row for" in shown(refused), refused.err
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -215,7 +218,8 @@ def test_a_plan_knows_the_rows(here: Path, monograph: CommandServer) -> None:
 def test_a_sweep_trains_the_rows_of_each_member(here: Path, monograph: CommandServer) -> None:
     write_inputs(here)
     settings = over(LORA, "optim.lr=1e-3,3e-3")
-    ok(monograph, here, "sweep", *settings, "--out", "sweep", figures=0)
+    done = ok(monograph, here, "sweep", *settings, "--out", "sweep", figures=0)
+    assert SAID in shown(done)
     found = [load_file(path) for path in sorted((here / "sweep").rglob("step-00000004/model.safetensors"))]
     assert len(found) == 2 and all(len(tensors) == 2 * 2 * len(LINEAR) + 1 for tensors in found)
     assert not torch.equal(*(tensors["model.embed_tokens.token_rows"] for tensors in found))

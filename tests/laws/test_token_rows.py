@@ -21,7 +21,7 @@ from monograph.graph.token_rows import rows_of, tables
 from monograph.loss import token_loss
 from monograph.measure.memory import LiveBytes
 from monograph.ops.token_rows import replaced
-from monograph.optim import AdamW
+from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from numerics import relative_error
 
@@ -224,6 +224,28 @@ def test_laws_together(precision, policy, scope, split, base, tied):
         assert torch.equal(one, two)
     assert not any(torch.equal(kept.model[name], now) for name, now in mine.state().model.items())
     assert all(torch.equal(p, frozen[name]) for name, p in mine.model.named_parameters() if name in frozen)
+
+
+@pytest.mark.parametrize("optim", [
+    Muon(lr=1e-2), AdamW(lr=1e-2, ema=0.9), *(AdamW(lr=1e-2, state=state) for state in ("bf16", "8bit", "all-bf16")),
+])  # fmt: skip
+def test_every_optimizer_resumes_and_leaves_the_tables_alone(optim):
+    def made():
+        model = adapted_llama(lora("auto"), "bf16", tie_word_embeddings=True)
+        return Resident(model, optim=optim, clip=0.5, precision=Precision("bf16"), micro_batch=4)
+
+    ones = [made() for _ in range(2)]
+    embedding = ones[0].model.model.embed_tokens
+    table, began = embedding.weight.detach().clone(), embedding.token_rows.detach().float().clone()
+    for seed in range(2):
+        ones[0].accumulate(packed(ROWS, seed))
+        ones[0].update()
+    ones[1].load_state(copied(ones[0].state()))
+    for each in ones:
+        each.accumulate(packed(ROWS, 2))
+        assert float(each.update().grad_norm) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*(each.state().model.values() for each in ones), strict=True))
+    assert torch.equal(embedding.weight, table) and not torch.equal(embedding.token_rows.float(), began)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -101,8 +101,10 @@ def _adapted(checkpoint: Checkpoint, recipe: Recipe, run: Run, dtype: torch.dtyp
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
-    """None where a model's weights are stored in one dtype, else fp32."""
-    if run_named(init) or is_weight_file(init):
+    """None where a model's weights are stored in one dtype, else fp32; of a run fp32, in which it was a base."""
+    if run_named(init):
+        return torch.float32  # adapters of its own, merged in fewer bits, would give other weights
+    if is_weight_file(init):
         return None
     return torch.float32 if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1 else None
 

@@ -25,7 +25,7 @@ from monograph.run.vocabulary import tokenizer_of
 from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
 from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
-from monograph.session.tokens import require_tokens
+from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
@@ -198,6 +198,8 @@ def branched(parent: Run, given: Settings) -> Settings:
             f"{origin}: optim.transfer = {given.optim.transfer}, but the weights of {parent.folder} were drawn with "
             f"{own.optim.transfer}; leave it out"
         )
+    if "data.tokenizer" in taken:
+        require_no_new(given, str(parent.folder))
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # brings its own shape

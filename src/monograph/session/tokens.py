@@ -101,14 +101,30 @@ def require_tokens(settings: Settings) -> None:
         words_of(settings)
 
 
+def require_no_new(settings: Settings, parent: str) -> None:
+    """Refuse a tokenizer with which a run cannot go on with the weights and the optimizer of another.
+
+    Raises:
+        InputRefused: it is not the parent's, by the first id that differs.
+        UsageError: it has more tokens.
+    """
+    words = words_of(settings.resolve({"model.init": parent}, "--from"))
+    if words and words.vocabulary and (new := words.vocabulary.new(words.vocabulary.all)):
+        raise UsageError(
+            f"{settings.origins['data.tokenizer']}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
+            f"no row for, nor an optimizer's state: --from goes on with both; start anew with model.init={parent}"
+        )
+
+
 def said(settings: Settings, words: Words | None, rows: int) -> tuple[str, ...]:
     """What `train` and `plan` say of the tokens of a run whose base has so many rows; nothing where all is as usual."""
     if words is None:
         return ()
     lines, new, adapted = list[str](), words.new(rows), settings.lora.rank is not None or words.stored is not None
     if new:
-        trained = " and are trained beside the adapters" if adapted else ""
-        lines.append(f"{counted(len(new), 'new token')}: {_some(words, new)}; their rows begin as the mean{trained}")
+        begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
+        trained = f" and {'is' if len(new) == 1 else 'are'} trained beside the adapters" if adapted else ""
+        lines.append(f"{counted(len(new), 'new token')}: {_some(words, new)}; {begin}{trained}")
     if others := [index for index in words.trained(rows) if adapted and index not in new]:
         lines.append(f"{counted(len(others), 'token')} with rows beside the adapters: {_some(words, others)}")
     if words.vocabulary and words.vocabulary.own is None:
