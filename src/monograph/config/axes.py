@@ -28,7 +28,7 @@ BETWEEN_GRAPHS = (
     "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
     "data.sequence_length", "data.packing", "optim.name", "optim.grad_clip", "optim.ema", "optim.transfer",
     "train.updates", "train.tokens", "train.tokens_per_update", "train.precision", "lora.rank", "lora.alpha",
-    "lora.targets", "lora.dropout", "lora.base", "lora.tokens",
+    "lora.targets", "lora.dropout", "lora.base",
 )  # fmt: skip
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
 # Why the rest cannot be one.
@@ -41,7 +41,7 @@ _WHY_NOT = {
     "train.epochs": "say it in train.updates or train.tokens", "train.micro_batch": _NO_EFFECT,
     "train.compile": _NO_EFFECT, "train.remat": _NO_EFFECT, "train.memory": _NO_EFFECT, "train.parallel": _NO_EFFECT,
     "train.eval_every": _NO_EFFECT, "train.save_every": _NO_EFFECT, "train.keep": _NO_EFFECT,
-    "model.vocab_size": "it is the tokenizer's", "model.max_position_embeddings": "vary data.sequence_length",
+    "model.vocab_size": "it is the tokenizer's", "lora.tokens": "which tokens a base never saw is no choice", "model.max_position_embeddings": "vary data.sequence_length",
 }  # fmt: skip
 
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
