@@ -46,8 +46,10 @@ class Words(NamedTuple):
         if self.stored is None:
             return tuple(sorted({*new, *self.listed}))
         if missing := [index for index in new if index not in self.stored]:
-            name = self.tokenizer.texts()[missing[0]]
-            raise InputRefused(f"data.tokenizer: {name!r} is new to the base, and the adapter has no row for it")
+            name = repr(self.tokenizer.texts()[missing[0]])
+            raise InputRefused(
+                f"data.tokenizer: {name} is new to the base and no row of the adapter: take the one beside it"
+            )
         return self.stored
 
 
