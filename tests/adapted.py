@@ -11,6 +11,7 @@ from torch import nn
 from batches import tiny_llama
 from monograph.graph.lora import Lora, adapters
 from monograph.graph.precision import Precision
+from monograph.graph.token_rows import tables
 from monograph.model.adapter import put
 from monograph.model.llama import Llama
 
@@ -27,10 +28,12 @@ def peft():
 
 @torch.no_grad()
 def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module:
-    """The module with B as if it had been trained."""
+    """The module with B, and rows of tokens, as if they had been trained."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapters(module).values():
         layer.lora_B.weight.copy_(torch.randn(layer.lora_B.weight.shape, generator=generator) * spread)
+    for table in tables(module).values():
+        table.token_rows.add_(torch.randn(table.token_rows.shape, generator=generator) * spread)
     return module
 
 

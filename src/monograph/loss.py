@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.token_rows import rows_of
 from monograph.ops.cross_entropy import linear_cross_entropy
 
 Batch = dict[str, Tensor]
@@ -51,8 +52,9 @@ class TokenLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum in nats, count); see the class."""
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
-        weight_VD: Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
-        return self.head(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), impl=self.impl)
+        head: Any = model.lm_head
+        targets_N, rows = batch["targets"].flatten(), rows_of(head)
+        return self.head(hidden_BTD.flatten(0, -2), head.weight, targets_N, impl=self.impl, rows=rows)
 
     def count(self, batch: Batch) -> Tensor:
         """Number of targets that are not -100, 0-d int64."""

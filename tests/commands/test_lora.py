@@ -183,6 +183,8 @@ def test_a_run_is_a_base_too(folder: Path, monograph: CommandServer) -> None:
     settings = over(OWN, "train.updates=2", "model.init=run")
     done = monograph.run(folder, "train", *settings, "--out", "whole", figures=0)
     assert done.code == 0, f"the merged model, all of its weights: {done.err}"
+    exported = monograph.run(folder, "export", "on", "--to", "on.out")
+    assert exported.code == 0, exported.err
 
 
 def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:

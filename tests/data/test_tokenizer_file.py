@@ -9,7 +9,7 @@ import re
 import pytest
 
 from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import KNOWN_PATTERNS, read
+from monograph.data.tokenizer_file import KNOWN_PATTERNS, read, texts
 from monograph.errors import InputRefused
 
 GOOD = json.loads(Tokenizer.train_bpe(["the cat the cat sat"] * 9, 264).to_json())
@@ -145,3 +145,18 @@ def test_a_huge_file_is_refused_unread(tmp_path):
         file.truncate(1 << 30)
     with pytest.raises(InputRefused, match="larger than 128 MiB"):
         read(path)
+
+
+def test_texts_of_any_tokenizer_that_lists_them():
+    plain = Tokenizer.bytes()
+    found = plain.texts()
+    assert sorted(found) == list(range(plain.vocab_size)) and (found[0], found[plain.id_of("a")]) == ("<|bos|>", "a")
+    assert plain.id_of("<|eos|>") == 1 and found[plain.id_of(" ")] == "\u0120" and plain.id_of("ab") is None
+    other = {"model": {"type": "Unigram", "vocab": {"x": 3}}, "added_tokens": [{"id": 4, "content": "<s>"}]}
+    assert texts(other, "here") == {3: "x", 4: "<s>"}
+    vocabularies = [[["a", 0]], {}, {"a": -1}, {"a": True}, None]
+    hostile = [{}, {"model": []}, *({"model": {"vocab": each}} for each in vocabularies)]
+    hostile.append({"model": {"vocab": {"a": 0}}, "added_tokens": [3]})
+    for content in hostile:
+        with pytest.raises(InputRefused, match="here: has no list of tokens with their ids"):
+            texts(content, "here")

@@ -50,6 +50,9 @@ EAGER = {
     "adapters beside 4 bits": Work(
         shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", packed=False, lora=Lora(8, base="nf4")
     ),
+    "adapters and rows of tokens, a large vocabulary": Work(
+        shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none", lora=Lora(4, tokens=(3, 2999))
+    ),
 }
 
 
@@ -70,6 +73,15 @@ CAPTURED = {
         shape(vocab_size=8000, num_hidden_layers=1), 32, 48, AdamW(), precision="bf16", compile="blocks", packed=False
     ),
     "adapters, one graph": Work(shape(num_hidden_layers=2), 8, 48, AdamW(), packed=False, lora=Lora(8)),
+    "adapters and rows of tokens, a tied table, bf16": Work(
+        shape(vocab_size=3000, num_hidden_layers=2, tie_word_embeddings=True),
+        4,
+        48,
+        AdamW(),
+        "bf16",
+        packed=False,
+        lora=Lora(4, tokens=(3, 2999)),
+    ),
     "adapters beside 4 bits, a graph per block": Work(
         shape(num_hidden_layers=4), 8, 48, AdamW(), "bf16", "blocks", packed=False, lora=Lora(8, base="nf4")
     ),

@@ -18,8 +18,9 @@ from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.run.exports import save
 from monograph.run.folder import Run
-from monograph.run.models import build, load, load_trained, load_weights, tokenizer_of
+from monograph.run.models import build, load, load_trained, load_weights
 from monograph.run.recipe import Recipe
+from monograph.run.vocabulary import tokenizer_of
 
 MODULE = """
 from __future__ import annotations

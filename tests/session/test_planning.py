@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from monograph.config import load
+from monograph.data.tokenizer import Tokenizer
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.estimate import estimate_bytes
@@ -67,7 +68,8 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder
         monkeypatch.setattr(setup.Recipe, "checked", lambda self: self)  # here is no file of weights
         (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
         given = given.resolve({"model.init": str(tmp_path)}, "test")
-    text, host = SimpleNamespace(vocab_size=4096), replace(CARD, type="cpu")
+    text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes())
+    host = replace(CARD, type="cpu")
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
         setup.make_model(given, text, host)
 

@@ -33,6 +33,7 @@ from monograph.planner import (
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
 from monograph.session.planning import asked_of, cut_micro_batch, shape_of
+from monograph.session.tokens import planned_words, said
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
@@ -56,8 +57,9 @@ def run(
             )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
     settings = sized(settings, built=False)
-    config = shape_of(settings)
-    asked = asked_of(settings, config, target)
+    words, rows = planned_words(settings), shape_of(settings).vocab_size
+    config = shape_of(settings, words)
+    asked = asked_of(settings, config, target, words.trained(rows) if words else ())
     _require_arithmetic(target, asked.precisions[0])
     known = Calibration(calibration_file())
     limits = Limits.here(target, budget(target), cache_root()[0])
@@ -66,8 +68,8 @@ def run(
     peaks = peak_flops(target, asked.precisions)
     found = plan_anywhere(asked, target, peaks, known, settings.train.memory, limits)
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
-    if cut := cut_micro_batch(settings):
-        print(f"note     {cut}")
+    for line in filter(None, (cut_micro_batch(settings), *said(settings, words, rows))):
+        print(f"note     {line}")
     _show(found, config, asked.tokens_per_update, updates)
     if json:
         print(jsonlib.dumps(_object(found, updates)))

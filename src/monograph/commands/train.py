@@ -70,7 +70,7 @@ def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
     if not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)
         choices.write_config(folder, settings)
-    session = open_session(folder, settings, open_corpus(settings, progress), default_device(), describe())
+    session = open_session(folder, settings, open_corpus(settings, progress), default_device(), progress)
     if not folder.tokenizer.exists():
         choices.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = lambda line: progress.line("memory", line)

@@ -41,7 +41,8 @@ _WHY_NOT = {
     "train.epochs": "say it in train.updates or train.tokens", "train.micro_batch": _NO_EFFECT,
     "train.compile": _NO_EFFECT, "train.remat": _NO_EFFECT, "train.memory": _NO_EFFECT, "train.parallel": _NO_EFFECT,
     "train.eval_every": _NO_EFFECT, "train.save_every": _NO_EFFECT, "train.keep": _NO_EFFECT,
-    "model.vocab_size": "it is the tokenizer's", "model.max_position_embeddings": "vary data.sequence_length",
+    "model.vocab_size": "it is the tokenizer's", "lora.tokens": "which tokens a base never saw is no choice",
+    "model.max_position_embeddings": "vary data.sequence_length",
 }  # fmt: skip
 
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"

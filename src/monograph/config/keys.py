@@ -193,6 +193,11 @@ class LoraSection(Section):
     base: Literal["auto", "int8", "nf4"] | None = _key(
         None, "auto, int8 or nf4", "what frozen weights are kept in; default: auto, 16 bits where it computes in 16"
     )
+    tokens: Texts | None = _key(
+        None,
+        'auto or a list of tokens, ["<|im_start|>"]',
+        "whose rows of embedding and head are trained, beside those that are new to the base; default: auto, no others",
+    )
 
 
 SECTIONS: dict[str, type[Section]] = {

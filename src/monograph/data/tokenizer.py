@@ -199,6 +199,17 @@ class Tokenizer:
     def _recognising(self) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(self._json))
 
+    def texts(self) -> dict[int, str]:
+        """Each token's text by its id, as `to_json` writes it: of a special token its content."""
+        return tokenizer_file.texts(self._json, "tokenizer")
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the one token that stands for a text, None where no single one does."""
+        if text in self.special:
+            return self.special[text]
+        wanted = text.encode()
+        return next((index for index, piece in enumerate(self.pieces) if piece == wanted), None) if wanted else None
+
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
         """The bytes that ids stand for; special tokens stand for none."""
         return b"".join([self.pieces[index] for index in ids])

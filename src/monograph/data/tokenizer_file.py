@@ -68,6 +68,24 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
+def texts(content: dict[str, Any], where: str) -> dict[int, str]:
+    """Each token's text by its id, as the file writes it, of any kind of tokenizer that lists them.
+
+    Raises:
+        InputRefused: there is no such list.
+    """
+    model, added = content.get("model"), content.get("added_tokens") or []
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    try:
+        found = {index: text for text, index in vocab.items() if _is_id(index)}  # type: ignore[union-attr]
+        found |= {token["id"]: str(token["content"]) for token in added if _is_id(token["id"])}
+        if found:
+            return found
+        raise KeyError("vocab")
+    except (AttributeError, TypeError, KeyError):
+        raise InputRefused(f"{where}: has no list of tokens with their ids, so that none can be compared") from None
+
+
 class Checked:
     """The accepted parts of a tokenizer.json.
 

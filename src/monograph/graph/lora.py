@@ -1,5 +1,7 @@
 """Low-rank adapters beside the linear layers of any module, in place: the base's names and bits stay what they are.
 
+With them the rows of a few tokens may be trained (`monograph.graph.token_rows`).
+
 Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial values and names are PEFT's.
 Shapes: N outputs, K inputs, R rank.
 """
@@ -8,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.inspect import unique_state
+from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
+from monograph.graph.token_rows import ROWS, merge_rows, put_rows, tables
 from monograph.graph.windows import keep, kept_dtype
 
-ALL_LINEAR = "all-linear"
 Base = Literal["auto", "int8", "nf4"]
 BASES: dict[str, Any] = {"int8": Int8Linear, "nf4": NF4Linear}
-MOST_NAMES = 12  # of what exists, in a message
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Lora:
             tuple: last parts of names.
         dropout: probability with which an adapter's input is dropped in training.
         base: what the linear layers but the head are kept in: "auto" as they are, "int8", "nf4".
+        tokens: ids of tokens whose rows of embedding and head are trained as well, rising.
     """
 
     rank: int = 16
@@ -45,6 +46,7 @@ class Lora:
     targets: str | tuple[str, ...] = ALL_LINEAR
     dropout: float = 0.0
     base: Base = "auto"
+    tokens: tuple[int, ...] = ()
 
 
 class Factor(nn.Linear):
@@ -103,7 +105,7 @@ def adapt(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Adapted]:
-    """Freeze a module and put adapters beside its linear layers; they alone are trained from then on.
+    """Freeze a module and put adapters beside its linear layers; they alone, and rows of tokens, are trained then.
 
     The layers stay the objects they are and keep their names: beside `q_proj.weight` there are `q_proj.lora_A.weight`,
     uniform in +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the module computes the same bits as before.
@@ -121,15 +123,18 @@ def adapt(
 
     Raises:
         UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
-            weight; adapters there already.
+            weight; adapters there already; tokens' rows that cannot be trained, see `put_rows`.
     """
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = targeted(module, lora.targets)
+    if lora.tokens:
+        put_rows(module, lora.tokens, dtype)
+    rows = {id(table.token_rows) for table in tables(module).values()}
     for parameter in module.parameters():
-        parameter.requires_grad_(False)
+        parameter.requires_grad_(id(parameter) in rows)
     if lora.base != "auto":
-        shared = _shared(module)
+        shared = shared_parameters(module)
         for layer in linear_layers(module).values():
             weight = layer.weight
             if id(weight) in shared:
@@ -168,95 +173,12 @@ def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> Non
         layer.lora_A.weight.copy_((2 * noise - 1) * bound)  # type: ignore[union-attr, operator]
 
 
-def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Every plain linear layer of a module but the head, by name."""
-    head = _head(module)
-    plain = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and type(layer).forward in plain and layer is not head
-    }
-
-
-def _head(module: nn.Module) -> Any:
-    """What gives the scores over the vocabulary, where the module says so as ours and transformers' do."""
-    found = getattr(module, "get_output_embeddings", lambda: None)()
-    return found if found is not None else getattr(module, "lm_head", None)
-
-
-def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
-    """The layers that targets mean; see `Lora.targets`.
-
-    Raises:
-        UsageError: as `adapt`.
-    """
-    linear = linear_layers(module)
-    if targets == ALL_LINEAR:
-        chosen = set(linear)
-    elif isinstance(targets, str):
-        chosen = {name for name in linear if _matches(targets, name)}
-        if not chosen:
-            hint = f'; for the last part of a name write a list, ["{targets}"]' if _ends(linear, targets) else ""
-            raise UsageError(
-                f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "
-                f"{_some(linear)}{hint}"
-            )
-    else:
-        by_target = {target: _ends(linear, target) for target in targets}
-        for target in (target for target, found in by_target.items() if not found):
-            raise UsageError(_idle(module, target, linear))
-        chosen = set().union(*by_target.values())
-    _require_own_weights(module, chosen)
-    return {name: linear[name] for name in linear if name in chosen}
-
-
-def _matches(expression: str, name: str) -> bool:
-    try:
-        return re.fullmatch(expression, name) is not None
-    except re.error as error:
-        raise UsageError(f"lora.targets = {expression!r} is no regular expression: {error}") from None
-
-
-def _ends(names: Iterable[str], target: str) -> set[str]:
-    return {name for name in names if name == target or name.endswith(f".{target}")}
-
-
-def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> str:
-    found = {name: layer for name, layer in module.named_modules() if name and _ends([name], target)}
-    there = f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
-    if not found:
-        return f"lora.targets: no linear layer is called {target!r}; {there}"
-    name, layer = next(iter(found.items()))
-    if layer is _head(module):
-        return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {there}"
-    return f"lora.targets: {name} is no plain linear layer but {type(layer).__name__}; {there}"
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:2]) or "none"
-
-
-def _shared(module: nn.Module) -> dict[int, list[str]]:
-    """Parameters that have more than one name."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    return {key: names for key, names in owners.items() if len(names) > 1}
-
-
-def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
-    for names in _shared(module).values():
-        if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
-            other = next(name for name in names if name != tied[0])
-            raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter beside it could not be merged")
-
-
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
     """Make every adapted layer the plain one that computes the same, one after another; see `merged`.
 
-    A quantised weight becomes the fp32 one that it stands for. What was frozen stays frozen.
+    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. What was
+    frozen stays frozen.
     """
     for layer in adapters(module).values():
         weight = merged(layer)
@@ -270,6 +192,7 @@ def merge(module: nn.Module) -> None:
         else:
             keep(layer.weight, weight)
         layer.__class__ = nn.Linear  # type: ignore[assignment]
+    merge_rows(module)
 
 
 @torch.no_grad()
@@ -295,5 +218,5 @@ def kept_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def starts_still(name: str) -> bool:
-    """Whether a parameter's first gradient is zero because B is."""
-    return name.endswith(".lora_A.weight")
+    """Whether a parameter's first gradient may be zero: because B is, or because no row has those tokens."""
+    return name.endswith((".lora_A.weight", f".{ROWS}"))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from monograph.graph.lora import Adapted, Factor, adapters, merged
+from monograph.graph.lora import Factor, adapters, merged
+from monograph.graph.token_rows import Table, tables
 from monograph.graph.windows import kept_dtype
+from monograph.ops.token_rows import replaced
 
 
 class Plain(NamedTuple):
@@ -31,19 +34,25 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     Its adapters must stand beside plain weights, not beside quantised ones.
     """
     layers = adapters(module)
+    of_tokens = tables(module)
     of_adapters = {id(p) for each in module.modules() if isinstance(each, Factor) for p in each.parameters()}
+    of_adapters |= {id(table.token_rows) for table in of_tokens.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
         if id(parameter) in of_adapters:
             continue
         holder, _, last = name.rpartition(".")
-        layer = layers.get(holder) if last == "weight" else None
         like = parameter.detach().to("meta", kept_dtype(parameter))
-        yield Plain(name, like, _reading(parameter) if layer is None else _merging(layer))
+        read = _reading(parameter)
+        if last == "weight" and holder in layers:
+            read = functools.partial(merged, layers[holder])
+        elif last == "weight" and holder in of_tokens:
+            read = functools.partial(_replacing, read, of_tokens[holder])
+        yield Plain(name, like, read)
 
 
 def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:
     return lambda: parameter.detach().to(kept_dtype(parameter))
 
 
-def _merging(layer: Adapted) -> Callable[[], Tensor]:
-    return lambda: merged(layer)
+def _replacing(read: Callable[[], Tensor], table: Table) -> Tensor:
+    return replaced(read(), table.rows).detach()

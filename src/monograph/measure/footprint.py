@@ -19,6 +19,7 @@ from monograph.graph.capture import Scope, capture_by
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
+from monograph.graph.token_rows import rows_of
 from monograph.loss import Batch, TokenLoss
 from monograph.measure.tally import ORIGINS, Graphs, Sample, Tally
 from monograph.model.adapter import put
@@ -265,6 +266,7 @@ class _Loss(TokenLoss):
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
-        weight_VD: Tensor = model.lm_head.weight  # type: ignore[assignment, union-attr]
-        chunks = chunk_count(batch["tokens"].numel(), weight_VD.shape[0], self.device_type)
-        return self.head(hidden_BTD.flatten(0, -2), weight_VD, batch["targets"].flatten(), chunks=chunks)
+        head: Any = model.lm_head
+        chunks = chunk_count(batch["tokens"].numel(), head.weight.shape[0], self.device_type)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, -2), batch["targets"].flatten()
+        return self.head(hidden_ND, head.weight, targets_N, chunks=chunks, rows=rows_of(head))

@@ -14,10 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monograph.data.files import inside
+from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import ALL_LINEAR, Adapted, Lora, adapt, adapters
+from monograph.graph.lora import Adapted, Lora, adapt, adapters
 from monograph.graph.narrowing import narrow
 from monograph.graph.precision import Precision
+from monograph.graph.targets import ALL_LINEAR
+from monograph.graph.token_rows import ROWS, tables
+from monograph.model.adapter_tokens import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_json, read_tensors, write_json
 from monograph.model.llama import Llama
@@ -25,8 +29,7 @@ from monograph.model.llama import Llama
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of ours, beside PEFT's two files, which PEFT does not read.
 BASE = "monograph_base.json"
-PREFIX = "base_model.model."
-_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path"}
+_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path", KEY}
 # Whatever they say, the adapter's tensors mean the same.
 _NO_MATTER = {
     "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
@@ -41,13 +44,15 @@ class Adapter(NamedTuple):
 
     Attributes:
         folder: where.
-        lora: rank, alpha, targets, dropout.
+        lora: rank, alpha, targets, dropout, tokens.
         base: the model that it is for, as the file names it, "" where it does not.
+        tokens: of which layers the tokens' rows are, as the file says it.
     """
 
     folder: Path
     lora: Lora
     base: str
+    tokens: Any = None
 
     def require(self, config: LlamaConfig | None) -> None:
         """Compare the base with the one that the adapter was trained beside, where the folder says which that was.
@@ -106,9 +111,9 @@ def read_adapter(folder: str | Path) -> Adapter:
     assert alpha is not None
     of_rank = math.sqrt(rank) if values.get("use_rslora") else 1.0  # s = alpha / sqrt(r)
     chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
-    lora = Lora(rank, alpha * of_rank, chosen, float(dropout))
+    lora = Lora(rank, alpha * of_rank, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path))
     base = values.get("base_model_name_or_path")
-    return Adapter(Path(folder), lora, base if isinstance(base, str) else "")
+    return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
 
 
 def _number(value: Any) -> bool:
@@ -118,12 +123,14 @@ def _number(value: Any) -> bool:
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
     """Copy an adapter's tensors into a module that `adapt` gave adapters by its configuration.
 
+    Rows of a head that it does not have stay the base's.
+
     Raises:
         InputRefused: a tensor that is missing, left over, or of another shape; a damaged file.
     """
-    own = adapter_state(module)
-    path = inside(adapter.folder, WEIGHTS)
-    stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(path).items()}
+    own, path = adapter_state(module), inside(adapter.folder, WEIGHTS)
+    own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
+    stored = own_rows(read_header(path), module, path)
     for kind, names in (("missing", own.keys() - stored.keys()), ("unexpected", stored.keys() - own.keys())):
         if names:
             raise InputRefused(
@@ -135,8 +142,9 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
             raise InputRefused(f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base")
         if tensor.dtype not in DTYPES:
             raise InputRefused(f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}")
-    for name, value in read_tensors({PREFIX + name: stored[name] for name in stored}, None).items():
-        own[name.removeprefix(PREFIX)].copy_(value)
+    values = read_tensors({to_peft(name): tensor for name, tensor in stored.items()}, None)
+    for name in stored:
+        own[name].copy_(values[to_peft(name)])
 
 
 def put(
@@ -177,12 +185,13 @@ def put(
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's adapters by name, the live ones."""
-    return {
+    """The tensors of a module's adapters by name, the live ones, those of trained tokens among them."""
+    factors = {
         f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
         for name, layer in adapters(module).items()
         for factor in ("lora_A", "lora_B")
     }
+    return factors | {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
 
 
 class Packed(NamedTuple):
@@ -192,21 +201,25 @@ class Packed(NamedTuple):
         values: of adapter_config.json.
         tensors: of adapter_model.safetensors.
         base: what is written beside of the base; nothing of a module of one's own.
+        tokenizer: that has more tokens than the base's, None where it is the base's.
     """
 
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     base: dict[str, str]
+    tokenizer: Tokenizer | None = None
 
 
-def packed(module: nn.Module, lora: Lora, base: str) -> Packed:
+def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None) -> Packed:
     """The adapters of a module, copied, so that they are still there when they were merged.
 
     Args:
         module: with adapters.
         lora: which they are.
         base: what they are for, a folder's path or a hub id.
+        config: the shape of the base as it is stored; None: the module's.
     """
+    config = config or (module.config if isinstance(module, Llama) else None)
     found = adapters(module)
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
@@ -214,8 +227,10 @@ def packed(module: nn.Module, lora: Lora, base: str) -> Packed:
         "lora_alpha": alpha, "target_modules": _targets(module, found, lora), "lora_dropout": lora.dropout,
         "bias": "none", "inference_mode": True,
     }  # fmt: skip
-    tensors = {PREFIX + name: tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
-    return Packed(values, tensors, {"config_sha256": config_digest(module.config)} if isinstance(module, Llama) else {})
+    if tokens := written_tokens(module):
+        values[KEY] = tokens
+    tensors = {to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}
+    return Packed(values, tensors, {"config_sha256": config_digest(config)} if config else {})
 
 
 def save_adapter(stored: Packed, folder: str | Path) -> None:
@@ -229,6 +244,10 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         write_json(new / CONFIG, stored.values)
         if stored.base:
             write_json(new / BASE, stored.base)
+        if stored.tokenizer is not None:
+            for name, text in stored.tokenizer.companions.files().items():
+                (new / name).write_text(text, encoding="utf-8")
+            stored.tokenizer.save(new / "tokenizer.json")
         save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 

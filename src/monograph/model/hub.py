@@ -188,9 +188,11 @@ def save_model(
 def _generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
-    if tokenizer is not None and tokenizer.companions.stops:
-        stops = dict.fromkeys((*tokenizer.companions.stops, tokenizer.eos_id))  # each may end what was trained on
-        return {**ends, "eos_token_id": list(stops)}
+    if tokenizer is not None:
+        own = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
+        stops = tokenizer.companions.stops or own
+        if stops is not own or tokenizer.eos_id not in own:  # each may end what was trained on
+            return {**ends, "eos_token_id": list(dict.fromkeys((*stops, tokenizer.eos_id)))}
     return {"_from_model_config": True, **ends}
 
 

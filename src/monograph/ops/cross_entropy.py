@@ -1,16 +1,18 @@
 """Linear cross-entropy, summed over targets, without ever holding the [tokens, vocabulary] logits.
 
-Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary.
+Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K rows of the weight that are trained alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from monograph import compat
+from monograph.ops.token_rows import Rows, change, replaced
 
 # A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
 # cache, large enough that the matrix products keep a GPU busy.
@@ -18,6 +20,7 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the weight's whole
 # gradient, [V, D]. Eight are enough for an eighth of what dense logits take (benchmarks/loss.py).
 MAX_CHUNKS = 8
+NO_ROWS = (None, None, None)
 # What works in place does so on parts of this size in fp32: small enough for a CPU's cache.
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 
@@ -30,6 +33,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunks: int | None = None,
     impl: Literal["chunked", "reference"] = "chunked",
+    rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of a linear classifier, and how many targets were summed.
 
@@ -48,6 +52,8 @@ def linear_cross_entropy(
         ignore_index: the target value that is not predicted (torch's default).
         chunks: how many pieces N is cut into; None chooses by the size of a chunk's logits.
         impl: "chunked" or "reference".
+        rows: in the place of the weight's own, which is frozen; they alone get a gradient, and no copy of the weight is
+            made. What they add to its logits is computed apart, so that rows which are its own leave its bits.
 
     Returns:
         (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number of targets.
@@ -60,6 +66,7 @@ def linear_cross_entropy(
     safe_N = torch.where(kept_N, targets_N, 0)
     weights_N = kept_N.to(_sum_dtype(hidden_ND.dtype))
     if impl == "reference":
+        weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(weights_N.dtype)
         return torch.nn.functional.cross_entropy(
             logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"
@@ -68,10 +75,11 @@ def linear_cross_entropy(
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     if torch.is_grad_enabled():
-        if not weight_VD.requires_grad and not compat.in_transform():  # which hides what requires a gradient
-            return _HiddenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
+        # A transform hides what requires a gradient.
+        if rows is not None or not (weight_VD.requires_grad or compat.in_transform()):
+            return _FrozenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks, *(rows or NO_ROWS))[0], count
         return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
-    return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks), count
+    return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks, rows), count
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
@@ -88,18 +96,36 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor) -> Tensor:
-    logits_CV = (hidden_CD @ weight_VD.T).to(weights_C.dtype)
+def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
+    """Rows as what they add to the weight's own."""
+    return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
+    logits_CV = hidden_CD @ weight_VD.T
+    return logits_CV if added is None else logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
+
+
+def _chunk_loss(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, added: Rows | None
+) -> Tensor:
+    logits_CV = _logits(hidden_CD, weight_VD, added).to(weights_C.dtype)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     return ((logits_CV.logsumexp(-1) - chosen_C) * weights_C).sum()
 
 
-def _loss_only(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int) -> Tensor:
-    pieces = zip(
-        hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
-    )
+def _loss_only(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int, rows: Rows | None
+) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
-    return torch.stack([_chunk_loss(h, weight_VD, t, w) for h, t, w in pieces]).sum()
+    added, pieces = _added(weight_VD, rows), _pieces(hidden_ND, targets_N, weights_N, chunks)
+    return torch.stack([_chunk_loss(h, weight_VD, t, w, added) for h, t, w in pieces]).sum()
+
+
+def _pieces(
+    hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    return zip(*(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, weights_N)), strict=True)
 
 
 def _chunk_gradients(
@@ -115,7 +141,7 @@ def _chunk_gradients(
 
 
 def _chunk_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, added: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A chunk's loss, the hidden states' gradient, and what the weight's is made of: hidden states, softmax - onehot.
 
@@ -126,8 +152,11 @@ def _chunk_difference(
     kept_C1 = weights_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * kept_C1
     difference = _traced_difference if torch.compiler.is_compiling() else _eager_difference
-    losses_C, grad_CV = difference(hidden_CD, weight_VD, targets_C, weights_C.dtype)
-    return (losses_C * weights_C).sum(), (grad_CV @ weight_VD) * kept_C1, hidden_CD, grad_CV
+    losses_C, grad_CV = difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added)
+    grad_CD = grad_CV @ weight_VD
+    if added is not None:
+        grad_CD = grad_CD + grad_CV.index_select(-1, added.index_K) @ added.values_KD
+    return (losses_C * weights_C).sum(), grad_CD * kept_C1, hidden_CD, grad_CV
 
 
 # An operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks and so keeps
@@ -153,10 +182,13 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
 
 
 def _traced_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
     """Losses [C], and softmax - onehot [C, V] in the dtype of `hidden_CD`: out of place, a compiler fuses it."""
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
+    if added is not None:
+        more_CV = (hidden_CD @ added.values_KD.T).to(dtype)[:, added.slot_V.clamp_min(0)]
+        logits_CV = logits_CV + torch.where(added.slot_V >= 0, more_CV, 0)
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     chosen_C1 = targets_C.unsqueeze(-1)
     softmax_CV = (logits_CV - lse_C1).exp()
@@ -166,10 +198,10 @@ def _traced_difference(
 
 
 def _eager_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
     """The same in place, some rows at a time: a fresh [C, V] tensor costs a CPU more than the arithmetic on it."""
-    logits_CV = hidden_CD @ weight_VD.T
+    logits_CV = _logits(hidden_CD, weight_VD, added)
     rows = max(1, _block_bytes(logits_CV) // (4 * weight_VD.shape[0]))
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(rows), targets_C.split(rows), strict=True):
@@ -196,10 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grads: list[Tensor] = []
         grad_weight_VD = None
         weight_VD = weight_VD.to(hidden_ND.dtype)  # in here, so that its gradient is not rounded to that dtype
-        pieces = zip(
-            hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
-        )
-        for hidden_CD, targets_C, weights_C in pieces:
+        for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
             term, grad_CD, grad_weight_VD = _chunk_gradients(hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD)
             terms.append(term)
             grads.append(grad_CD)
@@ -223,29 +252,43 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden, weight, None, None, None
 
 
-class _HiddenLoss(torch.autograd.Function):
-    """The same beside a frozen weight: a third of the arithmetic, and [V, D], less."""
+class _FrozenLoss(torch.autograd.Function):
+    """The same beside a frozen weight: a third of the arithmetic, and [V, D], less.
+
+    With rows it gives their gradient, of a chunk  (softmax - onehot)[:, index].T @ hidden.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden_ND, weight_VD, targets_N, weights_N, chunks):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - tensors must be arguments of their own
+        hidden_ND, weight_VD, targets_N, weights_N, chunks, values_KD, index_K, slot_V
+    ):
         weight_VD = weight_VD.to(hidden_ND.dtype)
-        pieces = zip(
-            hidden_ND.tensor_split(chunks), targets_N.tensor_split(chunks), weights_N.tensor_split(chunks), strict=True
-        )
-        found = [_chunk_difference(h, weight_VD, t, w)[:2] for h, t, w in pieces]
-        return torch.stack([term for term, _ in found]).sum(), torch.cat([grad_CD for _, grad_CD in found])
+        added = None if values_KD is None else _added(weight_VD, Rows(values_KD, index_K, slot_V))
+        terms: list[Tensor] = []
+        grads: list[Tensor] = []
+        grad_KD = None if added is None else torch.zeros_like(added.values_KD, dtype=weights_N.dtype)
+        for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
+            term, grad_CD, kept_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C, added)
+            terms.append(term)
+            grads.append(grad_CD)
+            if grad_KD is not None:
+                grad_KD = grad_KD + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(weights_N.dtype)
+            del grad_CV
+        return torch.stack(terms).sum(), torch.cat(grads), grad_KD
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*(grad for grad in output[1:] if grad is not None))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        ctx.save_for_backward(*output[1:])
+        ctx.rows_dtype = None if inputs[5] is None else inputs[5].dtype
 
     @staticmethod
-    def backward(ctx, grad_loss, _grad_hidden):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss, _grad_hidden, _grad_rows):  # type: ignore[no-untyped-def]
         if grad_loss is None:
-            return None, None, None, None, None
-        (grad_hidden_ND,) = ctx.saved_tensors
-        return (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype), None, None, None, None
+            return (None,) * 8
+        grad_hidden_ND, grad_KD = ctx.saved_tensors
+        rows = None if grad_KD is None else (grad_KD * grad_loss).to(ctx.rows_dtype)
+        return (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype), None, None, None, None, rows, None, None

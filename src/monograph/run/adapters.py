@@ -18,12 +18,18 @@ from monograph.graph.lora import Lora
 def lora_of(saved: Mapping[str, Any]) -> Lora:
     """The adapters that a recipe records."""
     targets = saved["targets"]
-    return Lora(**{**saved, "targets": targets if isinstance(targets, str) else tuple(targets)})
+    changed = {
+        "targets": targets if isinstance(targets, str) else tuple(targets),
+        "tokens": tuple(saved.get("tokens", ())),
+    }
+    return Lora(**{**saved, **changed})
 
 
 def recorded(lora: Lora) -> dict[str, Any]:
     """The same as JSON gives it back."""
-    return {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
+    values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
+    tokens = {"tokens": list(values.pop("tokens"))}
+    return values | (tokens if lora.tokens else {})  # which no run had before rows of tokens were trained
 
 
 def digest(module: nn.Module) -> str:

@@ -21,9 +21,11 @@ from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.model.vocabulary import extend
 from monograph.run.adapters import digest, lora_of, require_base
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
+from monograph.run.vocabulary import compared, extended, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,12 +89,16 @@ def load_to_export(
     if run is None:
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = checkpointing.newest(run.checkpoints, warn)
-    model, recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
-    stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init)) if recipe.lora else None
-    return model, own_tokenizer(run), stored
+    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
+    tokenizer, stored = own_tokenizer(run), None
+    if recipe.lora:
+        stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
+        stored = stored._replace(tokenizer=tokenizer if recipe.vocabulary else None)
+    return model, tokenizer, stored
 
 
-def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> Llama:
+def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
+    """A run's model, adapters beside its base where it has some, and the shape of the base as it is stored."""
     config = checkpoint.state["model_config"]
     if config is None:
         init = checkpoint.state["recipe"]["init"]
@@ -102,13 +108,17 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> Llam
         )
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.file:
-        return _restored(run, checkpoint)
+        model = _restored(run, checkpoint)
+        return model, model.config
     assert recipe.init is not None
     model = _merged(_load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes))
+    base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+    if recipe.vocabulary:
+        extend(model, *recipe.vocabulary)
     adapt(model, lora_of(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
-    return model
+    return model, base
 
 
 def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
@@ -128,8 +138,10 @@ def _merged(model: Llama) -> Llama:
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
-    """None where a model's weights are stored in one dtype, else fp32."""
-    if run_named(init) or is_weight_file(init):
+    """None where a model's weights are stored in one dtype, else fp32; of a run fp32, in which it was a base."""
+    if run_named(init):
+        return torch.float32  # adapters of its own, merged in fewer bits, would give other weights
+    if is_weight_file(init):
         return None
     return torch.float32 if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1 else None
 
@@ -139,12 +151,14 @@ def _load(
 ) -> Llama:
     """A model whose weights may lie in their files still, and whose adapters are not merged yet."""
     if run := run_named(folder):
-        return _of_run(run, checkpointing.newest(run.checkpoints, warn), dtype)
+        return _of_run(run, checkpointing.newest(run.checkpoints, warn), dtype)[0]
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
         model = _merged(_load(base, warn, dtype or _one_dtype(base), sizes))
         stored.require(model.config)
+        if beside := hub.tokenizer_file(folder):
+            extended(model, compared(Tokenizer.from_file(beside), base, str(beside)), base)
         adapter.put(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):
@@ -176,6 +190,8 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
         model, loss = build(recipe)
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+            if recipe.vocabulary and isinstance(model, Llama):
+                extend(model, *recipe.vocabulary)
             adapter.put(model, lora_of(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         settle(model)
@@ -204,24 +220,6 @@ def own_tokenizer(run: Run) -> Tokenizer:
         fault = str(error).rpartition("; ")[0]
         copy = f"the folder that `monograph data build {run.config}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
-
-
-def tokenizer_of(folder: str | Path) -> Path:
-    """The tokenizer.json of a run or of a Hugging Face folder, or beside a weight file.
-
-    Raises:
-        InputRefused: there is none.
-    """
-    run = run_named(folder)
-    path = run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
-    if path is None and adapter.is_adapter(folder):
-        return tokenizer_of(adapter.resolved_base(adapter.read_adapter(folder)))
-    if path is None or not path.is_file():
-        raise InputRefused(
-            f"{folder}: there is no tokenizer.json; put the model's beside its weights, "
-            "or to train on it name it as data.tokenizer"
-        )
-    return path
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

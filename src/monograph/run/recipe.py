@@ -18,7 +18,7 @@ from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
 
-_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256")  # entries that older checkpoints lack
+_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary")  # entries that older checkpoints lack
 SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
 
 
@@ -35,7 +35,9 @@ class Recipe(NamedTuple):
         sha256: of the file that holds the function, None where there is none.
         lora: the adapters that are trained beside the module, None where the module itself is.
         adapter: a stored adapter's folder to begin from; `init` is then its base.
-        base_sha256: of the frozen weights, where there are adapters.
+        base_sha256: of the frozen weights as they are stored, where there are adapters.
+        vocabulary: first id that the weights of `init` were not trained with and the number of tokens, where these
+            were given rows (`monograph.model.vocabulary.extend`); None where none were.
     """
 
     init: str | None
@@ -46,6 +48,7 @@ class Recipe(NamedTuple):
     lora: dict[str, Any] | None = None
     adapter: str | None = None
     base_sha256: str | None = None
+    vocabulary: list[int] | None = None
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any]) -> Recipe:

@@ -10,20 +10,27 @@ import torch
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.graph.lora import ALL_LINEAR, Lora, targeted
+from monograph.graph.lora import Lora
+from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.recipe import Recipe, run_named
 from monograph.session.session import Session
 
-KEYS = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
+FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
+KEYS = (*FIXED, "lora.tokens")  # which of them are new is known with the text's tokenizer
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
-def lora_of(settings: Settings) -> Lora | None:
-    """The adapters that the settings ask for, their open values the usual ones; None: the model itself is trained."""
+def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
+    """The adapters that the settings ask for, their open values the usual ones; None: the model itself is trained.
+
+    Args:
+        settings: of a run.
+        tokens: ids whose rows are trained beside them.
+    """
     asked = settings.lora
     if asked.rank is None:
         return None
@@ -34,6 +41,7 @@ def lora_of(settings: Settings) -> Lora | None:
         targets if isinstance(targets, str) else tuple(targets),
         asked.dropout or 0.0,
         asked.base or USUAL.base,
+        tokens,
     )
 
 
@@ -73,13 +81,15 @@ def require_targets(settings: Settings, config: LlamaConfig | None) -> None:
 def _values(lora: Lora) -> dict[str, Any]:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     values = lora.rank, lora.alpha, targets, lora.dropout, lora.base
-    return dict(zip(KEYS, values, strict=True))
+    return dict(zip(FIXED, values, strict=True))
 
 
 def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:
     stored = _values(read_adapter(init).lora)
     free = {"lora.dropout": settings.lora.dropout, "lora.base": settings.lora.base}
-    for key in given.keys() - free.keys():
+    if settings.lora.tokens not in (None, "auto"):
+        raise UsageError(f"{given['lora.tokens']}: lora.tokens: the adapter in {init} says which it has: leave it out")
+    for key in given.keys() & (stored.keys() - free.keys()):
         value, own = settings.values()[key], stored[key]
         if value != own:
             raise UsageError(f"{given[key]}: {key} = {value}, but the adapter in {init} has {own}: leave it out")

@@ -18,13 +18,14 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.run.folder import Run
-from monograph.run.models import tokenizer_of
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, run_named, shape_in
 from monograph.run.register import SWEEP
+from monograph.run.vocabulary import tokenizer_of
 from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
 from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
+from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
@@ -61,6 +62,8 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(planner.DEFAULT.tokens_per_update, settings.data.sequence_length)
     fixed = settings.resolve(chosen, "plan")
+    if not shape_alone:
+        require_tokens(fixed)
     require_targets(fixed, shape_in(recipe.init) if recipe.init else None)
     return fixed
 
@@ -195,6 +198,8 @@ def branched(parent: Run, given: Settings) -> Settings:
             f"{origin}: optim.transfer = {given.optim.transfer}, but the weights of {parent.folder} were drawn with "
             f"{own.optim.transfer}; leave it out"
         )
+    if "data.tokenizer" in taken:
+        require_no_new(given, str(parent.folder))
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # brings its own shape

@@ -19,14 +19,19 @@ from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import lora_of, require_with_lora
 from monograph.session.session import make_optimizer
+from monograph.session.tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
-def shape_of(settings: Settings) -> LlamaConfig:
+def shape_of(settings: Settings, words: Words | None = None) -> LlamaConfig:
     """The shape that a run with these settings would have, with no text read: a BPE has the size that it is asked for.
+
+    Args:
+        settings: of the run.
+        words: its tokens, as far as they are known.
 
     Raises:
         UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
@@ -34,11 +39,11 @@ def shape_of(settings: Settings) -> LlamaConfig:
     """
     model, data = settings.model, settings.data
     if model.init and is_adapter(model.init):
-        return hub.read_config(resolved_base(read_adapter(model.init)))
+        return with_rows(hub.read_config(resolved_base(read_adapter(model.init))), words)
     if model.init and (":" in model.init or is_weight_file(model.init) or run_named(model.init)):
         raise UsageError(f"model.init = {model.init}: a plan is made for a preset, sizes or a Hugging Face folder")
     if model.init:
-        return hub.read_config(model.init)
+        return with_rows(hub.read_config(model.init), words)
     kind, _, size = data.tokenizer.partition(":")
     defaults: dict[str, Any] = {"max_position_embeddings": data.sequence_length}
     if kind == "bpe" and size.isdecimal():
@@ -50,8 +55,13 @@ def shape_of(settings: Settings) -> LlamaConfig:
     return Recipe(None, model.preset, model.sizes(), settings.train.seed).shape(**defaults)
 
 
+def with_rows(config: LlamaConfig, words: Words | None) -> LlamaConfig:
+    """The shape with a row for each token."""
+    return replace(config, vocab_size=max(config.vocab_size, words.vocabulary.all if words and words.vocabulary else 0))
+
+
 def shape_before(recipe: Recipe) -> LlamaConfig | None:
-    """The shape that a recipe's model has, with nothing of it built; None where only building it tells.
+    """The shape that a recipe's model is loaded in, with nothing of it built; None where only building it tells.
 
     Raises:
         InputRefused: a folder whose config.json cannot be used.
@@ -98,14 +108,20 @@ def require_together(settings: Settings) -> None:
         )
 
 
-def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
+def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tuple[int, ...] = ()) -> Asked:
     """What is pinned, and what may be chosen of what is built.
+
+    Args:
+        settings: of the run.
+        config: its model's shape.
+        device: where it is to train.
+        tokens: ids whose rows are trained beside adapters.
 
     Raises:
         UsageError: choices that exclude one another.
     """
     require_together(settings)
-    train, optim, lora = settings.train, settings.optim, lora_of(settings)
+    train, optim, lora = settings.train, settings.optim, lora_of(settings, tokens)
     name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
     return Asked(
@@ -125,7 +141,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device) -> Asked:
 
 
 def fitting_choices(
-    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device
+    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device, tokens: tuple[int, ...] = ()
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
 
@@ -142,7 +158,7 @@ def fitting_choices(
         "train.memory": "device",
     }
     if config:
-        plan = planned(settings, config, machine)
+        plan = planned(settings, config, machine, tokens)
         found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
         # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
         graph_holds = plan.work.compile
@@ -157,13 +173,13 @@ def fitting_choices(
     return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
 
 
-def planned(settings: Settings, config: LlamaConfig, machine: Device) -> Candidate:
+def planned(settings: Settings, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Candidate:
     """What a run on this machine does with its "auto" keys, and where its weights live: `monograph plan`'s own choice.
 
     Raises:
         OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
     """
-    asked, memory = asked_of(settings, config, machine), settings.train.memory
+    asked, memory = asked_of(settings, config, machine, tokens), settings.train.memory
     eager = settings.train.compile == "none" or (machine.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
     rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())

@@ -11,7 +11,7 @@ from torch import nn
 from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
-from monograph.device import Device, clock, compiler_obstacle
+from monograph.device import Device, clock, compiler_obstacle, describe
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.lora import starts_still
@@ -31,11 +31,13 @@ from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, is_weight_file
+from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.attention import choose_kernel
-from monograph.session.planning import fitting_choices, require_together, shape_before
+from monograph.session.planning import fitting_choices, require_together, shape_before, with_rows
 from monograph.session.session import Session, make_optimizer
+from monograph.session.tokens import said, words_of
 from monograph.session.width import require_rate, transfer_of
 from monograph.stream import Placement, Streamed
 
@@ -121,6 +123,7 @@ class Made(NamedTuple):
         loss: of it.
         planned: what the planner expects of it, None where it was not asked.
         placement: where the buffers of a streamed model live, None of another.
+        notes: lines on its tokens that a person should read.
     """
 
     settings: Settings
@@ -129,6 +132,7 @@ class Made(NamedTuple):
     loss: Loss
     planned: Candidate | None
     placement: Placement | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -136,9 +140,11 @@ class Made(NamedTuple):
         return make_optimizer(self.settings, _shape(self.model))
 
 
-def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, machine: Device) -> Session:
+def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, progress: Progress) -> Session:
     """The session of a run at its beginning."""
-    made = make_model(settings, text, machine, device)
+    made = make_model(settings, text, describe(), device)
+    for line in made.notes:
+        progress.line("tokens", line)
     settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
@@ -157,18 +163,26 @@ def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
     if settings.model.init and is_weight_file(settings.model.init):
         sizes = {}  # its tensors say more than text and row length do
-    lora = lora_of(settings)
     recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
     rows = int(train.tokens_per_update) // settings.data.sequence_length
-    before = shape_before(recipe)
-    fitting = fitting_choices(before, rows, settings, machine) if before else None
+    words, before = words_of(settings, text.tokenizer), shape_before(recipe)
+    if before:
+        tokens = words.trained(before.vocab_size) if words else ()
+        fitting = fitting_choices(with_rows(before, words), rows, settings, machine, tokens)
     model, loss = build(recipe)
-    config = model.config if isinstance(model, Llama) else None
+    known = model.config.vocab_size if isinstance(model, Llama) else 0
+    tokens, notes = words.trained(known) if words else (), said(settings, words, known)
+    lora = lora_of(settings, tokens)
+    if lora:
+        recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
+    if words and words.vocabulary and isinstance(model, Llama):
+        recipe = recipe._replace(vocabulary=extended(model, words.vocabulary, str(recipe.init)))
+    config = _shape(model)
     if config:
         _require_fit(config, text, settings)
     name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
     lr = usual_rate(settings, name.partition(":")[0]) if optim.lr == "auto" else optim.lr
-    choices, plan = fitting or fitting_choices(config, rows, settings, machine)
+    choices, plan = fitting if before else fitting_choices(config, rows, settings, machine, tokens)
     fixed: dict[str, Any] = {
         "optim.name": name,
         "optim.lr": lr,
@@ -180,10 +194,10 @@ def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.
     if transfer := transfer_of(settings, _shape(model)):
         transfer.initialise_(model)
     if lora:
-        recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
         start = read_adapter(recipe.adapter) if recipe.adapter else None
         put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision), device=device)
-    return Made(settings, recipe, model, loss, plan, plan.placement if isinstance(plan, StreamCandidate) else None)
+    placement = plan.placement if isinstance(plan, StreamCandidate) else None
+    return Made(settings, recipe, model, loss, plan, placement, notes)
 
 
 def _shape(model: nn.Module) -> LlamaConfig | None:

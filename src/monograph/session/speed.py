@@ -10,6 +10,7 @@ from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.model.llama import Llama
 from monograph.resident import Resident
+from monograph.run.adapters import lora_of
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
 from monograph.stream import Streamed
@@ -54,7 +55,8 @@ def remember(session: Session, seconds: float) -> None:
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
     machine, rows = describe(), session.batches.rows_per_window
-    asked = asked_of(settings, engine.model.config, machine)
+    tokens = lora_of(session.recipe.lora).tokens if session.recipe.lora else ()
+    asked = asked_of(settings, engine.model.config, machine, tokens)
     work = Work(
         asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
         asked.remats[0], rows, asked.packed, asked.clip, machine.type, asked.lora,

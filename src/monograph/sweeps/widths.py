@@ -109,6 +109,8 @@ class Timing:
     def _time(self, width: int, progress: Progress) -> Timed:
         members = self.group.members[:width]
         made = models_of(members, self.text, self.machine)
+        for line in made[0].notes if width == 1 else ():
+            progress.line("tokens", line)
         if width == 1 and (plan := made[0].planned):
             free = planner.budget(self.machine)
             self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
