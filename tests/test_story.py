@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_story.py (data, sweep, train, kill, stream, resume, compare, evaluate, generate, export)."""
+"""Run: pytest tests/test_story.py (data, sweep, train, kill, stream, resume, compare, generate, export, finetune)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 
 from commands.forked import Command, CommandServer
 from commands.inputs import TINY, over, with_texts
+from commands.test_new_tokens import with_tokens
+from dialogues import TEMPLATES, said, write_chats
 from monograph import Sampling, checkpointing, generate, load
+from monograph.data.tokenizer import Tokenizer
+from monograph.run.folder import Run
 
 SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
 SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
@@ -78,6 +82,9 @@ def test_the_story(tmp_path: Path) -> None:
         gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
         assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
+        # finetune what was exported: chat tokens that it never saw, killed once
+        finetune(monograph, tmp_path)
+
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -87,6 +94,41 @@ def test_the_story(tmp_path: Path) -> None:
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def finetune(monograph: CommandServer, here: Path) -> None:
+    """Teach the folder `out` to answer chats, and take that away."""
+    longer = with_tokens(Tokenizer.from_file(here / "out" / "tokenizer.json"), "<|im_start|>", "<|im_end|>")
+    (here / "chatty").mkdir()
+    longer.save(here / "chatty" / "tokenizer.json")
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (here / "chatty" / "tokenizer_config.json").write_text(json.dumps(named))
+    (here / "chatty" / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    words = ("alpha", "beta")
+    write_chats(here / "chats.jsonl", [said(f"{word} {number}", word) for number in range(20) for word in words])
+    quiz = [{"query": f"{word} {n}", "choices": words, "gold": words.index(word)} for n in range(9) for word in words]
+    (here / "quiz.jsonl").write_text("".join(json.dumps(record) + "\n" for record in quiz))
+
+    chats = [
+        "chats.jsonl", "model.init=out", "data.tokenizer=chatty", "data.sequence_length=32", "data.held_out=0.2",
+        "optim.lr=1e-2", "train.updates=120", "train.tokens_per_update=256", "train.save_every=10",
+        "train.compile=none",
+    ]  # fmt: skip
+    assert "<|im_end|>" in monograph.run(here, "data", "show", *chats).out
+    killed(monograph.start(here, "train", *chats, "--out", "taught"), here, "taught/checkpoints/step-0000001*")
+    done = monograph.run(here, "train", "--resume", "taught", "--json")
+    assert done.code == 0 and json.loads(done.out.splitlines()[-1])["update"] == 120, done.err
+    scores = [row["eval_loss"] for row in Run(here / "taught").rows() if "eval_loss" in row]
+    assert scores[-1] < scores[0] / 40, "it learned to answer, and to stop"
+    assert monograph.run(here, "export", "taught", "--to", "merged").code == 0
+    asked = monograph.run(here, "compare", "taught", "merged", "--data", "quiz.jsonl", "--chat", "--json")
+    assert asked.code == 0, asked.err
+    [difference] = json.loads(asked.out.splitlines()[-1])["differences"]
+    assert (difference["difference"], difference["paired_by"], difference["pairs"]) == (0, "question", 18)
+    assert [side["acc"] for side in json.loads(asked.out.splitlines()[-1])["runs"]] == [1.0, 1.0]
+    answer = monograph.run(here, "generate", "merged", "beta 7", "--chat", "--temperature", "0", "--json")
+    [found] = json.loads(answer.out.splitlines()[-1])["completions"]
+    assert (found["text"], found["finish_reason"]) == ("beta", "stop")
 
 
 def killed(command: Command, folder: Path, when: str) -> None:
