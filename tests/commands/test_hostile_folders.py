@@ -104,7 +104,7 @@ def used(folder: Path, out: Path, text: Path, turn: int) -> int:
     worked = 0
     actions = [lambda: load(folder), lambda: export.run(str(folder), to=out / "hf", format="hf", dtype=None)]
     if turn % 4 == 0:
-        actions.append(lambda: evaluate.run(str(folder), data=[str(text)], json=False))
+        actions.append(lambda: evaluate.run(str(folder), data=[str(text)], chat=False, json=False))
     if turn % 6 == 0 and "gguf" in FORMATS:
         actions.append(lambda: export.run(str(folder), to=out / "gguf", format="gguf", dtype="f16"))
     for action in actions:

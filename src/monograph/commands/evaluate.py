@@ -25,9 +25,9 @@ QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
     trained = run_named(run)
+    subject = of_run(trained, _warn) if trained else of_folder(run, _warn)
     if not trained and not data:
         raise UsageError(f"{run} is no run, so nothing was held out for it: give the text to score with --data")
-    subject = of_run(trained, _warn) if trained else of_folder(run, _warn)
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"))
     if chat and not quiz:
