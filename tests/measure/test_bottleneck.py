@@ -149,6 +149,8 @@ def test_products_that_compute_binds_gain_by_another_precision() -> None:
     found = tape.judged(bf16_speedup=4.0)
     assert found.change and found.change.what == "train.precision=bf16"
     assert found.gain(found.change) == pytest.approx(48 / (48 - 30 - 4))
+    slower = tape.judged(bf16_speedup=4.0, bf16_elementwise=2.0)
+    assert slower.change and slower.gain(slower.change) == pytest.approx(48 / (48 - 30 + 8))
     latent = Tape().kernel("matmul", 40, compute=0.1).judged(bf16_speedup=4.0)
     assert latent.change is None  # neither floor is what such a product waits for
 
@@ -200,15 +202,14 @@ def test_what_a_kernel_is_bound_by() -> None:
     assert floor_s(replace(kernel, flops=1e13), MACHINE) == 1.0  # a floor is never above the time
 
 
-def test_the_profilers_own_time_is_taken_from_the_gaps() -> None:
-    watched = spent(Timeline(0.0, 10.0, [Kernel("matmul", 0.0, 4.0), Kernel("matmul", 8.0, 10.0)]))
-    found = undisturbed(watched, 8.0)
-    assert (found.parts["matmul"], found.parts["other"]) == pytest.approx((8.0 * 0.6, 8.0 * 0.4))  # nobody launched it
-    launched = spent(Timeline(0.0, 10.0, [Kernel("matmul", 0.0, 4.0), Kernel("matmul", 8.0, 10.0, launched_s=8.0)]))
-    found = undisturbed(launched, 8.0)
-    assert (found.parts["matmul"], found.parts["host gaps"]) == pytest.approx((6.0, 2.0))
+def test_the_profilers_own_time_is_taken_from_where_it_was_spent() -> None:
+    launched = [Kernel("matmul", 0.0, 4.0), Kernel("matmul", 8.0, 10.0, launched_s=8.0)]
+    watched = spent(Timeline(0.0, 10.0, launched))
+    found = undisturbed(watched, {"matmul": 1, "host gaps": 2}, 1.0, 7.0)
+    assert (found.parts["matmul"], found.parts["host gaps"]) == pytest.approx((5.0, 2.0))
     assert found.gaps == pytest.approx({"launch": 2.0})
-    assert undisturbed(launched, 3.0).total_s == pytest.approx(3.0) and undisturbed(launched, 30.0).total_s == 30.0
+    assert undisturbed(watched, {"host gaps": 9}, 1.0, 3.0).parts["matmul"] == pytest.approx(3.0)
+    assert undisturbed(watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0).total_s == pytest.approx(30.0)
 
 
 times = st.floats(-2.0, 12.0, allow_nan=False)
@@ -227,5 +228,5 @@ def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: lis
     assert min(shares) >= 0 and sum(shares) == pytest.approx(1.0) and found.total_s == pytest.approx(10.0)
     idle = {"data wait", "host gaps"} | ({"other"} if found.gaps.get("other") else set())
     assert sum(found.gaps.values()) <= sum(found.parts[part] for part in (*idle, "transfers", "other")) + 1e-9
-    rest = undisturbed(found, 7.0)
+    rest = undisturbed(found, {"matmul": 3, "host gaps": 50}, 0.1, 7.0)
     assert rest.total_s == pytest.approx(7.0) and min(rest.parts.values()) >= 0

@@ -10,13 +10,13 @@ The verdict is the largest recoverable share. What a change saves is said beside
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from monograph.measure.intervals import PARTS, Kernel, Part, Spent
-from monograph.measure.roofline import KERNELS, UPDATE_BYTES
+from monograph.measure.intervals import OF_CAUSE, PARTS, Kernel, Part, Spent
+from monograph.measure.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
 
 Bound = Literal["compute", "memory", "latency", "unknown"]
 Binds = Part | Literal["padding", "nothing"]
@@ -25,8 +25,9 @@ LATENCY = 0.15  # a kernel whose floor is a smaller share of its time is bound b
 NOTHING = 0.05  # a smaller share of the step is not worth a change
 # Of eager elementwise time what is left when a compiler fuses it (docs/profile.md has the measurement).
 FUSED = 0.45
-# Of the host's time between kernels what is left when the step is one graph: as many as kernels are.
-LAUNCHED = KERNELS[True] / KERNELS[False]
+# Of the host's time between kernels what is left when the step is one graph: as many as kernels are, and so long for
+# each graph that is called, of a micro-step or of the update.
+LAUNCHED, CALLED_S = KERNELS[True] / KERNELS[False], MICRO_STEP_S
 UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # of the optimizer's bytes, in one pass
 COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
 
@@ -48,6 +49,7 @@ class Situation:
         can_compile: whether it could be.
         micro_steps: of an update.
         bf16_speedup: matrix products per second in bf16 over those in the run's dtype; 1 where bf16 is no choice.
+        bf16_elementwise: elementwise seconds in bf16 over those in fp32.
         used: share of the positions that hold tokens; packed: what it would be with rows packed.
     """
 
@@ -55,6 +57,7 @@ class Situation:
     can_compile: bool = True
     micro_steps: int = 1
     bf16_speedup: float = 1.0
+    bf16_elementwise: float = 0.5
     used: float = 1.0
     packed: float = 1.0
 
@@ -130,21 +133,25 @@ def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     return compute, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
 
 
-def undisturbed(found: Spent, measured_s: float) -> Spent:
+def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
     """The same of a run that no profiler watched, which took `measured_s`.
 
-    A profiler's own time lies between operators: the difference is taken from the host gaps, and where they are
-    smaller, or the watched run was the faster, from all parts alike.
+    Args:
+        found: of the watched one.
+        events: how many the profiler noted in it, by where: see `Timeline`.
+        event_s: what noting one costs. It is spent outside of the event, in what called it.
+        measured_s: what is left is scaled to.
     """
-    gaps = found.parts["host gaps"]
-    left = max(0.0, gaps - max(0.0, found.total_s - measured_s))
-    parts = {**found.parts, "host gaps": left}
-    scale = measured_s / sum(parts.values()) if sum(parts.values()) else 0.0
-    causes = {
-        cause: seconds * scale * (left / gaps if gaps and cause in ("sync", "launch", "kernel gap") else 1.0)
+    parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    left = sum(parts.values())
+    if not left:
+        parts, left = dict(found.parts), found.total_s
+    scale = measured_s / left if left else 0.0
+    gaps = {
+        cause: seconds * scale * parts[OF_CAUSE[cause]] / found.parts[OF_CAUSE[cause]] if seconds else 0.0
         for cause, seconds in found.gaps.items()
     }
-    return Spent({part: parts[part] * scale for part in PARTS}, causes)
+    return Spent({part: parts[part] * scale for part in PARTS}, gaps)
 
 
 def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
@@ -152,16 +159,15 @@ def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation
 
     Kernels that ran beside one another, or watched by a profiler, took longer than the parts: floors are scaled alike.
     """
-    busy: Counter[Part] = Counter()
-    least: Counter[Part] = Counter()
-    bounds: dict[Part, Counter[Bound]] = {}
+    busy: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    least: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    bounds: dict[Part, defaultdict[Bound, float]] = {}
     for kernel in kernels:
         busy[kernel.part] += kernel.seconds
         least[kernel.part] += floor_s(kernel, machine)
-        bounds.setdefault(kernel.part, Counter())[bound(kernel, machine)] += kernel.seconds
+        bounds.setdefault(kernel.part, defaultdict(float))[bound(kernel, machine)] += kernel.seconds
     floors: dict[Part, float] = {
-        part: found.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0
-        for part in PARTS
+        part: found.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
     }
     if not busy["other"]:
         floors["other"] = found.parts["other"]  # nobody knows what it is, so nobody knows how to win it back
@@ -200,21 +206,23 @@ def changes(
 
 
 def _of_graphs(found: Spent, gaps: float, situation: Situation) -> list[Change]:
+    """Fewer micro-steps, of which the update counts as one more; and one graph for all operators of each."""
     steps = situation.micro_steps
     larger = Change(
         "a train.micro_batch twice as large", f"the host launches {steps} micro-steps an update",
-        gaps * (1 - -(-steps // 2) / steps),
+        gaps * (steps // 2) / (steps + 1),
     )  # fmt: skip
     if situation.captured or not situation.can_compile:
         return [larger]
-    saved = gaps * (1 - LAUNCHED) + found.parts["elementwise"] * (1 - FUSED) + found.parts["optimizer"] * (1 - UPDATED)
+    launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
+    saved = launched + found.parts["elementwise"] * (1 - FUSED) + found.parts["optimizer"] * (1 - UPDATED)
     return [larger, Change("train.compile=whole", "operators are launched one by one", saved)]
 
 
 def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
     """Half as many bits: products at the rate measured for them, elementwise code that memory binds in half the time.
 
-    A product that is too small for either floor gains nothing.
+    A product that is too small for either floor gains nothing. On a CPU all elementwise code takes longer.
     """
     if situation.bf16_speedup <= 1:
         return []
@@ -224,7 +232,8 @@ def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situ
 
     products: tuple[Part, ...] = ("matmul", "attention", "loss head")
     faster = sum(found.parts[part] * share(part, "compute") for part in products) * (1 - 1 / situation.bf16_speedup)
-    narrower = found.parts["elementwise"] * share("elementwise", "memory") / 2
+    halved = share("elementwise", "memory") if situation.bf16_elementwise < 1 else 1.0
+    narrower = found.parts["elementwise"] * halved * (1 - situation.bf16_elementwise)
     return [Change("train.precision=bf16", "products are faster and numbers half as large", faster + narrower)]
 
 

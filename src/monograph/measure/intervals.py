@@ -6,7 +6,7 @@ device are one, a busy interval is an operator's and a gap between two is the ho
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,12 +69,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A stretch of work: [begin_s, end_s] of the host's clock, what the device did in it, and the host."""
+    """A stretch of work.
+
+    Attributes:
+        begin_s: on the host's clock; end_s: likewise.
+        kernels: what the device did; those that reach beyond the stretch are cut.
+        spans: of the host.
+        events: how many a profiler noted inside of each part's kernels, and as "host gaps" between them.
+    """
 
     begin_s: float
     end_s: float
     kernels: Sequence[Kernel]
     spans: Sequence[Span] = ()
+    events: Mapping[Part, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,8 @@ def spent(timeline: Timeline) -> Spent:
     for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
     """
-    parts: Counter[Part] = Counter()
-    gaps: Counter[Cause] = Counter()
+    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    gaps: defaultdict[Cause, float] = defaultdict(float)
     begin, end = timeline.begin_s, timeline.end_s
     kernels = sorted((each for each in timeline.kernels if each.end_s > each.begin_s), key=lambda each: each.begin_s)
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
@@ -130,7 +138,7 @@ def spent(timeline: Timeline) -> Spent:
         cause: Cause = "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
         gaps[cause] += right - left
         parts[OF_CAUSE[cause]] += right - left
-    return Spent({part: parts[part] for part in PARTS}, dict(gaps))
+    return Spent(parts, dict(gaps))
 
 
 def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:

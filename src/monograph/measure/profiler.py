@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,12 +20,17 @@ from monograph.errors import UsageError
 from monograph.measure import trace
 from monograph.measure.bottleneck import Machine, Situation, Verdict, undisturbed, verdict
 from monograph.measure.calibration import measured_memory_bytes_per_s
-from monograph.measure.intervals import Spent, spent
+from monograph.measure.intervals import Kernel, Spent, spent
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 UPDATES, WARM = 3, 2
+EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
 MEASURED = 9  # updates that nobody watches; their lower quartile counts
+COLD_BYTES = 2**26
+# Generated elementwise code on a CPU in bf16 over fp32, attention's own among it (docs/profile.md).
+BF16_ON_CPU = 2.1
+NEEDED = WARM + MEASURED + 1 + UPDATES
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 
@@ -61,7 +66,7 @@ def profile(
 
     Args:
         engine: ready to train, and captured if it is to be; its weights and counters change as in any training.
-        windows: of rows, `WARM + MEASURED + UPDATES` of them.
+        windows: of rows, `NEEDED` of them.
         file: the Chrome trace to write, `*.json`.
         used: share of the rows' positions that hold tokens.
         packed: what that share would be with the rows packed.
@@ -72,24 +77,24 @@ def profile(
     file = Path(file)
     windows = iter(windows)
     first = _next(windows)
-    rows = next(iter(first.values())).shape[0]
-    steps = -(-rows // (engine.micro_batch or rows))
+    rows, length = next(iter(first.values())).shape[:2]
+    micro = engine.micro_batch or rows
     _each(engine, chain([first], windows), WARM)
     times = sorted(_each(engine, windows, MEASURED))
     update_s = times[len(times) // 4]
     device = engine.step.device
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities, record_shapes=True) as watched, _spans(engine):
+        _update(engine, _next(windows))  # the first one that is watched takes longer
         watched_s = sum(_each(engine, windows, UPDATES)) / UPDATES
     watched.export_chrome_trace(str(file))
-    timeline = trace.read(json.loads(file.read_text()), has_kernel, _head_rows(engine), isinstance(engine.model, Llama))
-    machine = _machine(engine)
-    situation = _situation(engine, machine, steps, used, packed)
-    found = undisturbed(_per_update(spent(timeline)), update_s)
+    of_head = _head_rows(engine, micro * length)
+    timeline = trace.read(json.loads(file.read_text()), has_kernel, of_head, isinstance(engine.model, Llama))
+    found = _per_update(undisturbed(spent(timeline), timeline.events, _event_s(), UPDATES * update_s))
+    machine, steps = _machine(engine), -(-rows // micro)
+    situation = _situation(engine, timeline.kernels, steps, used, packed)
     judged = verdict(found, timeline.kernels, machine, situation)
-    return Profile(
-        update_s, watched_s, UPDATES, steps, machine, judged, 1 - found.share("other"), file
-    )
+    return Profile(update_s, watched_s, UPDATES, steps, machine, judged, 1 - found.share("other"), file)
 
 
 def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
@@ -100,18 +105,22 @@ def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
         with record_function(trace.STEP):
             with record_function(trace.DATA):
                 window = _next(windows)
-            engine.accumulate(window)
-            with record_function(trace.UPDATE):
-                engine.update()
-            synchronize(engine.step.device)
+            _update(engine, window)
         times.append(clock() - began)
     return times
+
+
+def _update(engine: Resident, window: Any) -> None:
+    engine.accumulate(window)
+    with record_function(trace.UPDATE):
+        engine.update()
+    synchronize(engine.step.device)
 
 
 def _next(windows: Iterator[Any]) -> Any:
     window = next(windows, None)
     if window is None:
-        raise UsageError(f"a profile takes {WARM + MEASURED + UPDATES} updates: give more text, or more epochs")
+        raise UsageError(f"a profile takes {NEEDED} updates: give more text, or more epochs")
     return window
 
 
@@ -156,15 +165,19 @@ def has_kernel(name: str) -> bool:
     return not is_view
 
 
-def _head_rows(engine: Resident) -> int | None:
-    """The vocabulary of a Llama, if no other side of a product is as long."""
-    if not isinstance(engine.model, Llama):
+def _head_rows(engine: Resident, tokens: int) -> int | None:
+    """The vocabulary, where a side of that length tells the head's products from all others: in one graph of a Llama.
+
+    Not where another side of a product is as long, of a weight or as many as the `tokens` of a micro-step.
+    """
+    if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
         return None
-    rows, others = engine.model.config.vocab_size, set[int]()
+    others = {engine.model.config.hidden_size, tokens}
     for name, parameter in engine.model.named_parameters():
         if not name.endswith(("lm_head.weight", "embed_tokens.weight")):
             others |= {*parameter.shape}
-    return None if rows in others | {engine.model.config.hidden_size} else rows
+    rows = engine.model.config.vocab_size
+    return None if rows in others else rows
 
 
 def _per_update(found: Spent) -> Spent:
@@ -174,16 +187,53 @@ def _per_update(found: Spent) -> Spent:
     )
 
 
+def _event_s() -> float:
+    """What it costs to note one operator with its shapes: many tiny ones, watched and not, the quickest of each."""
+    one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
+    for watched in (False, True) * ROUNDS:
+        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        with watching if watched else nullcontext():
+            torch.neg(one)
+            began = clock()
+            for _ in range(EVENTS):
+                torch.neg(one)
+            times[watched].append(clock() - began)
+    return max(0.0, min(times[True]) - min(times[False])) / EVENTS
+
+
 def _machine(engine: Resident) -> Machine:
     device, dtype = engine.step.device, engine.step.precision.dtype
     known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
-def _situation(engine: Resident, machine: Machine, micro_steps: int, used: float, packed: float) -> Situation:
+def _bf16_speedup(device: torch.device, kernels: Sequence[Kernel]) -> float:
+    """Of square products with as many operations as the run's own have on average, of operands that no cache holds."""
+    flops = [each.flops for each in kernels if each.part == "matmul" and each.flops]
+    if not flops:
+        return 1.0
+    side = max(8, round((sum(flops) / len(flops) / 2) ** (1 / 3)))
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        count = min(64, max(2, COLD_BYTES // (side * side * dtype.itemsize)))
+        operands = [torch.ones(side, side, device=device, dtype=dtype) for _ in range(count)]
+        times = []
+        for _ in range(5):
+            began = clock()
+            for one, other in zip(operands, reversed(operands), strict=True):
+                torch.mm(one, other)
+            synchronize(device)
+            times.append((clock() - began) / count)
+        seconds.append(min(times))
+    return seconds[0] / seconds[1]
+
+
+def _situation(engine: Resident, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
     step, device = engine.step, engine.step.device
     faster = 1.0
-    if step.precision.name == "fp32" and describe(device).has_bf16:
-        faster = measured_matmul_flops(device, torch.bfloat16) / machine.matmul_flops
+    # An eager step casts its weights in each micro-step, which costs about what it saves.
+    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
+        faster = _bf16_speedup(device, kernels)
     can_compile = device.type == "cuda" or compiler_obstacle() is None
-    return Situation(step.scope != "none", can_compile, micro_steps, faster, used, packed)
+    elementwise = BF16_ON_CPU if device.type == "cpu" else 0.5
+    return Situation(step.scope != "none", can_compile, micro_steps, faster, elementwise, used, packed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class _Place:
     """Where in the step an event runs: the part that its spans say, if they do."""
 
     part: Part | None = None
-    closed: bool = False  # inside an operator that is counted as a whole
+    inside: Part | None = None  # of an operator that is counted as a whole
 
 
 def read(
@@ -58,6 +59,7 @@ def read(
         raise ValueError(f"the trace has no {STEP}")
     begin, main = min(each["ts"] for each in steps), steps[0]["tid"]
     end = max(each["ts"] + each["dur"] for each in steps)
+    events = [each for each in events if begin <= each["ts"] <= end]
     reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
     reader.head = _sequence_numbers(events)
     for thread in dict.fromkeys(each["tid"] for each in events if each.get("cat") in _HOST):
@@ -65,7 +67,7 @@ def read(
         reader.walk(sorted(mine, key=lambda each: (each["ts"], -each["dur"])), is_main=thread == main)
     on_device = [each for each in events if each.get("cat") in _DEVICE]
     kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
-    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans)
+    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.events)
 
 
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -102,6 +104,7 @@ class _Reader:
         self.head: set[int] = set()
         self.kernels: list[Kernel] = []
         self.spans: list[Span] = []
+        self.events: Counter[Part] = Counter()
         self.launches: dict[int, tuple[float, _Place, Event | None]] = {}
 
     def walk(self, events: Sequence[Event], is_main: bool) -> None:
@@ -113,9 +116,11 @@ class _Reader:
             inner = self._placed(event, place)
             if "correlation" in event.get("args", {}):
                 self.launches[event["args"]["correlation"]] = (self._at(event), place, operator)
-            if is_main and not place.closed:
+            if is_main:
+                self.events[place.inside or "host gaps"] += 1
+            if is_main and not place.inside:
                 self._note(event, inner)
-            is_operator = event.get("cat") == "cpu_op" and not place.closed
+            is_operator = event.get("cat") == "cpu_op" and not place.inside
             stack.append((event["ts"] + event["dur"], inner, event if is_operator else operator))
 
     def _at(self, event: Event) -> float:
@@ -128,9 +133,8 @@ class _Reader:
             self.spans.append(Span("data", begin, end))
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
-        elif place.closed:
-            flops, moved = work(event)
-            self.kernels.append(Kernel(self._part(event, place), begin, end, flops, moved, begin, event["name"]))
+        elif place.inside:
+            self.kernels.append(Kernel(place.inside, begin, end, *work(event), begin, event["name"]))
 
     def _placed(self, event: Event, place: _Place) -> _Place:
         name, part = event["name"], place.part
@@ -139,17 +143,20 @@ class _Reader:
                 part = "optimizer"
             elif name == HEAD or (name.startswith(_BACKWARD) and self._number(event) in self.head):
                 part = "loss head"
-        computes = event.get("cat") == "cpu_op" and not _WAITS.search(name)
-        return _Place(part, place.closed or (computes and (bool(_GENERATED.search(name)) or self.has_kernel(name))))
+        inside = place.inside
+        if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
+            computes = _GENERATED.search(name) or self.has_kernel(name)
+            inside = self._part(event, part) if computes else None
+        return _Place(part, inside)
 
     def _number(self, event: Event) -> int | None:
         number: int | None = event.get("args", {}).get("Sequence number")
         return number
 
-    def _part(self, event: Event, place: _Place) -> Part:
+    def _part(self, event: Event, said: Part | None) -> Part:
         name = event["name"].rpartition("::")[2]
-        if place.part is not None:
-            return place.part
+        if said is not None:
+            return said
         if _ATTENTION.search(name):
             return "attention"
         if name in _PRODUCTS:
@@ -173,7 +180,7 @@ class _Reader:
             part: Part = place.part or "other"
             flops = moved = None
             if operator is not None:
-                part = self._part(operator, place)
+                part = self._part(operator, place.part)
                 if id(operator) not in seen:  # of several kernels of an operator the first has its work
                     flops, moved = work(operator)
                     seen.add(id(operator))
