@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -50,6 +51,10 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
             whole = 1.0 if packing == "padded" else share
             found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
             stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
+    except BaseException:
+        with suppress(OSError):  # it may hold a trace by now
+            folder.rmdir()
+        raise
     finally:
         rows.close()
     tokens_per_s = share * int(train.tokens_per_update) / found.update_s

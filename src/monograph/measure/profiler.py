@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ class Profile:
         micro_steps: of an update.
         machine: what the device was measured at.
         verdict: of one update, its seconds adding up to `update_s`.
-        named: share of the time whose part is known, 0 to 1.
         trace: the Chrome trace.
     """
 
@@ -55,7 +55,6 @@ class Profile:
     micro_steps: int
     machine: Machine
     verdict: Verdict
-    named: float
     trace: Path
 
 
@@ -77,7 +76,7 @@ def profile(
     file = Path(file)
     windows = iter(windows)
     first = _next(windows)
-    rows, length = next(iter(first.values())).shape[:2]
+    rows, *of_row = next(iter(first.values())).shape
     micro = engine.micro_batch or rows
     _each(engine, chain([first], windows), WARM)
     times = sorted(_each(engine, windows, MEASURED))
@@ -88,13 +87,13 @@ def profile(
         _update(engine, _next(windows))  # the first one that is watched takes longer
         watched_s = sum(_each(engine, windows, UPDATES)) / UPDATES
     watched.export_chrome_trace(str(file))
-    of_head = _head_rows(engine, micro * length)
+    of_head = _head_rows(engine, micro * math.prod(of_row))
     timeline = trace.read(json.loads(file.read_text()), has_kernel, of_head, isinstance(engine.model, Llama))
     found = _per_update(undisturbed(spent(timeline), timeline.events, _event_s(), UPDATES * update_s))
     machine, steps = _machine(engine), -(-rows // micro)
     situation = _situation(engine, timeline.kernels, steps, used, packed)
     judged = verdict(found, timeline.kernels, machine, situation)
-    return Profile(update_s, watched_s, UPDATES, steps, machine, judged, 1 - found.share("other"), file)
+    return Profile(update_s, watched_s, UPDATES, steps, machine, judged, file)
 
 
 def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
