@@ -66,6 +66,12 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
     assert {path.name for path in here.iterdir()} == {"texts"}
 
 
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:
+    done = server.run(here, "profile", *TINY, "--out", "seen", file_bytes=100_000)
+    assert done.code == 7 and "seen/trace.json: the trace could not be written whole" in done.err.splitlines()[-1]
+    assert not (here / "seen").exists()
+
+
 @pytest.mark.slow
 def test_a_captured_step_is_told_apart(server: CommandServer, here: Path) -> None:
     done = server.run(here, "profile", *over(TINY, "train.compile=whole"), "--out", "seen", "--json")

@@ -59,7 +59,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
         rows.close()
     tokens_per_s = share * int(train.tokens_per_update) / found.update_s
     title = f"An update of {int(train.tokens_per_update):,} tokens"
-    (folder / PICTURE).write_text(draw_profile(found.verdict, title), encoding="utf-8")
+    choices.write_whole(folder / PICTURE, draw_profile(found.verdict, title))
     _show(found, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_object(found, tokens_per_s, session, folder)))

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
-from monograph.errors import UsageError
+from monograph.errors import DiskFull, UsageError
 from monograph.measure import trace
 from monograph.measure.bottleneck import Machine, Situation, Verdict, undisturbed, verdict
 from monograph.measure.calibration import measured_memory_bytes_per_s
@@ -72,6 +72,7 @@ def profile(
 
     Raises:
         UsageError: the windows end too early.
+        DiskFull: the trace could not be written.
     """
     file = Path(file)
     windows = iter(windows)
@@ -86,14 +87,28 @@ def profile(
     with torch.profiler.profile(activities=activities, record_shapes=True) as watched, _spans(engine):
         _update(engine, _next(windows))  # the first one that is watched takes longer
         watched_s = sum(_each(engine, windows, UPDATES)) / UPDATES
-    watched.export_chrome_trace(str(file))
+    events = _exported(watched, file)
     of_head = _head_rows(engine, micro * math.prod(of_row))
-    timeline = trace.read(json.loads(file.read_text()), has_kernel, of_head, isinstance(engine.model, Llama))
+    timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
     found = _per_update(undisturbed(spent(timeline), timeline.events, _event_s(), UPDATES * update_s))
     machine, steps = _machine(engine), -(-rows // micro)
     situation = _situation(engine, timeline.kernels, steps, used, packed)
     judged = verdict(found, timeline.kernels, machine, situation)
     return Profile(update_s, watched_s, UPDATES, steps, machine, judged, file)
+
+
+def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
+    """The trace, written and read back: torch does not say when it could not write."""
+    watched.export_chrome_trace(str(file))
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        for left in (file, file.with_name(f"{file.name}.tmp")):
+            left.unlink(missing_ok=True)
+        raise DiskFull(
+            f"{file}: the trace could not be written whole; free some space, or name another folder"
+        ) from None
+    return found
 
 
 def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
