@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PEERS, GENERATE, SIBLINGS = (ROOT / "docs" / f"{name}.md" for name in ("peers", "generate", "siblings"))
-TRANSFER, SWEEP = (ROOT / "docs" / f"{name}.md" for name in ("transfer", "sweep"))
+TRANSFER, SWEEP, PROFILE = (ROOT / "docs" / f"{name}.md" for name in ("transfer", "sweep", "profile"))
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a result file
@@ -221,7 +221,15 @@ def ensemble(found: Found) -> str:
 
 
 RIVALS = ("trainer", "lightning", "litgpt")
+
+
 # The script, what it measures in the README's words, and the sentence that its result makes.
+def bottleneck(found: Found) -> str:
+    """What was predicted of each change, and what it gained."""
+    cases = [(case["case"], case["predicted"], case["measured"]["median"]) for case in found["cases"]]
+    return "; ".join(f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases)
+
+
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
     "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
@@ -241,6 +249,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     ),
     "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
     "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
+    "bottleneck": (
+        "speed that `monograph profile` predicts of five changes, and what each then gains, one thread "
+        "([how](docs/profile.md#predicted-and-measured))",
+        bottleneck,
+    ),
     "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
     "siblings": (
         "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
@@ -413,6 +426,18 @@ def carrying() -> str:
     return "\n".join(lines)
 
 
+def changing() -> str:
+    """One line for each change of benchmarks/bottleneck.py."""
+    found = json.loads((RESULTS / "bottleneck.json").read_text())
+    lines = ["| change | bound by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
+    for case in found["cases"]:
+        predicted, measured = case["predicted"], case["measured"]
+        spread = f"{measured['median']:.2f} × ({measured['low']:.2f}-{measured['high']:.2f})"
+        off = f"{predicted / measured['median'] - 1:+.0%}".replace("%", " %")
+        lines.append(f"| {case['case']} | {case['bound_by']} | {predicted:.2f} × | {spread} | {off} |")
+    return "\n".join(lines)
+
+
 def sweeping() -> str:
     """The times of both sides of benchmarks/sweep_runs.py."""
     found = json.loads((RESULTS / "sweep_runs.json").read_text())
@@ -442,6 +467,7 @@ def pages() -> dict[Path, list[str]]:
         SIBLINGS: [fusing()],
         TRANSFER: [carrying()],
         SWEEP: [sweeping()],
+        PROFILE: [changing()],
     }
 
 

@@ -17,7 +17,7 @@ import monograph
 from monograph import cli, errors
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
-COMMANDS = ("train", "sweep", "plan", "generate", "evaluate", "compare", "export", "data", "check")
+COMMANDS = ("train", "sweep", "plan", "profile", "generate", "evaluate", "compare", "export", "data", "check")
 
 
 class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):
@@ -120,7 +120,8 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("data", "show", "train.seed=1", "--row", "3") == 0
     assert monograph_("data", "build") == 0
     assert monograph_("check") == 0
-    generated, evaluated, compared, exported, shown, built, checked = calls
+    assert monograph_("profile", "train.seed=2", "--out", "there") == 0
+    generated, evaluated, compared, exported, shown, built, checked, profiled = calls
     how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "file": None, "pairs": [], "chat": False, "json": False}
     how["numbers"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
@@ -131,6 +132,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}
     assert checked == ((None,), {"json": False})
+    assert profiled[0][0].train.seed == 2 and profiled[1] == {"out": Path("there"), "json": False}
 
 
 def test_print_config_is_a_file_that_loads(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:

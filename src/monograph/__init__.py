@@ -49,6 +49,7 @@ _HOME = {
     "Sampling": "decode",
     "plan": "planner",
     "flops": "measure.flops:flops_per_token",
+    "profile": "measure.profiler",
     "save_checkpoint": "loop",
     "load_checkpoint": "loop",
 }

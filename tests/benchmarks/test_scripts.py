@@ -36,6 +36,15 @@ def test_sampler(script, monkeypatch, tmp_path):
     assert case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True) and case["wall_ms"]["argmax"]["median"] > 0
 
 
+def test_bottleneck(script, monkeypatch, tmp_path):
+    cases = smoke(script("bottleneck"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["case"] for case in cases] == ["padded to packed", "micro-batch 1 to 2 rows"]
+    for case in cases:
+        assert case["predicted"] >= 1 and case["measured"]["low"] > 0
+        assert sum(case["shares"].values()) == pytest.approx(1.0)
+    assert cases[0]["predicted"] == pytest.approx(2.0)  # half of the positions are empty
+
+
 def test_accumulation(script, monkeypatch, tmp_path):
     [case] = smoke(script("accumulation"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]

@@ -133,6 +133,20 @@ def plan(
 
 
 @app.command()
+def profile(
+    arguments: ConfigArguments = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="for the picture and the trace; default: profiles/DATE-TIME")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Say where the time of an update goes, what binds it and the one change that helps most."""
+    from monograph.commands.profile import run
+
+    return interrupts.working(run)(_settings(arguments), out=out, json=json)
+
+
+@app.command()
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,

@@ -14,7 +14,16 @@ from monograph.compat.dynamo import (
     without_modes,
     without_numbers,
 )
-from monograph.compat.inductor import graph_pass, lower_to_call, lower_to_memory, native, onednn_matmul, scaled_mm
+from monograph.compat.inductor import (
+    graph_pass,
+    lower_to_call,
+    lower_to_memory,
+    named_kernels,
+    native,
+    onednn_matmul,
+    quiet_profiler,
+    scaled_mm,
+)
 from monograph.compat.operators import (
     allow_stashes_in_recomputed,
     flops_of,
@@ -45,11 +54,13 @@ __all__ = [
     "lower_to_call",
     "lower_to_memory",
     "make_again",
+    "named_kernels",
     "native",
     "onednn_matmul",
     "partitioned",
     "quiet_inputs_of_blocks",
     "quiet_layout_of_stacked_gradients",
+    "quiet_profiler",
     "quiet_selective_recompute",
     "scaled_mm",
     "stored_by_graph",

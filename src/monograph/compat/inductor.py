@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -72,3 +74,20 @@ def lower_to_memory(operator: Any) -> None:
     def _(value: Any) -> Any:
         value.realize()
         return value
+
+
+@contextmanager
+def named_kernels() -> Iterator[None]:
+    """In the block Inductor's kernels on a CPU are compiled with their names, which a profiler then sees.
+
+    They are other graphs to the compile cache than those of a run that nobody watches.
+    """
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.enable_kernel_profile": True}):
+        yield
+
+
+def quiet_profiler() -> None:
+    """Keep torch's profiler from writing lines about itself to standard error; a person's own setting stands."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,0 +1,177 @@
+"""`monograph profile`: a few updates of a run that is not kept, where their time goes and what to change."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from monograph import __version__, compat
+from monograph.config import Settings
+from monograph.data.place import keep_compiled
+from monograph.device import default_device, describe
+from monograph.errors import InputRefused, UsageError
+from monograph.measure.bottleneck import Bound
+from monograph.measure.intervals import PARTS
+from monograph.measure.profile_figure import draw_profile
+from monograph.measure.profiler import Profile, profile
+from monograph.measure.quantities import count, counted
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session import choices
+from monograph.session.planning import cut_micro_batch
+from monograph.session.session import Session
+from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
+from monograph.stream import Streamed
+
+DEFAULT_ROOT = Path("profiles")
+TRACE, PICTURE = "trace.json", "profile.svg"
+
+
+def run(settings: Settings, *, out: Path | None, json: bool) -> int:
+    """Open the session as `train` does, watch a few updates, and say what was seen; nothing of a run is written."""
+    folder = _free(out)
+    compat.quiet_profiler()
+    progress = Progress()
+    progress.header(f"monograph {__version__}   {describe().summary}")
+    repeatable(default_device())
+    keep_compiled()
+    session = _open(settings, folder, progress)
+    _make(folder)
+    stats, packing = session.corpus.stats, session.settings.data.packing
+    train = session.settings.train
+    rows = session.corpus.batches(int(train.tokens_per_update), seed=train.seed, pin=default_device().type == "cuda")
+    try:
+        with progress.stage("profile", "a few updates, thrown away") as stage:
+            share = stats.packed_share
+            whole = 1.0 if packing == "padded" else share
+            found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
+            stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
+    except BaseException:
+        with suppress(OSError):  # it may hold a trace by now
+            folder.rmdir()
+        raise
+    finally:
+        rows.close()
+    tokens_per_s = share * int(train.tokens_per_update) / found.update_s
+    title = f"An update of {int(train.tokens_per_update):,} tokens"
+    choices.write_whole(folder / PICTURE, draw_profile(found.verdict, title))
+    _show(found, tokens_per_s, folder)
+    if json:
+        print(jsonlib.dumps(_object(found, tokens_per_s, session, folder)))
+    return 0
+
+
+def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
+    require_possible(settings, describe())
+    source = settings.data.source
+    if "-" in ([source] if isinstance(source, str) else source):
+        raise UsageError("profile keeps no text: give a file in the place of standard input")
+    settings = choices.sized(settings)
+    if cut := cut_micro_batch(settings):
+        progress.line("note", cut)
+    text = open_corpus(settings, progress)
+    session = open_session(Run(folder), settings, text, default_device(), progress)
+    if isinstance(session.engine, Streamed):
+        raise UsageError("train.memory = stream: profile watches a model that lives on the device")
+    session.engine.step.announce = lambda line: progress.line("note", line)
+    with compat.named_kernels():
+        prepare(session, progress)
+    return session
+
+
+def _free(out: Path | None) -> Path:
+    """A folder that holds nothing: `out`, or the first of `profiles/YYYY-MM-DD-HHMM`, -2, -3, ... that is not there.
+
+    Raises:
+        InputRefused: `out` is a file or holds something.
+    """
+    if out is not None:
+        if out.is_file() or (out.is_dir() and any(out.iterdir())):
+            raise InputRefused(f"--out {out}: holds something already; name a new folder")
+        return out
+    first = DEFAULT_ROOT / datetime.now().strftime("%Y-%m-%d-%H%M")
+    folder, number = first, 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputRefused(f"{folder}: cannot be made: {error.strerror}") from error
+
+
+def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
+    judged, machine, steps = found.verdict, found.machine, counted(found.micro_steps, "micro-step")
+    print(f"update    {1e3 * found.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
+    print(f"{'part':<14}{'share':>7}{'ms':>10}{'floor ms':>10}  mostly bound by")
+    for part in PARTS:
+        share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
+        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {_mostly(judged.bounds.get(part, {}))}".rstrip())
+    faster = found.update_s / max(judged.floor_s, 1e-12)
+    rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
+    print(f"\nfloor     {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
+    print(f"bound by  {_said(found)}")
+    for index, change in enumerate(judged.changes if judged.change else ()):
+        begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
+        why = f", as {change.why}" if index == 0 else ""
+        other = "" if change.same_training else " (another training)"
+        print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
+    print(f"written   {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
+
+
+def _mostly(bounds: Mapping[Bound, float]) -> str:
+    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
+
+
+def _said(found: Profile) -> str:
+    judged = found.verdict
+    if judged.binds == "nothing":
+        return "nothing that could be won back: every part is near its floor or of unknown work"
+    share = judged.recoverable[judged.binds] / found.update_s
+    what = "empty positions" if judged.binds == "padding" else judged.binds
+    none = "" if judged.change else "; no key changes that"
+    return f"{what}: {share:.0%} of the time could be won back at most{none}"
+
+
+def _object(found: Profile, tokens_per_s: float, session: Session, folder: Path) -> dict[str, Any]:
+    judged, step = found.verdict, session.engine.step
+    return {
+        "schema": "monograph.profile/1",
+        "device": describe().name,
+        "dtype": step.precision.name,
+        "compile": step.scope,
+        "micro_steps": found.micro_steps,
+        "update_s": found.update_s,
+        "watched_update_s": found.watched_s,
+        "updates": found.updates,
+        "tokens_per_s": tokens_per_s,
+        "floor_s": judged.floor_s,
+        "matmul_flops_per_s": found.machine.matmul_flops,
+        "copy_bytes_per_s": found.machine.copy_bytes_per_s,
+        "parts": {
+            part: {
+                "share": judged.spent.share(part),
+                "seconds": judged.spent.parts[part],
+                "floor_s": judged.floors[part],
+                "bound_s": {kind: seconds / found.updates for kind, seconds in judged.bounds.get(part, {}).items()},
+            }
+            for part in PARTS
+        },
+        "gaps_s": dict(judged.spent.gaps),
+        "recoverable_s": dict(judged.recoverable),
+        "bound_by": judged.binds,
+        "changes": [
+            {**asdict(each), "predicted_gain": judged.gain(each)} for each in (judged.changes if judged.change else ())
+        ],
+        "picture": str(folder / PICTURE),
+        "trace": str(folder / TRACE),
+    }

@@ -1,0 +1,253 @@
+"""A few updates of an engine under torch's profiler: where their time went, the floor, and what to change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
+from monograph.errors import DiskFull, UsageError
+from monograph.measure import trace
+from monograph.measure.bottleneck import Machine, Situation, Verdict, undisturbed, verdict
+from monograph.measure.calibration import measured_memory_bytes_per_s
+from monograph.measure.intervals import Kernel, Spent, spent
+from monograph.model.llama import Llama
+from monograph.resident import Resident
+
+UPDATES, WARM = 3, 2
+EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
+MEASURED = 9  # updates that nobody watches; their lower quartile counts
+COLD_BYTES = 2**26
+# Generated elementwise code on a CPU in bf16 over fp32, attention's own among it (docs/profile.md).
+BF16_ON_CPU = 2.1
+NEEDED = WARM + MEASURED + 1 + UPDATES
+_ALLOCATES = ("empty", "new_empty", "resize_", "set_")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where an update's time went.
+
+    Attributes:
+        update_s: seconds of an update that no profiler watched, the lower quartile of a few.
+        watched_s: the same under the profiler.
+        updates: how many were watched.
+        micro_steps: of an update.
+        machine: what the device was measured at.
+        verdict: of one update, its seconds adding up to `update_s`.
+        trace: the Chrome trace.
+    """
+
+    update_s: float
+    watched_s: float
+    updates: int
+    micro_steps: int
+    machine: Machine
+    verdict: Verdict
+    trace: Path
+
+
+def profile(
+    engine: Resident, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
+) -> Profile:
+    """Train a few updates, some of them watched, and say where their time goes.
+
+    Args:
+        engine: ready to train, and captured if it is to be; its weights and counters change as in any training.
+        windows: of rows, `NEEDED` of them.
+        file: the Chrome trace to write, `*.json`.
+        used: share of the rows' positions that hold tokens.
+        packed: what that share would be with the rows packed.
+
+    Raises:
+        UsageError: the windows end too early.
+        DiskFull: the trace could not be written.
+    """
+    file = Path(file)
+    windows = iter(windows)
+    first = _next(windows)
+    rows, *of_row = next(iter(first.values())).shape
+    micro = engine.micro_batch or rows
+    _each(engine, chain([first], windows), WARM)
+    times = sorted(_each(engine, windows, MEASURED))
+    update_s = times[len(times) // 4]
+    device = engine.step.device
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with torch.profiler.profile(activities=activities, record_shapes=True) as watched, _spans(engine):
+        _update(engine, _next(windows))  # the first one that is watched takes longer
+        watched_s = sum(_each(engine, windows, UPDATES)) / UPDATES
+    events = _exported(watched, file)
+    of_head = _head_rows(engine, micro * math.prod(of_row))
+    timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
+    found = _per_update(undisturbed(spent(timeline), timeline.events, _event_s(), UPDATES * update_s))
+    machine, steps = _machine(engine), -(-rows // micro)
+    situation = _situation(engine, timeline.kernels, steps, used, packed)
+    judged = verdict(found, timeline.kernels, machine, situation)
+    return Profile(update_s, watched_s, UPDATES, steps, machine, judged, file)
+
+
+def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
+    """The trace, written and read back: torch does not say when it could not write."""
+    watched.export_chrome_trace(str(file))
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        for left in (file, file.with_name(f"{file.name}.tmp")):
+            left.unlink(missing_ok=True)
+        raise DiskFull(
+            f"{file}: the trace could not be written whole; free some space, or name another folder"
+        ) from None
+    return found
+
+
+def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
+    """Seconds of so many updates, one by one."""
+    times = []
+    for _ in range(count):
+        began = clock()
+        with record_function(trace.STEP):
+            with record_function(trace.DATA):
+                window = _next(windows)
+            _update(engine, window)
+        times.append(clock() - began)
+    return times
+
+
+def _update(engine: Resident, window: Any) -> None:
+    engine.accumulate(window)
+    with record_function(trace.UPDATE):
+        engine.update()
+    synchronize(engine.step.device)
+
+
+def _next(windows: Iterator[Any]) -> Any:
+    window = next(windows, None)
+    if window is None:
+        raise UsageError(f"a profile takes {NEEDED} updates: give more text, or more epochs")
+    return window
+
+
+@contextmanager
+def _spans(engine: Resident) -> Iterator[None]:
+    """In the block the loss's head has a span of its own, where it is a function that something outside calls.
+
+    Inside one graph of the whole step there is nothing to call.
+    """
+    step = engine.step
+    head: Callable[..., Any] | None = getattr(step.loss, "head", None)
+    if head is None or step.scope == "whole":
+        yield
+        return
+    kept, spanned = step.loss, copy.copy(step.loss)
+
+    @functools.wraps(head)
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        with record_function(trace.HEAD):
+            return head(*arguments, **keywords)
+
+    spanned.head = watched  # type: ignore[attr-defined]
+    step.loss = spanned
+    try:
+        yield
+    finally:
+        step.loss = kept
+
+
+@functools.cache
+def has_kernel(name: str) -> bool:
+    """Whether an operator computes something itself: it is no view, allocates not only, and calls not only others."""
+    room, _, operator = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
+    if packet is None or operator.startswith(_ALLOCATES):
+        return False
+    overload = getattr(packet, packet.overloads()[0])
+    if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    returns = overload._schema.returns
+    is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+    return not is_view
+
+
+def _head_rows(engine: Resident, tokens: int) -> int | None:
+    """The vocabulary, where a side of that length tells the head's products from all others: in one graph of a Llama.
+
+    Not where another side of a product is as long, of a weight or as many as the `tokens` of a micro-step.
+    """
+    if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
+        return None
+    others = {engine.model.config.hidden_size, tokens}
+    for name, parameter in engine.model.named_parameters():
+        if not name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            others |= {*parameter.shape}
+    rows = engine.model.config.vocab_size
+    return None if rows in others else rows
+
+
+def _per_update(found: Spent) -> Spent:
+    return Spent(
+        {part: seconds / UPDATES for part, seconds in found.parts.items()},
+        {cause: seconds / UPDATES for cause, seconds in found.gaps.items()},
+    )
+
+
+def _event_s() -> float:
+    """What it costs to note one operator with its shapes: many tiny ones, watched and not, the quickest of each."""
+    one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
+    for watched in (False, True) * ROUNDS:
+        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        with watching if watched else nullcontext():
+            torch.neg(one)
+            began = clock()
+            for _ in range(EVENTS):
+                torch.neg(one)
+            times[watched].append(clock() - began)
+    return max(0.0, min(times[True]) - min(times[False])) / EVENTS
+
+
+def _machine(engine: Resident) -> Machine:
+    device, dtype = engine.step.device, engine.step.precision.dtype
+    known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
+    return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
+
+
+def _bf16_speedup(device: torch.device, kernels: Sequence[Kernel]) -> float:
+    """Of square products with as many operations as the run's own have on average, of operands that no cache holds."""
+    flops = [each.flops for each in kernels if each.part == "matmul" and each.flops]
+    if not flops:
+        return 1.0
+    side = max(8, round((sum(flops) / len(flops) / 2) ** (1 / 3)))
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        count = min(64, max(2, COLD_BYTES // (side * side * dtype.itemsize)))
+        operands = [torch.ones(side, side, device=device, dtype=dtype) for _ in range(count)]
+        times = []
+        for _ in range(5):
+            began = clock()
+            for one, other in zip(operands, reversed(operands), strict=True):
+                torch.mm(one, other)
+            synchronize(device)
+            times.append((clock() - began) / count)
+        seconds.append(min(times))
+    return seconds[0] / seconds[1]
+
+
+def _situation(engine: Resident, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
+    step, device = engine.step, engine.step.device
+    faster = 1.0
+    # An eager step casts its weights in each micro-step, which costs about what it saves.
+    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
+        faster = _bf16_speedup(device, kernels)
+    can_compile = device.type == "cuda" or compiler_obstacle() is None
+    elementwise = BF16_ON_CPU if device.type == "cpu" else 0.5
+    return Situation(step.scope != "none", can_compile, micro_steps, faster, elementwise, used, packed)
