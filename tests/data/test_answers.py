@@ -295,9 +295,13 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
                 more = [*system, *chat[firsts[first - 1] : place + 1]]
                 assert len(chat_ids(tokenizer, more)) - 2 > longest, "one turn more would not have fitted"
     assert cut and answers.counts["truncated"] == cut
-    with pytest.raises(Unusable, match=r"message \d+ ends \d+ tokens into the conversation.*data.too_long=truncate"):
+    with pytest.raises(
+        Unusable, match=r"messages\[\d+\], an answer, with all .* \d+ tokens, more than.*data.too_long=truncate"
+    ):
         rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=longest, truncate=False))
-    with pytest.raises(Unusable, match="message 2 without all that can be left out before it ends .* raise it$"):
+    with pytest.raises(
+        Unusable, match=r"messages\[2\], an answer, with the least .* takes \d+ tokens, more .* raise it$"
+    ):
         rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=9))
 
 

@@ -55,7 +55,7 @@ USER, ANSWER = SAID
         ({"messages": [{"role": "owner", "content": "x"}]}, "messages[0].role is 'owner': expected system, user,"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is null: expected system, user, assistant or tool"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role is an array: expected"),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, "conversations[0].role is 'robot': expected"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "conversations[0].from is 'robot': expected human"),
         ({"messages": [{"role": "user"}, ANSWER]}, "messages[0] has no content"),
         ({"messages": [USER, {**ANSWER, "content": [1]}]}, "'messages[1].content' is an array, not a string"),
         ({"messages": [USER, {**ANSWER, "content": " \n"}]}, "messages[1].content is empty"),
@@ -214,7 +214,7 @@ SYSTEM = [{"role": "system", "content": "x"}, *SAID]
 @pytest.mark.parametrize(
     ("name", "chat", "line", "skipped"),
     [
-        ("chatml", LONG, r"chats.jsonl:3: message 1 without .* raise it; correct or remove it, or train", "too long"),
+        ("chatml", LONG, r"chats.jsonl:3: messages.1., an answer, with the least .* raise it; correct", "too long"),
         ("chatml", [USER, USER], "chats.jsonl:3: .*user follows user; correct", "roles out of order"),
         ("gemma", SYSTEM, "chats.jsonl:3: .*system is not supported; correct", "refused by the chat template"),
         ("mistral-v3", SYSTEM, "chats.jsonl:3: the chat template writes the chat before an answer in anoth", None),
@@ -239,7 +239,7 @@ def test_what_cannot_be_trained_on_is_named_or_skipped(
 
 
 def test_too_few_to_hold_any_out(opened: Any) -> None:
-    with pytest.raises(InputRefused, match="no conversation is held out; give more of them, or set held_out = 0"):
+    with pytest.raises(InputRefused, match="no conversation is held out; give more of them, or set data.held_out = 0"):
         opened(chats=many(1))
 
 
@@ -247,7 +247,9 @@ def test_turns_left_out_are_counted(opened: Any) -> None:
     text = opened(chats=[said(*["why so", "because"] * 6)], held_out=0, sequence_length=40)
     assert any(note.startswith("turns were left out before") for note in text.notes)
     assert text.train.conversations == 1 and text.train.documents > 1
-    with pytest.raises(InputRefused, match=r"chats.jsonl:1: message \d+ ends .* data.too_long=truncate"):
+    with pytest.raises(
+        InputRefused, match=r"chats.jsonl:1: messages\[\d+\], an answer, with all .* data.too_long=truncate"
+    ):
         opened(chats=[said(*["why so", "because"] * 6)], held_out=0, sequence_length=40, too_long="refuse")
 
 

@@ -89,7 +89,7 @@ def test_what_was_passed_over_is_said(texts, tmp_path):
     ("text", "settings", "message"),
     [
         ("tiny " * 30, {}, "a.txt: .* held-out tokens, fewer than one row of 256"),
-        ("word " * 300, {}, "a.txt: .* held-out tokens, fewer than one row of 256; .* or set held_out = 0"),
+        ("word " * 300, {}, "a.txt: .* held-out tokens, fewer than one row of 256; .* or set data.held_out = 0"),
     ],
 )
 def test_too_little_text_is_refused(tmp_path, text, settings, message):

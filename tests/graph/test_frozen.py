@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from monograph.graph.capture import compiled
-from monograph.graph.frozen import NF4, Int8Linear, NF4Linear
+from monograph.graph.frozen import NF4, Int8Linear, NF4Linear, parameter_count
 from monograph.measure.memory import LiveBytes
 from numerics import error_within, relative_error
 
@@ -182,3 +182,11 @@ def test_numbers_are_torchaos_bits(torchao, decades):
     torch.testing.assert_close(ours.dense()[codes.T.reshape(256, 256) == others.T.reshape(256, 256)],
                                theirs.get_original_weight()[codes.T.reshape(256, 256) == others.T.reshape(256, 256)],
                                rtol=0, atol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_the_weight_it_stands_for(kind):
+    """A base in 4 bits is no smaller model: its packed codes and scales are no parameters that anybody counts."""
+    layer, beside = frozen(kind, drawn(8, 66), drawn(8)), nn.Linear(3, 8)
+    tied = nn.ModuleList([layer, beside, beside])
+    assert parameter_count(tied) == 8 * 66 + 8 + 3 * 8 + 8

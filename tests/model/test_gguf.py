@@ -158,6 +158,15 @@ def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_n
     assert ids == [1, 5, tokenizer.special["<|eot|>"]]
 
 
+def test_the_end_of_a_base_that_was_given_another_tokenizer_stays_one(tmp_path: Path) -> None:
+    """As in the Hugging Face folder's generation_config.json, and not warned of as none of this model's."""
+    tokenizer = speaking(tmp_path / "a", "headers", stops=[])
+    known = tokenizer.special["<|im_end|>"]
+    model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size, eos_token_id=known))
+    save_gguf(model, tmp_path / "out", tokenizer, None, refuse)
+    assert 'PARAMETER stop "<|im_end|>"' in (tmp_path / "out" / "Modelfile").read_text()
+
+
 def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path: Path) -> None:
     lines: list[str] = []
     tokenizer = speaking(tmp_path / "a", "json")

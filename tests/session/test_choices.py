@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from monograph.config import Settings, load
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
+from monograph.session import choices
 from monograph.session.choices import (
     branched,
     parent_named,
@@ -153,3 +156,28 @@ def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, m
     assert Run.open("last").folder == child.folder
     assert settings_of(child, settings({})).model.init == str(parent.folder)
     assert sized(chosen) == chosen and chosen.data.tokenizer == str(parent.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "updates", "said"),
+    [(10, 80, "8 epochs and no more, about 16 s"), (10_000, 285, "about 1 min 00 s"), (1, 10, "no more, about 2.0 s")],
+)
+def test_a_small_text_ends_before_the_time_does(
+    per_epoch: int, updates: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "calibrate", lambda _: 0.2)
+    monkeypatch.setattr(choices, "remember", lambda *_: None)
+    told: dict[str, str] = {}
+    progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
+    session: Any = SimpleNamespace(
+        settings=settings({"train.minutes": 1, "train.tokens_per_update": 512}),
+        batches=SimpleNamespace(rows_per_window=2),
+        corpus=SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)),
+        engine=SimpleNamespace(step=SimpleNamespace(schedule=None)),
+        schedule=lambda: None,
+        recipe=SimpleNamespace(lora=None),
+        params=1000,
+        planned=None,
+    )
+    choices.fix_length(session, progress)
+    assert session.length == updates and session.budget_s == 60 and told["plan"].endswith(said), told

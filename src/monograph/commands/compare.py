@@ -21,6 +21,7 @@ from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Accuracy, Answer
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
+from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
 from monograph.run.folder import Run
@@ -59,7 +60,7 @@ class _Side:
     @property
     def params(self) -> int:
         """Of one of them."""
-        return sum(p.numel() for p in self.members[0].parameters())
+        return parameter_count(self.members[0])
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of every seed, [N]."""

@@ -138,12 +138,12 @@ class Answers:
             if len(row.ids) - 1 <= self._how.longest:
                 self.counts.update(answers=1, truncated=int(first > lead))
                 return row, first
-        shortest = "without all that can be left out before it " if self._how.truncate else ""
+        what = f"messages[{answer}], an answer, with " + ("the least" if self._how.truncate else "all")
         remedy = "" if self._how.truncate else ", or cut conversations with data.too_long=truncate"
         raise Unusable(
             Fault(
                 "too long",
-                f"message {answer} {shortest}ends {len(row.ids) - 1:,} tokens into the conversation, which is more "
+                f"{what} that has to stand before it takes {len(row.ids) - 1:,} tokens, more "
                 f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
             )
         )

@@ -146,7 +146,9 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _Bad("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
+    role_key, roles = "role", list(ROLES)
     if "role" not in value and "from" in value:
+        role_key, roles = "from", ["human", "gpt", *ROLES]
         rest = {key: each for key, each in value.items() if key not in ("from", "value")}
         said = value["from"]
         role = _SHARED_ROLES.get(said, said) if isinstance(said, str) else said
@@ -154,7 +156,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         shown = short(role) if isinstance(role, str) else KINDS[type(role)]
-        raise _Bad("unknown role", f"{where}.role is {shown}: expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        raise _Bad("unknown role", f"{where}.{role_key} is {shown}: expected {', '.join(roles[:-1])} or {roles[-1]}")
     calls = value.get("tool_calls")
     if calls is not None and (role != "assistant" or not _are_calls(calls)):
         expected = "an array of objects that name a function each, of an assistant"

@@ -213,9 +213,9 @@ def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: fl
     if train.conversations or held.conversations:
         lacking = "to train on" if not train.conversations else "held out" if held_out and not len(held) else None
         if lacking:
-            raise InputRefused(f"{name}: no conversation is {lacking}; give more of them, or set held_out = 0")
+            raise InputRefused(f"{name}: no conversation is {lacking}; give more of them, or set data.held_out = 0")
     elif held_out and held.tokens < length:
-        remedy = "give more text, raise held_out, shorten sequence_length, or set held_out = 0"
+        remedy = "give more text, raise data.held_out, shorten data.sequence_length, or set data.held_out = 0"
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
 

@@ -17,6 +17,7 @@ from monograph.evaluation.choices import Answer
 from monograph.evaluation.documents import Scores, by_document, difference
 from monograph.evaluation.noise import Mean, Table, mean, tabulate
 from monograph.evaluation.text import Evaluates, evaluate_members
+from monograph.graph.frozen import parameter_count
 
 
 @dataclass(frozen=True)
@@ -198,4 +199,4 @@ def _one(scores: Scores, member: int) -> Scores:
 def _parameters(engine: Any) -> int | None:
     """Of one member."""
     module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
-    return sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else None
+    return parameter_count(module) if isinstance(module, nn.Module) else None

@@ -88,6 +88,14 @@ class NF4Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
+def parameter_count(module: nn.Module) -> int:
+    """Parameters, tied ones once; a layer in fewer bits counts the numbers of the weight that it stands for."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Int8Linear | NF4Linear)]
+    held = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
+    others = sum(param.numel() for param in module.parameters() if id(param) not in held)
+    return others + sum(layer.in_features * layer.out_features for layer in layers)
+
+
 def _keep(layer: nn.Linear, **tensors: Tensor) -> None:
     if "weight" in layer._parameters:
         del layer.weight

@@ -91,7 +91,7 @@ def save_gguf(
         writer.add_file_type(_FILE_TYPES[kind.name])
         if kind.name == "Q8_0":
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        stops = add_words(writer, tokenizer, config.vocab_size, warn)
+        stops = add_words(writer, tokenizer, config, warn)
         for tensor, like, _ in _tensors(model):
             stored = kind if like.ndim == 2 else gguf.GGMLQuantizationType.F32
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]

@@ -15,6 +15,7 @@ from monograph.data.chat import end_of_turn, stop_ids
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.h, llama_token_type
 
@@ -32,13 +33,13 @@ _ALWAYS_STOP = frozenset(
 )
 
 
-def add_words(writer: Any, tokenizer: Tokenizer, rows: int, warn: Callable[[str], None]) -> tuple[int, ...]:
+def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]) -> tuple[int, ...]:
     """Add a tokenizer to a file that is being written.
 
     Args:
         writer: a GGUFWriter.
         tokenizer: with its chat template, if it has one.
-        rows: of the embedding; those without a token are named as unused ones.
+        config: of the model: rows without a token are named as unused ones, and its own end of a text stays one.
         warn: called with each line that a person should read.
 
     Returns:
@@ -49,7 +50,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, rows: int, warn: Callable[[str]
     """
     content = json.loads(tokenizer.to_json())
     pre = pre_tokenizer(content)
-    tokens, types = _tokens(content, rows)
+    tokens, types = _tokens(content, config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -62,7 +63,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, rows: int, warn: Callable[[str]
     if tokenizer.pad_id != tokenizer.eos_id:
         writer.add_pad_token_id(tokenizer.pad_id)
     writer.add_add_bos_token(_begins_with_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
-    stops = stop_ids(tokenizer)
+    stops = _stops(tokenizer, config)
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.companions.template:
         writer.add_chat_template(template.source)
@@ -116,6 +117,13 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
             f"the chat template does not begin with {bos}, so llama.cpp will put it before no text, plain text neither"
         )
     return written
+
+
+def _stops(tokenizer: Tokenizer, config: LlamaConfig) -> tuple[int, ...]:
+    """As generation_config.json lists them: the model's own too, unless the tokenizer came with some."""
+    own = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
+    known = () if tokenizer.companions.stops else {*own} & {*tokenizer.special.values()}
+    return tuple(dict.fromkeys((*stop_ids(tokenizer), *sorted(known))))
 
 
 def _add_stops(

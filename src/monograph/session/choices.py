@@ -82,8 +82,7 @@ def keeping_stdin(run: Run, settings: Settings, progress: Progress) -> Settings:
 
 def fix_length(session: Session, progress: Progress) -> None:
     """Turn minutes, tokens or epochs into updates, once; and what follows from their number."""
-    train, rows = session.settings.train, session.batches.rows_per_window
-    per_epoch = -(-session.corpus.train.per_epoch // rows)
+    train, rows, lasting = session.settings.train, session.batches.rows_per_window, ""
     if train.updates:
         updates = train.updates
     elif train.tokens:
@@ -101,9 +100,10 @@ def fix_length(session: Session, progress: Progress) -> None:
         if session.budget_s > 60 * minutes:
             longer = duration(session.budget_s)
             progress.line("time", f"{longer} instead of {minutes:g} min: what a good first model needs on this machine")
-        updates = planner.updates_for(
-            planner.UPDATES_SHARE * session.budget_s, seconds, planner.MOST_EPOCHS * per_epoch
-        )
+        updates = planner.updates_for(planner.UPDATES_SHARE * session.budget_s, seconds, most_updates(session))
+        lasting = f", about {duration(session.budget_s)}"
+        if updates >= most_updates(session):
+            lasting = f", {planner.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
     session.settings = of_length(session.settings, updates)
     session.length = updates
     session.engine.step.schedule = session.schedule()
@@ -113,11 +113,16 @@ def fix_length(session: Session, progress: Progress) -> None:
         "plan",
         f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {per_update:,} tokens = "
         f"{count(updates * per_update)}, {counted(rows, 'row')} of {session.settings.data.sequence_length}, "
-        f"{session.settings.train.precision}" + (f", about {duration(session.budget_s)}" if session.budget_s else ""),
+        f"{session.settings.train.precision}{lasting}",
     )
     if isinstance(session.planned, planner.StreamCandidate):
         for label, said in planner.tiers_said(session.planned):
             progress.line(label, said)
+
+
+def most_updates(session: Session) -> int:
+    """What minutes may become at most: a text is not read more often, however much time there is."""
+    return planner.MOST_EPOCHS * -(-session.corpus.train.per_epoch // session.batches.rows_per_window)
 
 
 def of_length(settings: Settings, updates: int, evaluations: int = EVALUATIONS) -> Settings:

@@ -35,7 +35,9 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
     if rows.conversations:
         ids = rows.first_prompt()[-(room or 0) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        return Opening(f"{asked[-_SHOWN_CHARS:]} ", ids, stop_ids(corpus.tokenizer), ("--chat",))
+        if len(asked) > _SHOWN_CHARS:  # whole words of its end
+            asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer), ("--chat",))
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     python = corpus.name == "stdlib"
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]

@@ -21,6 +21,7 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.device import clock, describe
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
+from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
 from monograph.graph.remat import named
 from monograph.loop import EngineState
@@ -92,7 +93,7 @@ class Session:
     @property
     def params(self) -> int:
         """Parameters, tied ones once."""
-        return sum(p.numel() for p in self.engine.model.parameters())
+        return parameter_count(self.engine.model)
 
     @property
     def model_config(self) -> LlamaConfig | None:

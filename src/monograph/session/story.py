@@ -26,6 +26,7 @@ from monograph.planner import updates_for
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.adapting import adapter_params
+from monograph.session.choices import most_updates
 from monograph.session.invocation import show
 from monograph.session.opening import opening_of
 from monograph.session.session import Session
@@ -149,7 +150,10 @@ class Story:
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        promised = f" ({duration(session.budget_s)} promised)" if session.budget_s else ""
+        promised = ""
+        if session.budget_s:
+            ended = session.length >= most_updates(session)  # the text, and not the time
+            promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         memory = gibibytes(summary["peak_memory_bytes"])
         if session.planned and session.engine.step.device.type == "cuda":
