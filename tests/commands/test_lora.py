@@ -161,6 +161,25 @@ def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, monog
     assert monograph.run(here, "generate", "run", "a", "--max-tokens", "2").code == 0, "the same numbers in fp32"
 
 
+def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path, monograph: CommandServer) -> None:
+    write_base(here / "base")
+    write_base(here / "other", seed=1)
+    short = over(LORA, "train.updates=2")
+    assert monograph.run(here, "train", *short, "--out", "run", figures=0).code == 0
+    assert monograph.run(here, "export", "run", "--to", "out").code == 0
+    config = here / "out" / "adapter" / "adapter_config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"base_model_name_or_path": str(here / "other")}))
+    train = ("train", *over(OWN, "train.updates=2", "model.init=out/adapter"), "--out", "further")
+    for typed in (("generate", "out/adapter", "a"), ("export", "out/adapter", "--to", "again"), train):
+        done = monograph.run(here, *typed)
+        assert done.code == 3 and "trained beside other weights than those of" in done.err, done.err
+        assert sum(line.startswith("error") for line in done.err.splitlines()) == 1
+    assert not (here / "again").exists()
+    (here / "out" / "adapter" / "monograph_base.json").unlink()
+    assert monograph.run(here, "generate", "out/adapter", "a", "--max-tokens", "1").code == 0, "as PEFT's own folders"
+
+
 def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folders(
     folder: Path, monograph: CommandServer
 ) -> None:

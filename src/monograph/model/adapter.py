@@ -68,6 +68,14 @@ class Adapter(NamedTuple):
                 "one's config.json"
             )
 
+    @property
+    def weights_sha256(self) -> str | None:
+        """The digest of its base's weights, None where the folder does not say it, as PEFT's own do not."""
+        if not (self.folder / BASE).exists():
+            return None
+        found = read_json(inside(self.folder, BASE)).get("weights_sha256")
+        return found if isinstance(found, str) else None
+
 
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter and no model."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora
+from monograph.model.adapter import BASE, Adapter
 
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:
@@ -44,6 +45,19 @@ def digest(module: nn.Module) -> str:
 def _bytes(tensor: Tensor) -> memoryview:
     wide = tensor.detach().float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.detach()
     return wide.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def require_base_of(adapter: Adapter, base_sha256: str) -> None:
+    """The base of a stored adapter must have the weights that it was trained beside, where its folder says which.
+
+    Raises:
+        InputRefused: it has others.
+    """
+    if adapter.weights_sha256 not in (None, base_sha256):
+        raise InputRefused(
+            f"{adapter.folder}: this adapter was trained beside other weights than those of {adapter.base}: write the "
+            f"folder of its own base into adapter_config.json, or, to put it beside these all the same, remove {BASE}"
+        )
 
 
 def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:

@@ -22,7 +22,7 @@ from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.run.adapters import digest, lora_of, require_base
+from monograph.run.adapters import digest, lora_of, require_base, require_base_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
 from monograph.run.vocabulary import compared, extended, tokenizer_of
@@ -93,7 +93,8 @@ def load_to_export(
     tokenizer, stored = own_tokenizer(run), None
     if recipe.lora:
         stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
-        stored = stored._replace(tokenizer=tokenizer if recipe.vocabulary else None)
+        beside = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
+        stored = stored._replace(base=beside, tokenizer=tokenizer if recipe.vocabulary else None)
     return model, tokenizer, stored
 
 
@@ -157,6 +158,8 @@ def _load(
         base = adapter.resolved_base(stored)
         model = _merged(_load(base, warn, dtype or _one_dtype(base), sizes))
         stored.require(model.config)
+        if stored.weights_sha256:
+            require_base_of(stored, digest(model))
         if beside := hub.tokenizer_file(folder):
             extended(model, compared(Tokenizer.from_file(beside), base, str(beside)), base)
         adapter.put(model, stored.lora, start=stored)

@@ -26,7 +26,7 @@ from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.resident import Resident
-from monograph.run.adapters import digest, recorded
+from monograph.run.adapters import digest, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
@@ -195,6 +195,8 @@ def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.
         transfer.initialise_(model)
     if lora:
         start = read_adapter(recipe.adapter) if recipe.adapter else None
+        if start:
+            require_base_of(start, str(recipe.base_sha256))
         put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision), device=device)
     placement = plan.placement if isinstance(plan, StreamCandidate) else None
     return Made(settings, recipe, model, loss, plan, placement, notes)
