@@ -79,6 +79,10 @@ def test_the_update_of_muon_and_adamw_with_groups_and_an_average():
 
 
 def test_no_graph_break_and_no_recompile(compiled_step):
+    # Another file's test may have emptied the compiler's caches since this step was warmed.
+    compiled_step.accumulate(ragged(4))
+    compiled_step.update()
+    compiled_step.evaluate(ragged(4))
     graphs, breaks = compat.captured_graphs(), compat.graph_breaks()
     for seed, rows in enumerate((8, 3, 16)):
         compiled_step.accumulate(ragged(rows, seed=seed))
