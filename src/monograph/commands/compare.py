@@ -26,6 +26,7 @@ from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.run.recipe import names_run
 from monograph.run.register import SWEEP
 from monograph.session.subject import Subject, answered, of_folder, of_run
 from monograph.sweeps.folder import seeds_of_best
@@ -89,7 +90,7 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
     """Compare every run with the first; see the command line's help."""
     if len(runs) < 2:
         raise UsageError("compare takes two runs or more, the first being what the others are compared with")
-    if not data and not _is_run(runs[0]):
+    if not data and not names_run(runs[0]):
         raise UsageError(
             f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
         )
@@ -115,13 +116,9 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
     return 0
 
 
-def _is_run(name: str) -> bool:
-    return Path(name).parts[:1] == ("last",) or (Path(name) / "run.lock").is_file()
-
-
 def _side(name: str) -> _Side:
     runs: dict[int, Run] = {}
-    if _is_run(name) or not Path(name).exists():
+    if names_run(name) or not Path(name).exists():
         folder = Run.located(name)
         runs = seeds_of_best(folder) if (folder / SWEEP).is_file() else {0: Run.open(name)}
     subjects = [of_run(run, _warn) for run in runs.values()] or [of_folder(name, _warn)]

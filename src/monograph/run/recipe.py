@@ -114,8 +114,13 @@ def require_same_file(recipe: Recipe, run: Run) -> None:
 
 def run_named(folder: str | Path) -> Run | None:
     """The run of that name, or None for a folder that is no run."""
+    return Run.open(folder) if names_run(folder) else None
+
+
+def names_run(folder: str | Path) -> bool:
+    """Whether that names a run or a sweep."""
     path = Path(folder)
-    return Run.open(folder) if path.parts[:1] == ("last",) or (path / "run.lock").is_file() else None
+    return path.parts[:1] == ("last",) or (path / "run.lock").is_file()
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
