@@ -119,6 +119,7 @@ def test_a_sweep_of_ranks(folder: Path, monograph: CommandServer) -> None:
         (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
         (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
         (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
+        (["model.init=base", "lora.rank=1000"], "lora.rank = 1000: these layers' weights have rank 16 at most; lower"),
         (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -13,6 +14,8 @@ from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.measure.calibration import Calibration
 from monograph.model.config import LlamaConfig
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
 from monograph.planner import Limits
 
 
@@ -151,6 +154,18 @@ def test_a_folder_needs_no_more_than_its_shape(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{")
     code, _, error = run(capsys, f"model.init={tmp_path}", "--device", "H200")
     assert code == 3 and "config.json" in error and error.count("\n") == 1
+
+
+def test_a_folder_that_training_would_refuse_is_not_planned(capsys, tmp_path):
+    save_model(Llama(LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)), tmp_path / "base")
+    plan = (f"model.init={tmp_path / 'base'}", "data.tokenizer=bytes", "--device", "H200")
+    assert run(capsys, *plan, "data.sequence_length=64")[0] == 0
+    code, _, error = run(capsys, *plan, "data.sequence_length=65")
+    assert code == 3 and "data.sequence_length = 65 is longer than the model's max_position_embeddings = 64" in error
+    weights = tmp_path / "base" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    code, _, error = run(capsys, *plan, "data.sequence_length=64")
+    assert code == 3 and "model.safetensors: damaged" in error and error.count("\n") == 1
 
 
 def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(capsys):

@@ -321,6 +321,7 @@ def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
         ("{{ messages[-1].content }}<|im_end|>", None, "writes the chat before an answer in another way"),
         ("{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}", None, "its first token has no input"),
         ("{{ raise_exception('no') }}", None, "no"),
+        ("", None, "leaves the answer out: with it or without, it writes the same"),
         ("{{ 'x' * 10**10 }}", None, "MiB of memory"),
     ],
 )

@@ -70,6 +70,9 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
     assert stop_ids(tokenizer) == (1, 3, tokenizer.special["<|im_end|>"])
     assert stop_ids(speaking(tmp_path / "one", "plain", stops=7)) == (1, 7)
     assert stop_ids(Tokenizer.bytes()) == (1,)
+    known, other = tokenizer.special["<|im_start|>"], 10
+    assert stop_ids(tokenizer, (known,)) == stop_ids(tokenizer), "its own list says it all"
+    assert stop_ids(speaking(tmp_path / "none", "chatml", stops=[]), (known, other))[-1] == known
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     assert stop_ids(Tokenizer.from_file(tmp_path)) == stop_ids(tokenizer), "generation_config.json comes first"
     (tmp_path / "generation_config.json").unlink()

@@ -75,6 +75,8 @@ USER, ANSWER = SAID
         ),
         ({"messages": [{**USER, "tool_calls": [1]}]}, "messages[0].tool_calls: expected an array of objects that name"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": 5}]}]}, "messages[1].tool_calls: expected"),
+        ({"prompt": "x", "completion": " "}, "completion is empty"),
+        ({"prompt": "x", "completion": "\0"}, "'completion' has a NUL character"),
         ({"messages": SAID, "tools": 5}, "'tools' is a number, not an array"),
         ({"messages": SAID, "tools": "{"}, "'tools' is a text that is not JSON"),
         ({"messages": SAID * 501}, "has 1,002 messages, more than 1,000"),

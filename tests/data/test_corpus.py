@@ -28,7 +28,7 @@ def test_the_standard_library_from_nothing(tmp_path):
     # A tenth of the whole on a free machine; this one may be busy.
     assert max(after - before for before, after in itertools.pairwise(times_s)) < max(2, (times_s[-1] - begin_s) / 3)
     stages = [stage for stage, _ in itertools.groupby(stage for _, stage, _, _ in calls)]
-    assert stages == ["sources", "tokenizer", "tokens", "verify"]
+    assert stages == ["sources", "tokenizer", "bytes tokenised", "verify"]
     assert all(done <= total for _, _, done, total in calls)
 
     stats, modules = built.stats, {name.split("/")[0] for name in names(built.held_out)}

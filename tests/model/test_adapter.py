@@ -15,6 +15,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import Lora, adapters
 from monograph.model.adapter import (
     adapter_state,
+    config_digest,
     is_adapter,
     packed,
     put,
@@ -165,6 +166,11 @@ def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
         stored.require(tiny_llama(rope_theta=5000.0).config)
     (folder / "monograph_base.json").unlink()  # PEFT writes none
     stored.require(tiny_llama(rope_theta=5000.0).config)
+
+
+def test_an_id_and_a_list_of_it_are_the_same_base():
+    assert config_digest(tiny_llama(eos_token_id=0).config) == config_digest(tiny_llama(eos_token_id=(0,)).config)
+    assert config_digest(tiny_llama(eos_token_id=0).config) != config_digest(tiny_llama(eos_token_id=(0, 1)).config)
 
 
 def test_damage_is_refused_in_a_line(folder):

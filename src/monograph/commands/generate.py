@@ -85,7 +85,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
-    ends = list(stop_ids(tokenizer)) if asked.chat else [tokenizer.eos_id]
+    ends = list(stop_ids(tokenizer, network.config.ends)) if asked.chat else [tokenizer.eos_id]
     limit = None
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value

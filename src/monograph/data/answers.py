@@ -166,6 +166,8 @@ class Answers:
             self.counts["parted"] += 1
             after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker)
         end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
+        if not after:
+            raise InputRefused("the chat template leaves the answer out: with it or without, it writes the same")
         if end is None:
             raise InputRefused(self._without_stop(whole[len(prompt) :].replace(marker, "")))
         if not before:

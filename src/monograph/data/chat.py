@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from monograph.data.template import ChatTemplate, Message
@@ -103,15 +103,20 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     return next((index for index in after if index in controls), None)
 
 
-def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
     """All ids at which a text is over, each once.
 
     The tokenizer's end of text, what generation_config.json lists, and what the chat template writes after an answer.
 
+    Args:
+        tokenizer: of the text.
+        own: ids that end a document by the model's configuration: they count where there is no such list.
+
     Raises:
         InputRefused: the template does not render.
     """
-    ends = [tokenizer.eos_id, *tokenizer.companions.stops, end_of_turn(tokenizer)]
+    known = () if tokenizer.companions.stops else sorted({*own} & {*tokenizer.special.values()})
+    ends = [tokenizer.eos_id, *tokenizer.companions.stops, end_of_turn(tokenizer), *known]
     return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
 
 

@@ -132,7 +132,7 @@ def _form(record: Container[str]) -> str | None:
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
     value = record[key]
-    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, key)
+    return [_message({"role": role, "content": value}, key, key)] if isinstance(value, str) else _messages(value, key)
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -143,7 +143,8 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     return [_message(each, f"{key}[{number}]") for number, each in enumerate(value)]
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, where: str, content_key: str | None = None) -> dict[str, Any]:
+    content_key = content_key or f"{where}.content"
     if not isinstance(value, dict):
         raise _Bad("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
     role_key, roles = "role", list(ROLES)
@@ -165,11 +166,11 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         return dict(value)
     if content is None:
         raise _Bad("no content", f"{where} has no content")
-    text = checked(content, f"{where}.content")
+    text = checked(content, content_key)
     if isinstance(text, Fault):
         raise _Bad(text.reason, text.detail)
     if not text.strip() and not calls and role in ("user", "assistant"):
-        raise _Bad("empty content", f"{where}.content is empty")
+        raise _Bad("empty content", f"{content_key} is empty")
     return dict(value)
 
 

@@ -15,7 +15,7 @@ class Meter:
 
     Args:
         progress: the caller's function, or None to count in silence.
-        stage: the name of the stage ("sources", "tokenizer", "tokens", "verify", ...).
+        stage: the name of the stage ("sources", "tokenizer", "bytes tokenised", "verify", ...).
         total: what `done` will reach, in the stage's unit (bytes everywhere in this room); None if unknown.
     """
 

@@ -91,7 +91,8 @@ def _question(record: dict[str, Any], where: str) -> Question:
         raise _Bad(f"{CHOICES!r} has an empty string")
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
-        raise _Bad(f"{answer_key!r} must be {expected}, not {ascii(gold)[:40]}")
+        shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
+        raise _Bad(f"{answer_key!r} must be {expected}, not {shown}")
     return Question(query, tuple(choices), int(gold), where)
 
 

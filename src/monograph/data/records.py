@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +57,16 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
         if isinstance(record, Fault):
             yield number, record
         elif key not in record:
-            yield number, Fault("no text", f"has no key {short(key)}; its keys are {few(list(record))}")
+            keys = f"its keys are {few(list(record))}{_missing(record)}"
+            yield number, Fault("no text", f"has no key {short(key)}; {keys}")
         else:
             yield number, checked(record[key], key)
+
+
+def _missing(record: Mapping[str, Any]) -> str:
+    """What a record that begins as a conversation would need to be one."""
+    halves = [("prompt", "completion"), ("completion", "prompt")]
+    return next((f"; a conversation needs {b!r} beside {a!r}" for a, b in halves if a in record), "")
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:

@@ -174,7 +174,8 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
-    meter, skipped, said = Meter(progress, "tokens", documents.text_bytes), documents.survey.skipped, documents.notes
+    meter = Meter(progress, "bytes tokenised", documents.text_bytes)
+    skipped, said = documents.survey.skipped, documents.notes
     if reading.answering:
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
         skipped, said = dict(Counter(skipped) + Counter(unusable)), (*said, *more)

@@ -84,8 +84,11 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """SHA-256 of a base's shape, as its config.json has it, in hex."""
-    return hashlib.sha256(json.dumps(config.to_hf(), sort_keys=True).encode()).hexdigest()
+    """SHA-256 of a base's shape, as its config.json has it, in hex; an id and a list of it alone are the same."""
+    values = config.to_hf()
+    if len(config.ends) == 1:
+        values["eos_token_id"] = config.ends[0]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read_adapter(folder: str | Path) -> Adapter:

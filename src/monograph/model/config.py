@@ -126,9 +126,14 @@ class LlamaConfig:
         if len(set(self.layer_types)) == 1:
             object.__setattr__(self, "layer_types", ())
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a document."""
+        found = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return tuple(index for index in found if index is not None)
+
     def _check_ids(self) -> None:
-        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in eos)):
+        for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in self.ends)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
             if value is not None and value > LARGEST_SIZE:

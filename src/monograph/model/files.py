@@ -56,6 +56,11 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, sound or not."""
+    return any((folder / name).exists() for name in (_SINGLE, _INDEX))
+
+
 def read_headers(folder: Path) -> dict[str, Stored]:
     """Every tensor of the folder's weights, by name; no weights are read.
 

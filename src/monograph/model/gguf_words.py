@@ -63,7 +63,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     if tokenizer.pad_id != tokenizer.eos_id:
         writer.add_pad_token_id(tokenizer.pad_id)
     writer.add_add_bos_token(_begins_with_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
-    stops = _stops(tokenizer, config)
+    stops = stop_ids(tokenizer, config.ends)
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.companions.template:
         writer.add_chat_template(template.source)
@@ -117,13 +117,6 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
             f"the chat template does not begin with {bos}, so llama.cpp will put it before no text, plain text neither"
         )
     return written
-
-
-def _stops(tokenizer: Tokenizer, config: LlamaConfig) -> tuple[int, ...]:
-    """As generation_config.json lists them: the model's own too, unless the tokenizer came with some."""
-    own = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-    known = () if tokenizer.companions.stops else {*own} & {*tokenizer.special.values()}
-    return tuple(dict.fromkeys((*stop_ids(tokenizer), *sorted(known))))
 
 
 def _add_stops(

@@ -7,6 +7,7 @@ compared with config.json.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,7 +177,7 @@ def save_model(
             config[key] = token if config[key] is None else config[key]
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
-        write_json(new / "generation_config.json", _generation_config(config, tokenizer))
+        write_json(new / "generation_config.json", _generation_config(config, model.config.ends, tokenizer))
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
@@ -185,14 +186,13 @@ def save_model(
         write_tensors(new, plain_parameters(model), max_shard_bytes)
 
 
-def _generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
-        own = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
-        stops = tokenizer.companions.stops or own
-        if stops is not own or tokenizer.eos_id not in own:  # each may end what was trained on
-            return {**ends, "eos_token_id": list(dict.fromkeys((*stops, tokenizer.eos_id)))}
+        listed = tokenizer.companions.stops
+        if listed or (own and tokenizer.eos_id not in own):  # each may end what was trained on
+            return {**ends, "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id)))}
     return {"_from_model_config": True, **ends}
 
 

@@ -71,11 +71,18 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
 
 
 def require_targets(settings: Settings, config: LlamaConfig | None) -> None:
-    """Refuse targets that mean nothing in a model of that shape, which need not be there yet; None: nobody knows it."""
+    """Refuse targets that mean nothing in a model of that shape, which need not be there yet; None: nobody knows it.
+
+    A rank above the shorter side of every target is refused, too: B A has no more of it, and more numbers than W.
+    """
     lora = lora_of(settings)
-    if lora is not None and config is not None:
-        with torch.device("meta"):
-            targeted(Llama(config), lora.targets)
+    if lora is None or config is None:
+        return
+    with torch.device("meta"):
+        found = targeted(Llama(config), lora.targets)
+    most = max(min(layer.weight.shape) for layer in found.values())
+    if lora.rank > most:
+        raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
 
 
 def _values(lora: Lora) -> dict[str, Any]:

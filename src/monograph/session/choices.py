@@ -17,12 +17,14 @@ from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
+from monograph.model.files import has_weights
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, run_named, shape_in
 from monograph.run.register import SWEEP
 from monograph.run.vocabulary import tokenizer_of
 from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
+from monograph.session.planning import require_positions
 from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.tokens import require_no_new, require_tokens
@@ -38,7 +40,7 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
 
     Args:
         settings: of a run.
-        built: whether its model will be built; if not, config.json is all that a folder needs.
+        built: whether its model will be built; if not, a folder that holds config.json and no weights will do.
 
     Raises:
         InputRefused: a model that cannot be built, before any text is read.
@@ -52,7 +54,7 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     chosen |= fixed_lora(settings)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
     shape_alone = not built and model.init is not None and Path(model.init, "config.json").is_file()
-    recipe = recipe if shape_alone else recipe.checked()
+    recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if settings.optim.transfer != "none":
         drawn = None if model.init else recipe.shape(vocab_size=1)
         chosen["optim.transfer"] = fixed_transfer(settings, drawn)
@@ -64,7 +66,9 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     fixed = settings.resolve(chosen, "plan")
     if not shape_alone:
         require_tokens(fixed)
-    require_targets(fixed, shape_in(recipe.init) if recipe.init else None)
+    shape = shape_in(recipe.init) if recipe.init else None
+    require_targets(fixed, shape)
+    require_positions(fixed, shape)
     return fixed
 
 

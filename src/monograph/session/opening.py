@@ -37,7 +37,7 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
         asked = corpus.tokenizer.decode(ids).strip()
         if len(asked) > _SHOWN_CHARS:  # whole words of its end
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
-        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer), ("--chat",))
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     python = corpus.name == "stdlib"
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from monograph import planner
 from monograph.config import Settings
 from monograph.data.place import cache_root, calibration_file
 from monograph.device import Device, compiler_obstacle, default_device
-from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
@@ -67,6 +68,20 @@ def shape_before(recipe: Recipe) -> LlamaConfig | None:
         InputRefused: a folder whose config.json cannot be used.
     """
     return recipe.shape() if recipe.init is None else shape_in(recipe.init)
+
+
+def require_positions(settings: Settings, config: LlamaConfig | None) -> None:
+    """Refuse rows that are longer than a model of that shape reads; None: nobody knows it yet.
+
+    Raises:
+        InputRefused: naming both lengths.
+    """
+    length, positions = settings.data.sequence_length, config.max_position_embeddings if config else math.inf
+    if length > positions:
+        raise InputRefused(
+            f"data.sequence_length = {length} is longer than the model's max_position_embeddings = {positions}: "
+            "shorten the rows"
+        )
 
 
 def cut_micro_batch(settings: Settings) -> str:

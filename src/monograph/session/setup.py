@@ -35,7 +35,7 @@ from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.attention import choose_kernel
-from monograph.session.planning import fitting_choices, require_together, shape_before, with_rows
+from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
 from monograph.session.session import Session, make_optimizer
 from monograph.session.tokens import said, words_of
 from monograph.session.width import require_rate, transfer_of
@@ -288,13 +288,8 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 
 def _require_fit(config: LlamaConfig, corpus: Corpus, settings: Settings) -> None:
-    length = settings.data.sequence_length
     if config.vocab_size < corpus.vocab_size:
         raise InputRefused(
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {corpus.vocab_size}: raise it"
         )
-    if config.max_position_embeddings < length:
-        raise InputRefused(
-            f"data.sequence_length = {length} is longer than the model's "
-            f"max_position_embeddings = {config.max_position_embeddings}: shorten the rows"
-        )
+    require_positions(settings, config)
