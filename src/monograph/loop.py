@@ -83,7 +83,7 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
 class Windows(Protocol):
     """An iterator of windows that knows where it stands, such as `corpus.batches(...)`."""
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Its position, JSON-serialisable."""
         ...
 
@@ -107,7 +107,7 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
     return checkpointing.save(Path(folder), Checkpoint(engine.index, state.model, state.optimizer, record), keep)
 
 
-def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], None] = print) -> dict[str, int]:
+def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], None] = print) -> dict[str, Any]:
     """Continue from the newest checkpoint in `folder` that passes verification.
 
     Args:
@@ -125,5 +125,5 @@ def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], No
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state
     engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
-    position: dict[str, int] = state["data"]
+    position: dict[str, Any] = state["data"]
     return position

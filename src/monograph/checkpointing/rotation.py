@@ -91,13 +91,16 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     return final
 
 
-def newest(checkpoints: Path, warn: Callable[[str], None], at: int | None = None) -> Checkpoint:
+def newest(
+    checkpoints: Path, warn: Callable[[str], None], at: int | None = None, until: int | None = None
+) -> Checkpoint:
     """Load the newest checkpoint that passes verification, or the one of update `at`.
 
     Args:
         checkpoints: the run's folder of checkpoints.
         warn: called once with one line if newer ones had to be passed over: which and why.
         at: consider only the checkpoint of this update.
+        until: pass over those of later updates in silence.
 
     Raises:
         NoValidCheckpoint: naming each candidate with what is wrong with it.
@@ -108,7 +111,7 @@ def newest(checkpoints: Path, warn: Callable[[str], None], at: int | None = None
         raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load ({error.strerror})") from error
     refused: list[str] = []
     for update, folder in found:
-        if at not in (None, update):
+        if at not in (None, update) or (until is not None and update > until):
             continue
         try:
             checkpoint = load(folder)

@@ -22,6 +22,7 @@ from monograph.run.signals import StopSignal
 from monograph.session import choices
 from monograph.session.invocation import command, show
 from monograph.session.planning import cut_micro_batch
+from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
 from monograph.session.story import Story, finished, standard_json
@@ -98,7 +99,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
         if session.corpus.stats.conversations and not engine.index:
             story.evaluate(block, 0, limit=None)  # what the model knew before
         began, since = clock(), 0
-        for update in train(engine, session.batches, session.updates):
+        for update in train(engine, windows(session), session.updates):
             done, since = update.index + 1, since + 1
             last = done == session.updates
             story.recompiles = compat.captured_graphs() - graphs
@@ -109,7 +110,11 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 loss = journal.last["train_loss"]
                 block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=journal.skipped)
                 since, began = 0, clock()
-            paused = clock()
+            paused, due = clock(), done % int(settings.train.save_every) == 0 or last
+            saving = due or stop.requested or stop.save_requested
+            if journal.is_lost or (saving and session.non_finite()):
+                journal = go_back(session, journal, progress, block.note)
+                continue
             if done % int(settings.train.eval_every) == 0 and not last:
                 journal.flush()
                 story.evaluate(block, done, limit=CURVE_ROWS)
@@ -117,7 +122,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
             if done in story.sample_updates() and not last:
                 journal.flush()
                 story.sample(block, done)
-            if done % int(settings.train.save_every) == 0 or stop.requested or stop.save_requested or last:
+            if saving:
                 journal.flush()
                 stop.save_requested = False
                 session.save()
@@ -126,6 +131,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 again = command("train", "--resume", session.run.handle)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun
+                require_end(session, journal)
                 break
         story.end(block)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,11 +35,14 @@ class Batches:
         start: rows already consumed, counted from the beginning of the first epoch.
         epochs: stop after this many epochs, counted from the beginning of the first, with a shorter last window if need
             be; None never stops.
+        skip: (begin, end) of positions in the order that are passed over, one after the other; `epochs` become longer
+            by them. A window that reaches into one is drawn whole.
         pin: put windows into page-locked memory, so that copies to a GPU run beside computation; needs CUDA.
 
     Attributes:
         rows_per_window: R.
-        rows_consumed: `start` plus the rows handed out so far (not those made ahead).
+        rows_consumed: the position after the rows handed out so far (not those made ahead).
+        skip: as given.
 
     Raises:
         UsageError: tokens_per_update < T, or a negative start or epochs.
@@ -53,6 +57,7 @@ class Batches:
         start: int = 0,
         epochs: int | None = None,
         pin: bool = False,
+        skip: Sequence[Sequence[int]] = (),
     ) -> None:
         self.rows_per_window = tokens_per_update // rows.sequence_length
         if self.rows_per_window < 1:
@@ -66,7 +71,9 @@ class Batches:
             raise UsageError("there are no rows to draw from: nothing was held out")
         self.rows_consumed = start
         self._rows, self._seed, self._pin = rows, seed, pin
-        self._end = None if epochs is None else epochs * rows.per_epoch
+        self.skip = tuple((int(begin), int(end)) for begin, end in skip)
+        passed_over = sum(end - begin for begin, end in self.skip)
+        self._end = None if epochs is None else epochs * rows.per_epoch + passed_over
         self._next = start
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
@@ -80,14 +87,17 @@ class Batches:
         self._fill()
         if not self._ahead:
             raise StopIteration
-        count, window = self._ahead.popleft()
+        after, window = self._ahead.popleft()
         batch = window.result()
-        self.rows_consumed += count
+        self.rows_consumed = after
         return batch
 
-    def state(self) -> dict[str, int]:
-        """What a later run needs to go on: `rows.batches(..., seed=state["seed"], start=state["rows"])`."""
-        return {"seed": self._seed, "rows": self.rows_consumed}
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on: `rows.batches(..., seed=state["seed"], start=state["rows"])`.
+
+        Where positions are passed over, they are under "skip".
+        """
+        return {"seed": self._seed, "rows": self.rows_consumed} | ({"skip": self.skip} if self.skip else {})
 
     def close(self) -> None:
         """Stop the background thread now; otherwise it ends with this object, or with the interpreter."""
@@ -95,10 +105,14 @@ class Batches:
 
     def _fill(self) -> None:
         while len(self._ahead) < _AHEAD and (self._end is None or self._next < self._end):
+            beyond = next((end for begin, end in self.skip if begin <= self._next < end), None)
+            if beyond is not None:
+                self._next = beyond
+                continue
             count = self.rows_per_window if self._end is None else min(self.rows_per_window, self._end - self._next)
             # The task holds no reference to this object, so that dropping the iterator ends the thread.
             self._ahead.append(
-                (count, self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin))
+                (self._next + count, self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin))
             )
             self._next += count
 

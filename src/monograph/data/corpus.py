@@ -89,10 +89,16 @@ class Corpus:
         return self.tokenizer.vocab_size
 
     def batches(
-        self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False
+        self,
+        tokens_per_update: int,
+        seed: int = 0,
+        start: int = 0,
+        epochs: int | None = None,
+        pin: bool = False,
+        skip: Sequence[Sequence[int]] = (),
     ) -> Batches:
         """The training rows, shuffled; see `monograph.data.batches.Batches`."""
-        return self.train.batches(tokens_per_update, seed, start, epochs, pin)
+        return self.train.batches(tokens_per_update, seed, start, epochs, pin, skip)
 
 
 def corpus(

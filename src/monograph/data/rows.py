@@ -188,12 +188,18 @@ class Rows:
         return ids
 
     def batches(
-        self, tokens_per_update: int, seed: int = 0, start: int = 0, epochs: int | None = None, pin: bool = False
+        self,
+        tokens_per_update: int,
+        seed: int = 0,
+        start: int = 0,
+        epochs: int | None = None,
+        pin: bool = False,
+        skip: Sequence[Sequence[int]] = (),
     ) -> Batches:
         """Shuffled rows, one window of tokens_per_update // T rows per update; see `monograph.data.batches.Batches`."""
         from monograph.data.batches import Batches  # torch takes seconds to import and only training needs it here
 
-        return Batches(self, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin)
+        return Batches(self, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
 
     def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
         """Rows once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.

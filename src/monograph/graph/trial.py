@@ -59,16 +59,14 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
         loss_sum, count = loss()
     mean = float(loss_sum.detach()) / max(1, int(count))
     if not math.isfinite(mean):
-        raise InputRefused(f"the trial step's loss is {mean}: {first_non_finite(module, loss)}")
+        raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
     if not loss_sum.requires_grad:
-        raise InputRefused("the trial step's loss has no gradient: expected one that depends on trainable parameters")
+        raise InputRefused("the loss has no gradient: expected one that depends on trainable parameters")
     (loss_sum / count.clamp_min(1)).backward()
     grads = {name: p.grad for name, p in parameters}
     bad = [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]
     if bad:
-        raise InputRefused(
-            f"the trial step's loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)"
-        )
+        raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)")
     missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
     _zero(parameters)
     return Trial(mean, int(count), len(parameters) - len(missing), missing)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from monograph.errors import Diverged
 from monograph.run.folder import Run
 from monograph.step import Update
 
@@ -30,11 +29,7 @@ class Journal:
         self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Note an update; True if the rows were written now.
-
-        Raises:
-            Diverged: many updates in a row had a non-finite loss or gradient.
-        """
+        """Note an update; True if the rows were written now."""
         self.pending.append((update, extra))
         if len(self.pending) < self.every:
             return False
@@ -49,11 +44,11 @@ class Journal:
             [member[0] for member in numbers([update for update, _ in self.pending])], [e for _, e in self.pending]
         )
         self.pending.clear()
-        if self.streak >= PATIENCE:
-            raise Diverged(
-                f"{self.streak} updates in a row, up to {self.last['update']}, were skipped (not finite): "
-                "lower optim.lr, and look for bad data around there; the last checkpoint is sound"
-            )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether so many updates in a row were skipped that it is no accident."""
+        return self.streak >= PATIENCE
 
     def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
         """Write rows of updates, whose `skipped` counts since the start, and what else is known of each."""
@@ -113,7 +108,7 @@ class Journals:
                 loss is not finite, or that learned nothing in half of the run or more, have diverged as well.
         """
         going = [i for i in range(len(self.journals)) if i not in self.ended]
-        lost = [i for i in going if self.journals[i].streak >= PATIENCE or (of and self.journals[i].has_lost(of))]
+        lost = [i for i in going if self.journals[i].is_lost or (of and self.journals[i].has_lost(of))]
         for index in lost:
             journal = self.journals[index]
             self.ended[index] = journal.last["update"] - journal.streak

@@ -19,7 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import lora_of, require_with_lora
-from monograph.session.session import make_optimizer
+from monograph.session.named import make_optimizer
 from monograph.session.tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from monograph import __version__, checkpointing, planner
+from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
@@ -30,19 +30,16 @@ from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
-from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.adapters import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
-from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
+from monograph.schedule import Schedule, cool_down
 from monograph.session import randomness
-from monograph.session.width import transfer_of
+from monograph.session.named import FINAL, make_schedule
 from monograph.stream import Streamed
-
-FINAL = 0.05  # of the peak learning rate, at the last update
 
 
 @dataclass
@@ -112,9 +109,8 @@ class Session:
             Diverged: a parameter is not finite; nothing is written, so that the checkpoints that are there stay.
             DiskFull: the checkpoints that are there stay.
         """
-        state, model, update = self.engine.state(), self.engine.model, self.engine.index
-        names = [name for name, _ in model.named_parameters() if name in state.model]
-        if bad := [name for name in names if not bool(state.model[name].isfinite().all())]:
+        state, update = self.engine.state(), self.engine.index
+        if bad := self.non_finite():
             raise Diverged(
                 f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
@@ -139,6 +135,11 @@ class Session:
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
         checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
+
+    def non_finite(self) -> list[str]:
+        """Names of the parameters of a checkpoint that are not finite; no update makes one so."""
+        state, names = self.engine.state().model, dict(self.engine.model.named_parameters())
+        return [name for name in names if name in state and not bool(state[name].isfinite().all())]
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
@@ -172,7 +173,7 @@ class Session:
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]
         self.batches.close()
-        self.batches = self.open_batches(state["data"]["rows"], state["data"]["seed"])
+        self.batches = self.open_batches(**state["data"])
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
         self.kernel = state.get("attention")
@@ -204,13 +205,12 @@ class Session:
     def _model_config(self) -> dict[str, Any] | None:
         return self.model_config.to_hf() if self.model_config else None
 
-    def open_batches(self, start: int, seed: int | None = None) -> Batches:
-        """The run's windows from row `start` on."""
+    def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
+        """The run's windows from position `rows` on, passing over those in `skip`."""
         train = self.settings.train
         seed = train.seed if seed is None else seed
         pin = self.engine.step.device.type == "cuda"
-        size = int(train.tokens_per_update)
-        return self.corpus.batches(size, seed=seed, start=start, epochs=train.epochs, pin=pin)
+        return self.corpus.batches(int(train.tokens_per_update), seed, rows, train.epochs, pin, skip)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -262,38 +262,6 @@ class Session:
 def digest_of(tokenizer: Tokenizer) -> str:
     """SHA-256 of a tokenizer's file: not its hash, as another file may name the tokens that begin and end a text."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-
-
-def make_schedule(settings: Settings, updates: int) -> Schedule:
-    """The schedule that the settings name."""
-    warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
-    if settings.optim.schedule == "constant":
-        return constant(warmup)
-    if settings.optim.schedule == "wsd":
-        return warmup_stable_decay(warmup, updates, final=FINAL)
-    return warmup_cosine(warmup, updates, FINAL)
-
-
-def make_optimizer(settings: Settings, config: LlamaConfig | None = None) -> Optimizer:
-    """The optimizer that the settings name for a model of that shape; their learning rate is fixed.
-
-    Args:
-        settings: of the run.
-        config: the model's shape, None if it is no Llama; what width transfer needs.
-    """
-    optim, transfer = settings.optim, transfer_of(settings, config)
-    name, _, state = optim.name.partition(":")
-    rule = Muon if name == "muon" else AdamW
-    made = rule(
-        state=state or "fp32",
-        seed=settings.train.seed,
-        lr=float(optim.lr),
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        ema=None if optim.ema == "none" else optim.ema,
-    )
-    return transfer.optimizer(made) if transfer else made
 
 
 def _versions() -> dict[str, str]:

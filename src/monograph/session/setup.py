@@ -35,8 +35,9 @@ from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.attention import choose_kernel
+from monograph.session.named import make_optimizer
 from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
-from monograph.session.session import Session, make_optimizer
+from monograph.session.session import Session
 from monograph.session.tokens import said, words_of
 from monograph.session.width import require_rate, transfer_of
 from monograph.stream import Placement, Streamed

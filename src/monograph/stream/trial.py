@@ -42,9 +42,7 @@ def streamed_trial(step: StreamedStep, batch: Any) -> Trial:
     mean = float(step.loss_sum) / max(1, count)
     step.discard()
     if not math.isfinite(mean):
-        raise InputRefused(f"the trial step's loss is {mean}")
+        raise InputRefused(f"the loss is {mean}")
     if bad:
-        raise InputRefused(
-            f"the trial step's loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)"
-        )
+        raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)")
     return Trial(mean, count, len(seen) - len(missing), tuple(reversed(missing)))

@@ -1,0 +1,98 @@
+"""What becomes of a run that computes nothing finite any more: it goes back and passes the rows over, or it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from monograph import checkpointing
+from monograph.data.batches import Batch
+from monograph.device import clock
+from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
+from monograph.graph import capture as graph
+from monograph.measure.quantities import counted
+from monograph.run.journal import Journal
+from monograph.run.progress import Progress
+from monograph.session.session import Session
+
+MOST = 3  # times that a run goes back: what comes a fourth time is no accident of its data
+
+
+def windows(session: Session) -> Iterator[Batch]:
+    """A session's windows, from wherever it stands when the next one is asked for."""
+    while (window := next(session.batches, None)) is not None:
+        yield window
+
+
+def go_back(session: Session, journal: Journal, progress: Progress, say: Callable[[str], None]) -> Journal:
+    """Take up the last checkpoint from before the updates that were not finite, and pass over what led there.
+
+    What is passed over are the rows of those updates and of as many before them, but none that the checkpoint had seen.
+    They are in the run's state from then on. The metrics go on from the checkpoint's, after a row that says so. Source:
+    PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and passed over rows by hand.
+
+    Args:
+        session: whose last updates, so many that they are no accident, changed nothing, or whose weights something
+            else than an update made infinite.
+        journal: of these updates.
+        progress: for lines about the checkpoint.
+        say: takes the line that tells it.
+
+    Returns:
+        The journal of what comes now.
+
+    Raises:
+        Diverged: it was done `MOST` times before, or there is no such checkpoint: with what is not finite.
+    """
+    journal.flush()
+    last, streak, skip = journal.last["update"], max(1, journal.streak), session.batches.skip
+    try:
+        if len(skip) >= MOST:
+            raise NoValidCheckpoint("")
+        sound = checkpointing.newest(session.run.checkpoints, lambda line: None, until=last - streak)
+    except NoValidCheckpoint:
+        raise _diverged(session, journal) from None
+    end, rows = session.batches.rows_consumed, session.batches.rows_per_window
+    spent_s = session.spent_s
+    session.restore(sound, progress)
+    session.elapsed_s, session.training_since_s = spent_s, clock()
+    position = session.batches.state()
+    stretch = (max(position["rows"], end - 2 * streak * rows), end)
+    session.batches.close()
+    session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
+    session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
+    session.save()
+    say(f"nothing finite in updates {last - streak + 1} to {last}: back to {sound.update}, past their rows")
+    return Journal(session.run, journal.every)
+
+
+def require_end(session: Session, journal: Journal) -> None:
+    """A run that is over has learned something.
+
+    Raises:
+        Diverged: the second half of its updates or more were not finite, too few to go back before.
+    """
+    if 2 * journal.streak >= session.updates:
+        raise _diverged(session, journal)
+
+
+def _diverged(session: Session, journal: Journal) -> Diverged:
+    times = len(session.batches.skip)
+    past = f", rows passed over {counted(times, 'time')} before" if times else ""
+    return Diverged(
+        f"{counted(journal.streak, 'update')} in a row, up to {journal.last['update']}, skipped as not finite{past}: "
+        f"{autopsy(session)}; lower optim.lr, and look for bad data around there; the last checkpoint is sound"
+    )
+
+
+def autopsy(session: Session) -> str:
+    """What is not finite in the last window, computed once more without a graph, in words."""
+    rows = session.batches.rows_per_window
+    window = next(session.open_batches(session.batches.rows_consumed - rows))
+    graph.release(session.engine.step)
+    size = session.engine.micro_batch or rows
+    for begin in range(0, rows, size):
+        try:
+            session.engine.trial({name: tensor[begin : begin + size] for name, tensor in window.items()})
+        except InputRefused as found:
+            return str(found)
+    return "computed once more, they are finite"
