@@ -82,4 +82,7 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
         count = torch.full((), count, device=total.device)  # which, unlike torch.tensor, waits for no copy
     if not isinstance(count, Tensor) or count.ndim:
         raise UsageError(f"{_EXPECTED}; its count is {type(count).__name__}, expected a whole number")
+    if count.is_floating_point():
+        kind = str(count.dtype).removeprefix("torch.")
+        raise UsageError(f"{_EXPECTED}; its count is {kind}, expected a whole number: .sum() of booleans, or .long()")
     return total, count

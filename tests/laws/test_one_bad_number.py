@@ -1,0 +1,151 @@
+"""Run: pytest tests/laws/test_one_bad_number.py (one number that is not finite, anywhere, costs exactly one update)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from batches import copied, ragged, tiny_llama
+from monograph.ensemble import Ensemble
+from monograph.loss import token_loss
+from monograph.optim import AdamW, Muon
+from monograph.resident import Resident
+from monograph.schedule import warmup_cosine
+from monograph.stream import Placement, Streamed
+
+ROWS, MICRO_BATCH, WIDTH, UPDATES = 8, 2, 6, 4
+NUMBERS = (math.nan, math.inf, -math.inf)
+PLACES = ("data", "activation", "gradient", "loss")
+
+
+class Probe(nn.Module):
+    """A regression whose batch may carry a number that is not finite to any place."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, data: Tensor, activation: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(data)) + activation[:, None]).squeeze(-1)
+
+
+def probe_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    errors = (model(batch["data"], batch["activation"]) - batch["wanted"]).square() * batch["counted"]
+    return spoiled(errors.sum(), batch), batch["counted"].sum()
+
+
+def llama_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    loss_sum, count = token_loss(model, batch)
+    return spoiled(loss_sum, batch), count
+
+
+def spoiled(loss: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The loss, its value or its gradient alone not finite where the batch says so."""
+    bad = (batch["gradient"] != 0).any()
+    # The root's slope at 0 is infinite, and 0 times that is no number; the value is 0.
+    slope = torch.where(bad, loss * 0, torch.ones_like(loss)).sqrt() - torch.where(bad, 0.0, 1.0)
+    return loss + slope + batch["loss"].sum().detach()
+
+
+def window(index: int, bad: tuple[str, int, float] | None = None) -> dict[str, Tensor]:
+    """The rows of an update, one of which carries `bad`: place, row, number."""
+    draws = torch.Generator().manual_seed(index)
+    batch = {name: torch.zeros(ROWS) for name in ("activation", "gradient", "loss")}
+    batch |= {"data": torch.randn(ROWS, WIDTH, generator=draws), "wanted": torch.randn(ROWS, generator=draws)}
+    batch["counted"] = torch.ones(ROWS, dtype=torch.bool)
+    return with_bad(batch, bad)
+
+
+def texts(index: int, bad: tuple[str, int, float] | None = None) -> dict[str, Tensor]:
+    return with_bad(ragged(ROWS, seed=index) | {name: torch.zeros(ROWS) for name in ("gradient", "loss")}, bad)
+
+
+def with_bad(batch: dict[str, Tensor], bad: tuple[str, int, float] | None) -> dict[str, Tensor]:
+    if bad:
+        place, row, number = bad
+        batch[place][row] = number
+    return batch
+
+
+OPTIONS: dict[str, Any] = {"schedule": warmup_cosine(2, 20), "clip": 1.0, "micro_batch": MICRO_BATCH}
+
+
+def engine(kind: str) -> Resident:
+    if kind in ("streamed", "llama"):
+        made = {"loss": llama_loss, "optim": Muon(lr=1e-2, ema=0.9), **OPTIONS}
+        model = tiny_llama()
+        return Streamed(model, placement=Placement(), **made) if kind == "streamed" else Resident(model, **made)
+    made = Resident(Probe(), loss=probe_loss, optim=AdamW(lr=1e-2, ema=0.9), **OPTIONS)
+    if kind == "captured":
+        assert made.capture(window(99), backend="aot_eager") is None
+    return made
+
+
+def tensors(of: Resident) -> dict[str, Tensor]:
+    state = of.state()
+    return {name: tensor.clone() for part in (state.model, state.optimizer) for name, tensor in part.items()}
+
+
+def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def never_had(kind: str, windows: list[dict[str, Tensor]], bad_update: int) -> dict[str, Tensor]:
+    """The slow way: the bad update is not made, only counted."""
+    reference = engine(kind)
+    for index, rows in enumerate(windows):
+        if index == bad_update:
+            reference.step.index += 1
+        else:
+            reference.accumulate(rows)
+            reference.update()
+    return tensors(reference)
+
+
+@pytest.mark.parametrize("kind", ["eager", "captured", "llama", "streamed"])
+def test_it_costs_exactly_one_update(kind: str) -> None:
+    of_text = kind in ("llama", "streamed")
+    rows, places = (texts, PLACES[2:]) if of_text else (window, PLACES)
+    micro_batches = range(0, ROWS, MICRO_BATCH)
+    cases = list(itertools.product(range(1, UPDATES - 1), micro_batches, places, NUMBERS))
+    expected = {at: never_had(kind, [rows(index) for index in range(UPDATES)], at) for at in range(1, UPDATES - 1)}
+    trained = engine(kind)
+    start = copied(trained.state())
+    for at, row, place, number in cases[:: 5 if of_text else 1]:
+        trained.load_state(start)
+        for index in range(UPDATES):
+            before = tensors(trained) if index == at else {}
+            trained.accumulate(rows(index, (place, row, number) if index == at else None))
+            done = trained.update()
+            assert int(done.skipped) == int(index >= at), (at, row, place, number)
+            if index == at:
+                assert equal(tensors(trained), before), (at, row, place, number)
+                assert not (done.loss.isfinite() and done.grad_norm.isfinite()), "it is in the log"
+        assert trained.index == UPDATES and int(trained.step.applied) == UPDATES - 1
+        assert equal(tensors(trained), expected[at]), (at, row, place, number)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_costs_an_ensemble_one_update_of_one_member(place: str) -> None:
+    options = {"loss": probe_loss, "optim": AdamW(lr=1e-2), "each": True, **OPTIONS}
+
+    def together(bad: tuple[str, int, float] | None) -> Ensemble:
+        members = Ensemble([Probe(seed) for seed in range(3)], **options)
+        for index in range(UPDATES):
+            own = [window(10 * member + index, bad if (member, index) == (1, 2) else None) for member in range(3)]
+            members.accumulate({name: torch.stack([each[name] for each in own]) for name in own[0]})
+            done = members.update()
+        assert done.skipped.tolist() == [0, int(bad is not None), 0]
+        return members
+
+    sound, spoilt = together(None), together((place, 5, math.nan))
+    for member, alike in enumerate([True, False, True]):
+        pairs = zip(sound.members[member].parameters(), spoilt.members[member].parameters(), strict=True)
+        assert all(torch.equal(mine, other) for mine, other in pairs) is alike
+        assert all(bool(parameter.isfinite().all()) for parameter in spoilt.members[member].parameters())
