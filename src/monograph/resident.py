@@ -25,7 +25,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
-from monograph.step import Step, Update, accumulate, update
+from monograph.step import Clip, Step, Update, accumulate, update
 
 IGNORE = -100  # torch's default ignore_index
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Resident:
         loss: Loss = token_loss,
         optim: Optimizer | None = None,
         schedule: Schedule | None = None,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Policy | None = None,
         micro_batch: int | None = None,

@@ -50,6 +50,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -125,7 +126,11 @@ class OptimSection(Section):
         (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
     )
     eps: PositiveFloat = _key(1e-8, "a number above 0", "added to the denominator")
-    grad_clip: Literal["none"] | PositiveFloat = _key(1.0, "a number above 0, or none", "largest gradient norm")
+    grad_clip: Literal["none"] | PositiveFloat | ClipAll = _key(
+        1.0,
+        "a number above 0, none, or NUMBER:all",
+        "largest gradient norm; updates that stand out are skipped, but for NUMBER:all and none",
+    )
     schedule: Literal["cosine", "constant", "wsd"] = _key(
         "cosine", "cosine, constant or wsd", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
     )

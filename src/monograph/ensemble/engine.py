@@ -28,7 +28,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.resident import Resident
 from monograph.schedule import Schedule, constant
-from monograph.step import Update
+from monograph.step import Clip, Update
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -58,7 +58,7 @@ class Ensemble(Resident):
         loss: Loss = token_loss,
         optim: Optimizer | type[Optimizer] | Sequence[Optimizer] | None = None,
         schedule: Schedule | Sequence[Schedule] | None = None,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Remat.Budget = Remat.Budget(1.0),  # noqa: B008 - it never changes
         micro_batch: int | None = None,

@@ -21,7 +21,7 @@ from monograph.graph.remat import Remat
 from monograph.loss import CountedLoss, Loss, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule
-from monograph.step import Step, Update, closed
+from monograph.step import Clip, Step, Update, closed
 
 
 class EnsembleStep(Step):
@@ -41,7 +41,7 @@ class EnsembleStep(Step):
         loss: Loss,
         optims: Sequence[Optimizer],
         schedules: Sequence[Schedule],
-        clip: float | None,
+        clip: float | Clip | None,
         precision: Precision | None,
         remat: Remat.Budget,
         each: bool,

@@ -28,7 +28,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.optim import Optimizer
-from monograph.step import Step, accumulate, update
+from monograph.step import Clip, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
 DEPTHS = 2, 3
@@ -64,7 +64,7 @@ class Work:
     remat: str | float = "none"
     window_rows: int = 0
     packed: bool = True
-    clip: float | None = 1.0
+    clip: float | Clip | None = 1.0
     device_type: str = "cpu"
     lora: Lora | None = None
 

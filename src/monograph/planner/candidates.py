@@ -14,6 +14,7 @@ from monograph.measure.footprint import Compile, Work
 from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Optimizer
+from monograph.step import Clip
 
 Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
 
@@ -47,7 +48,7 @@ class Asked:
     scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
     remats: tuple[str | float, ...] = ("none", "pointwise", "full")
     packed: bool = True
-    clip: float | None = 1.0
+    clip: float | Clip | None = 1.0
     lora: Lora | None = None
 
     @property

@@ -8,8 +8,17 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
 from monograph.session.width import transfer_of
+from monograph.step import Clip
 
 FINAL = 0.05  # of the peak learning rate, at the last update
+
+
+def make_clip(settings: Settings) -> Clip | None:
+    """What `optim.grad_clip` says: a number skips spikes, too; NUMBER:all makes every finite update."""
+    asked = settings.optim.grad_clip
+    if isinstance(asked, float):
+        return Clip(asked, skip_spikes=True)
+    return None if asked == "none" else Clip(float(asked.partition(":")[0]))
 
 
 def make_schedule(settings: Settings, updates: int) -> Schedule:

@@ -19,7 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import lora_of, require_with_lora
-from monograph.session.named import make_optimizer
+from monograph.session.named import make_clip, make_optimizer
 from monograph.session.tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
@@ -150,7 +150,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tu
         planner.scopes(config.num_hidden_layers) if train.compile == "auto" else (train.compile,),
         _remats(device) if train.remat == "auto" else (train.remat,),
         settings.data.packing == "packed",
-        None if optim.grad_clip == "none" else optim.grad_clip,
+        make_clip(settings),
         lora,
     )
 

@@ -35,7 +35,7 @@ from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.attention import choose_kernel
-from monograph.session.named import make_optimizer
+from monograph.session.named import make_clip, make_optimizer
 from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
 from monograph.session.session import Session
 from monograph.session.tokens import said, words_of
@@ -209,13 +209,13 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
 
 def make_engine(made: Made, device: torch.device) -> Resident:
     """The engine of one model, whose weights are on the device or come to it."""
-    train, clip = made.settings.train, made.settings.optim.grad_clip
+    train, clip = made.settings.train, make_clip(made.settings)
     if train.memory == "stream":
         return Streamed(
             made.model,
             loss=made.loss,
             optim=made.optimizer,
-            clip=None if clip == "none" else clip,
+            clip=clip,
             precision=Precision(train.precision),
             remat=named(train.remat),
             micro_batch=int(train.micro_batch),
@@ -225,7 +225,7 @@ def make_engine(made: Made, device: torch.device) -> Resident:
         settle(made.model, device, trained=device.type != "cpu").to(device),
         loss=made.loss,
         optim=made.optimizer,
-        clip=None if clip == "none" else clip,
+        clip=clip,
         precision=Precision(train.precision),
         remat=named(train.remat),
         micro_batch=int(train.micro_batch),

@@ -12,6 +12,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import CountedLoss, Loss
 from monograph.ops.once import once
 from monograph.optim import Optimizer, Plane, initialise, settled, update_
+from monograph.step.clip import Clip, looked_at, remember_, stands_out
 
 
 class Deciding:
@@ -20,11 +21,12 @@ class Deciding:
     Attributes:
         lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
             updates so far. 0-d tensors on the device, or [N] of N members.
+        recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
     """
 
     loss: Loss
     optim: Optimizer
-    clip: float | None
+    clip: Clip | None
     precision: Precision
     lr: Tensor
     loss_sum: Tensor
@@ -34,11 +36,14 @@ class Deciding:
     skipped: Tensor
     good: Tensor
     loss_scale: Tensor
+    recent: Tensor
 
     @property
     def counters(self) -> dict[str, Tensor]:
-        """The 0-d tensors that the updates write and a run's state holds, by name."""
-        names = ("applied", "tokens", "skipped", *(("loss_scale", "good") if self.precision.scaled else ()))
+        """The tensors that the updates write and a run's state holds, by name."""
+        names = ["applied", "tokens", "skipped"]
+        names += ["loss_scale", "good"] if self.precision.scaled else []
+        names += ["recent"] if self.clip and self.clip.skip_spikes else []
         return {name: getattr(self, name) for name in names}
 
     def begun(self, plane: Plane) -> Plane:
@@ -68,8 +73,12 @@ class Deciding:
         # One by one: the bits of a sum of many depend on who computes it.
         grad_norm = functools.reduce(torch.add, squares).sqrt() * scale
         accepted = self.accepts(grad_norm)
+        if self.clip is not None and self.clip.skip_spikes:
+            found = looked_at(grad_norm, self.loss_sum / self.count)
+            accepted = accepted & ~stands_out(found, self.recent, self.applied)
+            remember_(self.recent, found, self.applied, accepted)
         if self.clip is not None:
-            scale = scale * (self.clip / (grad_norm + 1e-6)).clamp_max(1.0)
+            scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
         self.tokens.add_(torch.where(accepted, self.count, 0))
         self.skipped.add_(~accepted)

@@ -33,6 +33,7 @@ from monograph.optim import (
     unlinked,
 )
 from monograph.schedule import Schedule, constant
+from monograph.step.clip import WINDOW, Clip
 from monograph.step.deciding import Deciding, reciprocal
 from monograph.step.result import Update
 
@@ -62,7 +63,7 @@ class Step(Deciding):
         loss: Loss = token_loss,
         optim: Optimizer | None = None,
         schedule: Schedule | None = None,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Policy | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
@@ -76,15 +77,16 @@ class Step(Deciding):
                 is the same equation.
             optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
-            clip: largest Euclidean norm of an update's gradient, None for no clipping.
+            clip: largest Euclidean norm of an update's gradient, None for no clipping; a `Clip` says also what becomes
+                of an update that stands out.
             precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled: see
                 `Precision.rescale_`; an update whose scaled gradient overflows is skipped as every non-finite one is.
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
-        _check(model, clip)
-        self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, clip, sum_over_ranks
+        _check(model)
+        self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, Clip.of(clip), sum_over_ranks
         self.optim = checked(optim or AdamW())
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
@@ -104,6 +106,7 @@ class Step(Deciding):
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum = (zeros(dtype=torch.float64) for _ in range(2))
         self.count, self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(5))
+        self.recent = torch.zeros((*of_members, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
@@ -237,11 +240,9 @@ class Step(Deciding):
         return grad_norm
 
 
-def _check(model: object, clip: float | None) -> None:
+def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    if clip is not None and not clip > 0:
-        raise UsageError(f"clip = {clip}: expected a norm above 0, or None for no clipping")
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────

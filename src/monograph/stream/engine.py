@@ -17,6 +17,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import Optimizer
 from monograph.resident import Resident, out_of_memory
 from monograph.schedule import Schedule
+from monograph.step import Clip
 from monograph.stream.lanes import Lanes
 from monograph.stream.placement import Placement
 from monograph.stream.renewal import HALF_DONE
@@ -43,7 +44,7 @@ class Streamed(Resident):
         loss: Loss = token_loss,
         optim: Optimizer | None = None,
         schedule: Schedule | None = None,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
         precision: Precision | None = None,
         remat: Policy | None = None,
         micro_batch: int | None = None,

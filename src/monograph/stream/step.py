@@ -14,7 +14,7 @@ from monograph.errors import UsageError
 from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Optimizer, Plane, join, split
-from monograph.step import Step
+from monograph.step import Clip, Step
 from monograph.stream.at_home import join_, split_
 from monograph.stream.cuda import executor
 from monograph.stream.lanes import Lanes
@@ -45,7 +45,7 @@ class StreamedStep(Step):
         model: nn.Module,
         *,
         optim: Optimizer | None = None,
-        clip: float | None = None,
+        clip: float | Clip | None = None,
         precision: Precision | None = None,
         placement: Placement | None = None,
         lanes: Lanes | None = None,

@@ -29,7 +29,7 @@ from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.session import choices, randomness
-from monograph.session.named import make_schedule
+from monograph.session.named import make_clip, make_schedule
 from monograph.session.session import Session
 from monograph.session.setup import Made, make_engine, make_model
 from monograph.sweeps.members import ORIGIN, Member
@@ -188,14 +188,13 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
     if len(made) == 1:
         return make_engine(made[0], device)
     settings = made[0].settings
-    clip = settings.optim.grad_clip
     return Ensemble(
         [settle(one.model, device).to(device) for one in made],
         [{"seed": one.settings.train.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.
         optim=[replace(one.optimizer, seed=0) for one in made],
-        clip=None if clip == "none" else clip,
+        clip=make_clip(settings),
         precision=Precision(settings.train.precision),
         micro_batch=int(settings.train.micro_batch),
         each=each,

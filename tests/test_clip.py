@@ -1,0 +1,131 @@
+"""Run: pytest tests/test_clip.py (updates that stand out are skipped, by a rule that they cannot move)."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from batches import ragged, tiny_llama
+from monograph.config import load
+from monograph.errors import UsageError
+from monograph.loss import token_loss
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.session.named import make_clip
+from monograph.step import Clip
+from monograph.step.clip import WINDOW, looked_at, remember_, stands_out
+
+
+SPIKE = 2 * WINDOW
+
+
+class ByHand:
+    """The rule in plain Python."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+
+    def skips(self, norm: float, loss: float) -> bool:
+        far = False
+        if len(self.norms) >= WINDOW:
+            far = all([
+                self.is_far(math.log(norm), [math.log(each) for each in self.norms[-WINDOW:]], lambda middle: 0.05),
+                self.is_far(loss, self.losses[-WINDOW:], lambda middle: 0.01 * abs(middle)),
+            ])  # fmt: skip
+        skipped = far or not (math.isfinite(norm) and math.isfinite(loss))
+        if not skipped:
+            self.norms.append(norm)
+            self.losses.append(loss)
+        return skipped
+
+    @staticmethod
+    def is_far(found: float, recent: list[float], least) -> bool:
+        middle = statistics.median_low(recent)
+        deviation = 1.4826 * statistics.median_low(abs(each - middle) for each in recent)
+        return found - middle > 6 * max(deviation, least(middle))
+
+
+def a_run(seed: int) -> list[tuple[float, float]]:
+    """(norm, loss) of 500 updates, falling, some of them spikes of one kind or of both, some not finite."""
+    draws, found = random.Random(seed), []
+    for index in range(500):
+        norm, loss = (
+            draws.lognormvariate(0, 0.2) * (1 + 5 / (1 + index)),
+            2 + 4 / (1 + index / 20) + draws.gauss(0, 0.03),
+        )
+        kind = draws.random() if index > 20 else 1.0
+        norm *= draws.uniform(1, 40) if kind < 0.05 else 1
+        loss += draws.uniform(0, 4) if kind < 0.04 else 0
+        norm = draws.choice([math.nan, math.inf]) if kind > 0.99 and index > 20 else norm
+        loss = 1e30 if 0.97 < kind < 0.98 else loss
+        norm = 1e30 if 0.972 < kind < 0.98 else norm
+        found.append((norm, loss))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_rule_is_the_one_by_hand(seed: int) -> None:
+    by_hand, recent, applied, skipped = ByHand(), torch.zeros(2, WINDOW, dtype=torch.float64), torch.tensor(0), 0
+    for norm, loss in a_run(seed):
+        found = looked_at(*(torch.tensor(each, dtype=torch.float64) for each in (norm, loss)))
+        finite = torch.tensor(math.isfinite(norm) and math.isfinite(loss))
+        accepted = finite & ~stands_out(found, recent, applied)
+        remember_(recent, found, applied, accepted)
+        applied += accepted
+        assert bool(accepted) is not by_hand.skips(norm, loss)
+        skipped += not accepted
+    assert bool(recent.isfinite().all()) and 0.02 < skipped / 500 < 0.1
+    assert sorted(recent[1].tolist()) == sorted(by_hand.losses[-WINDOW:])
+
+
+def test_no_number_of_spikes_widens_what_is_accepted() -> None:
+    recent, applied = torch.randn(2, WINDOW, dtype=torch.float64), torch.tensor(WINDOW)
+    spike, usual = torch.full((2,), 50.0, dtype=torch.float64), recent.clone()
+    for _ in range(3 * WINDOW):
+        accepted = ~stands_out(spike, recent, applied)
+        remember_(recent, spike, applied, accepted)
+        assert not accepted
+    assert torch.equal(recent, usual)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_spike_costs_one_update_and_is_not_remembered(backend: str | None) -> None:
+    """Law: the run with the spike is the run that never had it, in bits."""
+
+    def trained(spiked: bool, skip: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        # Wrong targets of an almost finished model are what no update before was like.
+        engine = Resident(tiny_llama(), loss=token_loss, optim=AdamW(lr=3e-3), clip=Clip(1.0, skip_spikes=skip))
+        if backend:
+            assert engine.capture(ragged(4), backend=backend) is None  # type: ignore[arg-type]
+        skipped = []
+        for index in range(SPIKE + 8):
+            window = ragged(4)
+            if index == SPIKE and not spiked:
+                engine.step.index += 1
+                continue
+            if index == SPIKE:
+                window["targets"] = torch.where(window["targets"] >= 0, (window["targets"] + 7) % 61, -100)
+            engine.accumulate(window)
+            skipped.append(int(engine.update().skipped))
+        return {name: tensor.clone() for name, tensor in engine.state().model.items()}, skipped
+
+    (found, skipped), (expected, _), (taken, _) = trained(True, True), trained(False, True), trained(True, False)
+    assert skipped == [0] * SPIKE + [1] * 8
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert not all(torch.equal(taken[name], expected[name]) for name in found)
+
+
+def test_what_the_key_says() -> None:
+    def of(value: object) -> Clip | None:
+        return make_clip(load(None, {"optim.grad_clip": value}, {}))
+
+    assert of(0.5) == Clip(0.5, skip_spikes=True) and make_clip(load(None, {}, {})) == Clip(1.0, skip_spikes=True)
+    assert of("0.5:all") == Clip(0.5) and of("2:all") == Clip(2.0) and of("none") is None
+    for wrong in ("0:all", "0.0:all", ":all", "1:", "1:some", "-1:all"):
+        with pytest.raises(UsageError, match="optim.grad_clip = .*: expected a number above 0, none, or NUMBER:all"):
+            of(wrong)
