@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 
-from batches import ragged, tiny_llama
+from batches import copied, ragged, tiny_llama
 from monograph.config import load
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.session.named import make_clip
 from monograph.step import Clip
 from monograph.step.clip import WINDOW, looked_at, remember_, stands_out
-
 
 SPIKE = 2 * WINDOW
 
@@ -118,6 +118,27 @@ def test_a_spike_costs_one_update_and_is_not_remembered(backend: str | None) -> 
     assert skipped == [0] * SPIKE + [1] * 8
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert not all(torch.equal(taken[name], expected[name]) for name in found)
+
+
+def test_what_is_remembered_is_part_of_the_state() -> None:
+    def engine() -> Resident:
+        return Resident(tiny_llama(), loss=token_loss, optim=AdamW(lr=3e-3), clip=Clip(1.0, skip_spikes=True))
+
+    first, second, forgetful = engine(), engine(), engine()
+    for _ in range(SPIKE):
+        first.accumulate(ragged(4))
+        first.update()
+    state = copied(first.state())
+    spike = ragged(4)
+    spike["targets"] = torch.where(spike["targets"] >= 0, (spike["targets"] + 7) % 61, -100)
+    second.load_state(state)
+    forgetful.load_state(replace(state, scalars={**state.scalars, "recent": [[1e9] * WINDOW] * 2}))
+    for of, expected in ((first, 1), (second, 1), (forgetful, 0)):
+        of.accumulate(spike)
+        assert int(of.update().skipped) == expected
+    without = {name: value for name, value in state.scalars.items() if name != "recent"}
+    with pytest.raises(InputRefused, match="the saved state lacks 'recent'"):
+        second.load_state(replace(state, scalars=without))
 
 
 def test_what_the_key_says() -> None:

@@ -264,7 +264,7 @@ class Resident:
                     )
                 mine[name].detach().copy_(tensor)
         if missing := sorted(own.scalars.keys() - state.scalars.keys()):
-            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision")
+            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision or optim.grad_clip")
         self.step.index = state.scalars["index"]
         for name, counter in self.step.counters.items():
             counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))

@@ -74,6 +74,7 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
     "skipped": (lambda s: s["engine"].update(skipped=1), {"different"}),
     "rows": (lambda s: s["data"].update(rows=0), {"different"}),
     "seed": (lambda s: s["data"].update(seed=1), {"different"}),
+    "skip": (lambda s: s["data"].update(skip=[[120, 128]]), {"different"}),
     "python": (lambda s: s["random"]["python"][1].__setitem__(-1, 5), {"different"}),
     "numpy": (lambda s: s["random"]["numpy"].__setitem__(2, 7), {"different"}),
     "torch": (lambda s: s["random"].update(torch=torch.Generator().manual_seed(1).get_state().numpy().tobytes().hex()),

@@ -12,9 +12,12 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.config import load as load_settings
+from monograph.data.place import cache_root
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
-from monograph.run.folder import Run
+from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
+from monograph.measure.quantities import gibibytes, megabytes
+from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import own_tokenizer
 from monograph.run.register import serial
 from monograph.session.choices import recorded_parent
@@ -40,12 +43,17 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
         if name == "fp32" or machine.has_bf16
     }
+    compiled = obstacle or compiled_obstacle(device)
+    disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
+    allowed = limits()
     versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     lines = {
         "machine": machine.summary,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "compiler": obstacle or "found",
+        "compiler": compiled or "found; what it compiles agrees with what is not compiled",
         **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
+        **{name: _disk(each) for name, each in zip(("runs", "cache"), disks, strict=True)},
+        "limits": limits_said(allowed),
     }
     found = {
         "device": machine.name,
@@ -58,10 +66,19 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "peak_flops_per_s": dict(machine.peak_flops),
         "measured_flops_per_s": rates,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
-        "compiler_obstacle": obstacle,
+        "compiler_obstacle": compiled,
+        "disks": [each._asdict() for each in disks],
+        "limits": allowed,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
     return found, lines
+
+
+def _disk(found: Disk) -> str:
+    free = f"{gibibytes(found.free_bytes)} free in {found.folder}"
+    if found.written_bytes_per_s is None:
+        return f"{free}, which cannot be written: {found.obstacle}"
+    return f"{free}, written at {megabytes(found.written_bytes_per_s)}/s"
 
 
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:

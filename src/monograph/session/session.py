@@ -173,7 +173,8 @@ class Session:
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]
         self.batches.close()
-        self.batches = self.open_batches(**state["data"])
+        data = state["data"]
+        self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
         self.kernel = state.get("attention")

@@ -1,0 +1,82 @@
+"""Whether what a run relies on works here: torch's compiler, the disk, the system's limits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from monograph.device import clock
+
+PROBE_BYTES = 1 << 25
+FEWEST_FILES = 256  # a run holds some dozens open
+
+
+class Disk(NamedTuple):
+    """A folder's disk; `obstacle` says why nothing can be written there, None if something can."""
+
+    folder: str
+    free_bytes: int
+    written_bytes_per_s: float | None
+    obstacle: str | None
+
+
+def disk(folder: Path) -> Disk:
+    """Write 32 MiB durably below a folder, or below the nearest one above it that is there, and take them away."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            began = clock()
+            file.write(bytes(PROBE_BYTES))
+            os.fsync(file.fileno())
+            rate = PROBE_BYTES / (clock() - began)
+    except OSError as error:
+        return Disk(str(there), shutil.disk_usage(there).free, None, error.strerror or str(error))
+    return Disk(str(there), shutil.disk_usage(there).free, rate, None)
+
+
+def compiled_obstacle(device: torch.device) -> str | None:
+    """What is wrong with a small function, forward and backward, that torch compiles for the device; None: nothing."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ x.T) * 2).sum()
+
+    def gradient(of: object) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 256, device=device).reshape(16, 16).requires_grad_()
+        of(x).backward()  # type: ignore[operator]
+        assert x.grad is not None
+        return x.grad
+
+    try:
+        found, expected = gradient(torch.compile(function)), gradient(function)
+    except Exception as error:
+        return f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    off = float((found - expected).abs().max())
+    return None if off <= 1e-4 else f"a compiled function's gradient is off by {off:.2g}"
+
+
+def limits() -> dict[str, int | None]:
+    """The system's limits on this process, None where there is none: open files, and bytes of memory and of a file."""
+    kinds = {
+        "open_files": resource.RLIMIT_NOFILE,
+        "address_space_bytes": resource.RLIMIT_AS,
+        "file_bytes": resource.RLIMIT_FSIZE,
+    }
+    found = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
+
+
+def limits_said(found: dict[str, int | None]) -> str:
+    """The same in words."""
+    files, memory, file = found.values()
+    said = [f"{files:,} open files" if files else ""]
+    said += [f"memory {memory / 2**30:.3g} GiB (ulimit -v)" if memory is not None else ""]
+    said += [f"files of {file / 2**30:.3g} GiB (ulimit -f)" if file is not None else ""]
+    if files is not None and files < FEWEST_FILES:
+        said.append(f"open files should be {FEWEST_FILES} or more: ulimit -n {FEWEST_FILES}")
+    return ", ".join(filter(None, said)) or "none"
