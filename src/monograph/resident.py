@@ -27,6 +27,8 @@ from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update, accumulate, update
 
+# What torch and oneDNN say where the host's memory is at its end.
+_HOST_IS_FULL = "can't allocate memory", "could not create a primitive", "could not create a memory object"
 IGNORE = -100  # torch's default ignore_index
 T = TypeVar("T")
 
@@ -294,4 +296,4 @@ def out_of_memory(error: BaseException | None) -> bool:
     """Whether the device's memory, or the host's, was too small."""
     if isinstance(error, InputRefused):  # the trial step explains what a module raises
         return out_of_memory(error.__cause__)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _HOST_IS_FULL)

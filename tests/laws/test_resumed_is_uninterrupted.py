@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,12 +98,11 @@ def phase(run: Path) -> str:
 
 
 def kill_until_done(
-    server: CommandServer, folder: Path, draws: random.Random, span_s: float, kills: Counter[str]
+    server: CommandServer, folder: Path, draws: random.Random, settings: list[str], span_s: float, kills: Counter[str]
 ) -> None:
     """One run, killed at random moments and resumed, to its end; nothing but the command line touches its folder."""
     run, cache = folder / "run", {"MONOGRAPH_HOME": str(folder / f"home-{kills.total()}")}
     shutil.rmtree(run, ignore_errors=True)
-    settings = [f"{key}={value}" for key, value in OWN.items()]
     while True:
         begun = (run / "config.toml").is_file()
         arguments = ["--resume", "run"] if begun else [*settings, "--out", "run"]
@@ -116,28 +116,38 @@ def kill_until_done(
         kills[phase(run)] += 1
 
 
-def killed(server: CommandServer, folder: Path, wanted: int) -> None:
+def killed(server: CommandServer, folder: Path, wanted: int, given: dict[str, Any] = OWN) -> None:
     draws, kills, runs = random.Random(wanted), Counter[str](), 0
-    began = time.monotonic()
-    server.run(folder, "train", *[f"{key}={value}" for key, value in OWN.items()], "--out", "whole", figures=0)
+    settings, began = [f"{key}={value}" for key, value in given.items()], time.monotonic()
+    assert server.run(folder, "train", *settings, "--out", "whole", figures=0).code == 0
     span_s = 0.6 * (time.monotonic() - began)
     expected = fingerprint(folder / "whole")
     while kills.total() < wanted:
-        kill_until_done(server, folder, draws, span_s, kills)
+        kill_until_done(server, folder, draws, settings, span_s, kills)
         assert fingerprint(folder / "run") == expected, kills
         runs += 1
     print(f"{kills.total()} kills ({dict(kills)}) in {runs} runs: the same bits")
-    assert len(kills) == 3 or wanted < 20, "not all of preparing, training and saving were hit"
+    assert len(kills) == 3 or wanted < 100, "not all of preparing, training and saving were hit"
 
 
-def test_eight_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 8)
+def test_twenty_kills(server: CommandServer, here: Path) -> None:
+    killed(server, here, 20)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_fifty_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 50)
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills(server: CommandServer, here: Path) -> None:
+    killed(server, here, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("memory", ["device", "stream"])
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("compiled", ["none", "blocks"])
+def test_killed_on_every_way(server: CommandServer, here: Path, compiled: str, packing: str, memory: str) -> None:
+    ways = {"train.compile": compiled, "data.packing": packing, "train.memory": memory}
+    killed(server, here, 5, SETTINGS | ways)
 
 
 # ---- compiled, on several threads ----------------------------------------------------------------------------------
