@@ -62,7 +62,19 @@ def test_commands_are_ones_that_the_program_takes(
         calls.append((arguments, options))
         return 0
 
-    for name in ("train", "sweep", "plan", "profile", "generate", "evaluate", "compare", "export", "data", "check"):
+    for name in (
+        "train",
+        "sweep",
+        "plan",
+        "profile",
+        "ladder",
+        "generate",
+        "evaluate",
+        "compare",
+        "export",
+        "data",
+        "check",
+    ):
         module = types.ModuleType(f"monograph.commands.{name}")
         module.run = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
