@@ -38,7 +38,7 @@ def draw_ladder(found: Found) -> Drawing:
                 axes.text(rung[key], place, f"  {_said(rung, key)}", va="center", fontsize=8, color=INK)
         left.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs])
         left.invert_yaxis()
-        return Drawing("wide", svg(figure))
+        return Drawing("ladder", svg(figure))
 
 
 def _said(rung: Found, key: str) -> str:

@@ -46,7 +46,7 @@ figure { margin: 0; }
 .drawings figure { grid-column: span 2; }
 .drawings .held_out { grid-column: span 4; }
 .drawings [class^="against"], .drawings .curves { grid-column: span 3; }
-.drawings .wide { grid-column: span 6; max-width: 860px; }
+.drawings .profile, .drawings .ladder { grid-column: span 6; max-width: 860px; }
 .drawings svg { display: block; width: 100%; height: auto; overflow: visible; }
 .drawings text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 20px; }
@@ -217,6 +217,7 @@ def _inline(drawing: Drawing) -> str:
     # Files share the names of their clip paths; on one page each needs its own
     for old in ('id="', "url(#", 'href="#'):
         svg = svg.replace(old, f"{old}{drawing.name}-")
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{drawing.name.replace("_", " ")}" ', 1)
     return f'<figure class="{drawing.name}">{svg}</figure>'
 
 

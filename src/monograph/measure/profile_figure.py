@@ -26,4 +26,4 @@ def draw_profile(found: Verdict, title: str) -> Drawing:
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(found.spent.parts.values()))
         axes.set_xlabel("ms of an update; line: the floor; blue: what binds it")
-        return Drawing("wide", svg(figure))
+        return Drawing("profile", svg(figure))

@@ -146,7 +146,7 @@ def _evaluations(metrics: Sequence[Row]) -> str:
 
 def _samples(samples: Sequence[tuple[float, str]]) -> str:
     blocks = "\n".join(
-        f"<figure><figcaption>after {100 * share:.0f} %</figcaption><pre>{escaped(text)}</pre></figure>"
+        f'<figure><figcaption>after {100 * share:.0f} %</figcaption><pre tabindex="0">{escaped(text)}</pre></figure>'
         for share, text in samples
     )
     return f'<div class="samples">{blocks}</div>' if blocks else ""
