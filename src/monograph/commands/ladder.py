@@ -76,7 +76,16 @@ def _object(ladder: Ladder, climbed: list[tuple[Rung, Climbed | str]], folder: P
 
 
 def _measured(what: Climbed | str, last: float | None) -> dict[str, Any]:
-    keys = ("tokens_per_s", "update_s", "peak_memory_bytes", "train_loss", "compile_s", "micro_batch", "micro_steps")
+    keys = (
+        "tokens_per_s",
+        "update_s",
+        "cpu_s",
+        "peak_memory_bytes",
+        "train_loss",
+        "compile_s",
+        "micro_batch",
+        "micro_steps",
+    )
     scores = ("times_previous", "update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
     if isinstance(what, str):
         return {"obstacle": what, "notes": [], **dict.fromkeys((*keys, *scores))}

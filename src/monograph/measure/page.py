@@ -62,7 +62,7 @@ th, td { padding: 5px 28px 5px 0; border-bottom: 1px solid var(--rule); text-ali
 th { color: var(--muted); font-weight: 400; white-space: nowrap; }
 .sortable th, .sortable td { padding-right: 24px; overflow-wrap: normal; }
 .sortable td { white-space: nowrap; }
-.sortable td:last-child { min-width: 18em; white-space: normal; }
+.sortable td:last-child:not(.number) { min-width: 18em; white-space: normal; }
 .number { text-align: right; }
 th button { margin: 0; padding: 0; border: 0; background: none; color: inherit; font: inherit; cursor: pointer; }
 [aria-sort] button::after { content: "\\2195"; margin-left: 4px; opacity: 0.45; }

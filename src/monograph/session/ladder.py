@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import process_time
 
 import torch
 
@@ -167,22 +168,30 @@ class Ladder:
 
     def _trained(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
         engine, device = session.engine, session.engine.step.device
-        seconds, losses, tokens = list[float](), list[float](), 0
+        seconds, cpu, losses, tokens = list[float](), list[float](), list[float](), 0
         with progress.stage("train", f"{self.updates} updates") as stage:
-            began = clock()
+            began, cpu_began = clock(), process_time()
             for update in train(engine, session.batches, self.updates):
                 synchronize(device)
                 seconds.append(clock() - began)
+                cpu.append(process_time() - cpu_began)
                 losses.append(float(update.loss))
                 tokens += int(update.count)
                 stage.report("update", len(seconds), self.updates)
-                began = clock()
+                began, cpu_began = clock(), process_time()
             micro, rows = engine.micro_batch or 0, session.batches.rows_per_window
-            last = losses[-max(1, len(losses) // 4) :]
             found = Climbed(
-                tuple(seconds[WARM:]), tokens / len(seconds), micro, -(-rows // micro), _peak_bytes(session),
-                statistics.fmean(last), self._scored(engine), session.compile_s, tuple(notes),
-            )  # fmt: skip
+                seconds=tuple(seconds[WARM:]),
+                cpu_seconds=tuple(cpu[WARM:]),
+                tokens=tokens / len(seconds),
+                micro_batch=micro,
+                micro_steps=-(-rows // micro),
+                peak_memory_bytes=_peak_bytes(session),
+                train_loss=statistics.fmean(losses[-max(1, len(losses) // 4) :]),
+                held_out=self._scored(engine),
+                compile_s=session.compile_s,
+                notes=tuple(notes),
+            )
             stage.result = f"{found.tokens_per_s:,.0f} tok/s"
         return found
 

@@ -59,7 +59,8 @@ class Climbed:
     """What was measured on a rung.
 
     Attributes:
-        seconds: of each update that was timed.
+        seconds: of each update that was timed; cpu_seconds: of this process on all cores, which do not count what other
+            programs take.
         tokens: targets of an update on average.
         micro_batch: rows.
         micro_steps: of an update.
@@ -71,6 +72,7 @@ class Climbed:
     """
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     tokens: float
     micro_batch: int
     micro_steps: int
@@ -84,6 +86,11 @@ class Climbed:
     def update_s(self) -> float:
         """Seconds of an update, the median."""
         return statistics.median(self.seconds)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of an update, the median."""
+        return statistics.median(self.cpu_seconds)
 
     @property
     def tokens_per_s(self) -> float:
