@@ -51,7 +51,7 @@ def test_ladder(script, monkeypatch, tmp_path):
     assert [case["rung"] for case in cases] == [rung.name for rung in RUNGS]
     there = [case for case in cases if not case["obstacle"]]
     assert {"compiled", "CUDA graphs", "fp8"}.isdisjoint(case["rung"] for case in there) and len(there) >= 5
-    assert "times" not in there[0] and all(len(case["times"]["cpu"]["values"]) == 2 for case in there[1:])
+    assert "times" not in there[0] and all(case["times"]["cpu"]["median"] > 0 for case in there[1:])
     for one, other in zip(there, there[1:], strict=False):
         ratios = zip(one["tokens_per_s"]["values"], other["tokens_per_s"]["values"], strict=True)
         assert other["times"]["wall"]["values"] == pytest.approx([after / before for before, after in ratios])

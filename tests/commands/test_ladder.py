@@ -52,19 +52,6 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     assert xml.fromstring(picture).tag.endswith("svg") and "not here" in picture and "prefers-color-scheme" in picture
 
 
-@pytest.mark.slow
-def test_the_captured_rungs_compute_what_the_eager_one_does(server: CommandServer, here: Path) -> None:
-    done = server.run(here, *LADDER, "--json")
-    assert done.code == 0, done.err
-    rungs = {rung["rung"]: rung for rung in json.loads(done.out.splitlines()[-1])["rungs"]}
-    assert not rungs["compiled"]["obstacle"] and rungs["compiled"]["compile_s"] > 0
-    for name in ("compiled", "fused loss and optimizer"):
-        assert rungs[name]["eval_loss"] == pytest.approx(rungs["eager"]["eval_loss"], rel=1e-5)
-    assert all(
-        abs(rung["eval_loss"] - rungs["eager"]["eval_loss"]) < 0.01 for rung in rungs.values() if rung["eval_loss"]
-    )
-
-
 def test_without_held_out_text_the_loss_is_the_trainings(server: CommandServer, here: Path) -> None:
     settings = over(TINY, "data.held_out=0", "train.precision=fp32")
     done = server.run(here, "profile", "--ladder", *settings, "--out", "seen", "--json", env=NO_COMPILER)

@@ -168,3 +168,16 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
     assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (2, 4, 6)
     assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7
+
+
+@pytest.mark.slow  # three graphs are compiled
+@pytest.mark.timeout(900)
+def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
+    made, way, losses = ladder(folder), Way(), []
+    for each in RUNGS[:3]:
+        way, found = made.climb(each, way, Progress())
+        assert not isinstance(found, str) and found.held_out, found
+        assert bool(found.compile_s) == (each is not RUNGS[0]) and not found.notes
+        losses.append(found.held_out.loss)
+    assert way == Way(captured=True, fused=True)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def _climbed(ladder: Ladder, progress: Progress) -> list[tuple[Rung, Climbed | s
         made.append((rung, climbed))
         if isinstance(climbed, str):
             progress.line("", f"not here: {climbed}")
+    if (load := os.getloadavg()[0]) > ladder.machine.cores + 1:
+        progress.line("warning", f"load {load:.0f} on {ladder.machine.cores} cores: what others took is in the time")
     return made
 
 
