@@ -23,6 +23,7 @@ from monograph.session import ladder as module
 from monograph.session.choices import sized
 from monograph.session.ladder import Ladder
 from monograph.session.rungs import RUNGS, Rung, Unfused, Way, unfuse
+from monograph.session.session import Session
 from numerics import relative_error
 
 CARD = Device("card", "cuda", 2**36, 2**36, 8, has_bf16=True, has_fp8=True)
@@ -79,6 +80,28 @@ def test_a_loss_of_ones_own_stays() -> None:
     before = engine.step.loss
     unfuse(engine)
     assert engine.step.loss is before
+
+
+def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, way, seen = ladder(folder), Way(), {}
+    made.machine = CARD
+
+    def look(session: Session, _: Progress) -> None:
+        seen[each.name] = session
+        raise UsageError("seen")
+
+    monkeypatch.setattr(module, "prepare", look)
+    for each in RUNGS[1:]:
+        made.climb(each, way, Progress())
+        way = each.after(way)
+    steps = {name: session.engine.step for name, session in seen.items()}
+    assert [name for name, step in steps.items() if isinstance(step, Unfused)] == ["compiled"]
+    assert {name: step.precision.name for name, step in steps.items() if step.precision.name != "bf16"} == {
+        "compiled": "fp32", "fused loss and optimizer": "fp32", "fp8": "fp8",
+    }  # fmt: skip
+    assert [name for name, step in steps.items() if step.remat != Remat.Off()] == ["recompute", "CUDA graphs", "fp8"]
+    assert [name for name, session in seen.items() if session.engine.micro_batch == 8] == [*seen][4:]
+    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [*seen][:3]
 
 
 # ---- the same tokens ------------------------------------------------------------------------------------------------
