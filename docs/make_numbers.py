@@ -1,4 +1,4 @@
-"""Writes the tables of what was measured, the README's and those of two pages, from benchmarks/results/.
+"""Writes the tables of what was measured, the README's and those of other pages, from benchmarks/results/.
 
 Usage: python docs/make_numbers.py         (rewrites them between the markers; tests/test_readme.py compares)
 """
@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from monograph.measure.quantities import counted
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -458,10 +460,33 @@ def sweeping() -> str:
     return "\n".join(lines)
 
 
+def climbing() -> str:
+    """One line for each rung of benchmarks/ladder.py."""
+    found = json.loads((RESULTS / "ladder.json").read_text())
+    at, asked = found["machine"], found["settings"]
+    where = f"{at['device']}, {at['cores']} cores, {counted(at['threads'], 'thread')}"
+    lines = [
+        f"{asked['preset']}, {asked['params'] / 1e6:.2f} M parameters, {asked['updates']} updates of "
+        f"{asked['tokens_per_update']:,} tokens, {where}, {counted(asked['rounds'], 'round')}:",
+        "",
+        "| rung | tokens/CPU-s | over the last (lowest to highest) | peak memory, MiB | held-out loss |",
+        "|---" * 5 + "|",
+    ]
+    for case in found["cases"]:
+        if case["obstacle"]:
+            lines.append(f"| {case['rung']} | not here: {case['obstacle']} | | | |")
+            continue
+        ratio = case["times"]["cpu"] if "times" in case else None
+        over = f" {ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
+        memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
+        lines.append(f"| {case['rung']} | {case['tokens_per_cpu_s']['median']:,.0f} |{over} | {memory} | {loss} |")
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, list[str]]:
     """The tables of each page, in their order."""
     return {
-        README: [table()],
+        README: [table(), climbing()],
         PEERS: [peers(), quality()],
         GENERATE: [generating()],
         SIBLINGS: [fusing()],

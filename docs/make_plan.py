@@ -5,6 +5,7 @@ Usage: python docs/make_plan.py           (needs no GPU; tests/planner/test_page
 
 from __future__ import annotations
 
+import io
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -91,16 +92,17 @@ def streamed_table() -> str:
     return "\n".join(lines)
 
 
-def draw(found: list[Plan]) -> None:
+def drawn(found: list[Plan]) -> str:
     """A bar a card, its peak by origin, and the card's memory as a line."""
     import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "monograph", "font.size": 9}
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.3, 2.9), layout="constrained")
-    axes: Any = figure.add_subplot()
+    with matplotlib.rc_context({"svg.hashsalt": "monograph", "font.size": 9}):
+        return _drawn(found, Figure(figsize=(7.3, 2.9), layout="constrained"))
+
+
+def _drawn(found: list[Plan], figure: Any) -> str:
+    axes = figure.add_subplot()
     for place, each in enumerate(found):
         left = 0.0
         for name, colour in zip(ORIGINS, COLOURS, strict=True):
@@ -113,7 +115,9 @@ def draw(found: list[Plan]) -> None:
     axes.set_xlabel("GiB at the peak of a step; the line is what the card has")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(PICTURE, format="svg", metadata={"Date": None})
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def main() -> None:
@@ -123,7 +127,7 @@ def main() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END, 1)[1]}")
     before, rest = PAGE.read_text().split(STREAM_BEGIN)
     PAGE.write_text(f"{before}{STREAM_BEGIN}\n{streamed_table()}\n{END}{rest.split(END, 1)[1]}")
-    draw(found)
+    PICTURE.write_text(drawn(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

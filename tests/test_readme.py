@@ -62,7 +62,19 @@ def test_commands_are_ones_that_the_program_takes(
         calls.append((arguments, options))
         return 0
 
-    for name in ("train", "sweep", "plan", "profile", "generate", "evaluate", "compare", "export", "data", "check"):
+    for name in (
+        "train",
+        "sweep",
+        "plan",
+        "profile",
+        "ladder",
+        "generate",
+        "evaluate",
+        "compare",
+        "export",
+        "data",
+        "check",
+    ):
         module = types.ModuleType(f"monograph.commands.{name}")
         module.run = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -176,6 +188,8 @@ def test_the_table_of_what_was_measured_is_made_from_the_results() -> None:
     for page, tables in numbers.pages().items():
         shown = [part.split(numbers.END)[0].strip() for part in page.read_text().split(numbers.BEGIN)[1:]]
         assert shown == tables, "run: python docs/make_numbers.py"
+    made = {page for page in PAGES if f"\n{numbers.BEGIN}\n" in page.read_text()}
+    assert made == numbers.pages().keys(), "each page is made"
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in numbers.ROWS)
 
 
@@ -266,6 +280,31 @@ def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert re.findall(r"^\| `(\w+)` \|", page, re.M) == [case["family"] for case in kept["cases"]] == list(FAMILIES)
     assert sum(case["configs"] for case in kept["cases"]) >= 30 and all(case["round_trip"] for case in kept["cases"])
     assert max(case[error] for case in kept["cases"] for error in families.ERRORS[:2]) < kept["settings"]["goal"]
+
+
+def test_the_table_of_loading_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    loading = script("benchmarks/loading.py")
+    page = (ROOT / "docs" / "model.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/loading.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == loading.table(json.loads((ROOT / "benchmarks/results/loading.json").read_text())["cases"])
+
+
+# Of a recording, which is not kept.
+RECORDED = {"first-run.svg", "held-out.svg"}
+
+
+def test_whatever_is_generated_is_compared_with_what_it_is_made_of() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    makers = {
+        maker
+        for page in PAGES
+        for maker in re.findall(r"^<!-- .*(?:made|printed) by (\S+) -->$", page.read_text(), re.M)
+    }
+    assert len(makers) >= 10 and not [maker for maker in makers if f'script("{maker}")' not in tests]
+    scripts = "".join(path.read_text() for path in (ROOT / "docs").glob("make_*.py"))
+    pictures = {path.name for path in (ROOT / "docs" / "figures").iterdir()} - RECORDED
+    assert pictures and not [name for name in pictures if f'"{name}"' not in scripts]
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

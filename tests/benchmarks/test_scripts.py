@@ -15,6 +15,7 @@ import torch._functorch.config
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
+from monograph.session.rungs import RUNGS
 from scripts import smoke
 from tape import Tape
 
@@ -43,6 +44,17 @@ def test_bottleneck(script, monkeypatch, tmp_path):
         assert case["predicted"] >= 1 and case["measured"]["low"] > 0
         assert sum(case["shares"].values()) == pytest.approx(1.0)
     assert cases[0]["predicted"] == pytest.approx(2.0)  # half of the positions are empty
+
+
+def test_ladder(script, monkeypatch, tmp_path):
+    cases = smoke(script("ladder"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["rung"] for case in cases] == [rung.name for rung in RUNGS]
+    there = [case for case in cases if not case["obstacle"]]
+    assert {"compiled", "CUDA graphs", "fp8"}.isdisjoint(case["rung"] for case in there) and len(there) >= 5
+    assert "times" not in there[0] and all(case["times"]["cpu"]["median"] > 0 for case in there[1:])
+    for one, other in zip(there, there[1:], strict=False):
+        ratios = zip(one["tokens_per_s"]["values"], other["tokens_per_s"]["values"], strict=True)
+        assert other["times"]["wall"]["values"] == pytest.approx([after / before for before, after in ratios])
 
 
 def test_accumulation(script, monkeypatch, tmp_path):

@@ -31,9 +31,9 @@ def test_where_the_time_goes(server: CommandServer, here: Path) -> None:
     assert any(change["what"] == "train.compile=whole" for change in found["changes"])
     for line in ("update ", "floor ", "bound by ", "change ", "written ", *PARTS):
         assert f"\n{line}" in f"\n{done.out}", line
-    # Nothing but the picture and the trace: no run, no checkpoint, no lock.
+    # Nothing but what was found: no run, no checkpoint, no lock.
     assert {path.name for path in here.iterdir()} == {"texts", "seen"}
-    assert {path.name for path in (here / "seen").iterdir()} == {"profile.svg", "trace.json"}
+    assert {path.name for path in (here / "seen").iterdir()} == {"profile.svg", "report.html", "trace.json"}
     picture = (here / "seen" / "profile.svg").read_text()
     assert xml.fromstring(picture).tag.endswith("svg") and "host gaps" in picture and "prefers-color-scheme" in picture
     names = {event["name"] for event in json.loads((here / "seen" / "trace.json").read_text())["traceEvents"]}
@@ -55,7 +55,6 @@ def test_each_profile_has_a_folder_of_its_own(server: CommandServer, here: Path)
         (["--out", "texts/0.txt/there"], 3, "texts/0.txt/there"),
         (["train.memory=stream"], 2, "train.memory = stream"),
         (["-"], 2, "in the place of standard input"),
-        (["--ladder"], 2, "--ladder"),
     ],
 )
 def test_what_is_refused_is_one_line_and_leaves_nothing(

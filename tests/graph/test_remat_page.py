@@ -23,6 +23,7 @@ def test_the_tables_of_the_page_are_the_result_s(made):
 
 def test_the_picture_has_every_line_and_follows_the_reader_s_theme(made):
     picture = made.drawn(made.result())
+    assert picture == made.PICTURE.read_text(encoding="utf-8"), "run: python docs/make_remat.py"
     words = {element.text for element in xml.fromstring(picture).iter() if element.tag.endswith("}text")}
     assert {name for _, name, _, _ in made.LINES} <= words
     assert "prefers-color-scheme: dark" in picture and not any(colour in picture.split("</style>", 1)[1] for colour in (

@@ -63,7 +63,7 @@ def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
     members = [{"knobs": each["knobs"], "diverged": None if each["mean"] else 3} for each in settings]
     found = {"best": best, "members": members, "tokens_per_s": 1000.0, "wall_s": 60.0}
     (tmp_path / "config.toml").write_text("[train]\nupdates = 3 # <b>\n")
-    write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings], ["a <table>", "how"])
+    write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings], "a <table>, how")
     page = (tmp_path / "report.html").read_text()
     assert "a &lt;table&gt;" in page and "updates = 3 # &lt;b&gt;" in page and "how" in page and "$" not in page
     headline = {"rates": "2.405 bits/byte at lr 0.01", "all lost": "Every member diverged"}.get(name, "2.550 bits/byte")

@@ -8,10 +8,11 @@ import pytest
 from scripts import script
 
 
-def test_the_table_of_the_page_is_the_planner_s():
+def test_the_table_and_the_picture_of_the_page_are_the_planner_s():
     made = script("docs/make_plan.py")
-    shown = made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0].strip()
-    assert shown == made.table(made.plans()), "run: python docs/make_plan.py"
+    shown, found = made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0].strip(), made.plans()
+    assert shown == made.table(found), "run: python docs/make_plan.py"
+    assert made.drawn(found) == made.PICTURE.read_text(encoding="utf-8"), "run: python docs/make_plan.py"
 
 
 @pytest.mark.slow  # 18 plans, of up to 80 blocks, played by the clock

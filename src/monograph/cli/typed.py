@@ -136,12 +136,18 @@ def plan(
 def profile(
     arguments: ConfigArguments = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="for the picture and the trace; default: profiles/DATE-TIME")
+        Path | None, typer.Option(metavar="DIR", help="for the page and its data; default: profiles/DATE-TIME")
     ] = None,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="measure what compiling, bf16, packing and so on are worth, one by one")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Say where the time of an update goes, what binds it and the one change that helps most."""
-    from monograph.commands.profile import run
+    if ladder:
+        from monograph.commands.ladder import run
+    else:
+        from monograph.commands.profile import run
 
     return interrupts.working(run)(_settings(arguments), out=out, json=json)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,16 @@ from monograph import __version__, compat
 from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import default_device, describe
-from monograph.errors import InputRefused, UsageError
-from monograph.measure.bottleneck import Bound
+from monograph.errors import UsageError
 from monograph.measure.intervals import PARTS
 from monograph.measure.profile_figure import draw_profile
+from monograph.measure.profile_report import mostly, profile_page, said
 from monograph.measure.profiler import Profile, profile
 from monograph.measure.quantities import count, counted
+from monograph.measure.theme import themed
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.run.results import results_folder
 from monograph.session import choices
 from monograph.session.planning import cut_micro_batch
 from monograph.session.session import Session
@@ -29,44 +28,43 @@ from monograph.session.setup import open_corpus, open_session, prepare, repeatab
 from monograph.stream import Streamed
 
 DEFAULT_ROOT = Path("profiles")
-TRACE, PICTURE = "trace.json", "profile.svg"
+TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     """Open the session as `train` does, watch a few updates, and say what was seen; nothing of a run is written."""
-    folder = _free(out)
-    compat.quiet_profiler()
-    progress = Progress()
-    progress.header(f"monograph {__version__}   {describe().summary}")
-    repeatable(default_device())
-    keep_compiled()
-    session = _open(settings, folder, progress)
-    _make(folder)
-    stats, packing = session.corpus.stats, session.settings.data.packing
-    train = session.settings.train
-    rows = session.corpus.batches(int(train.tokens_per_update), seed=train.seed, pin=default_device().type == "cuda")
-    try:
-        with progress.stage("profile", "a few updates, thrown away") as stage:
-            share = stats.packed_share
-            whole = 1.0 if packing == "padded" else share
-            found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
-            stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
-    except BaseException:
-        with suppress(OSError):  # it may hold a trace by now
-            folder.rmdir()
-        raise
-    finally:
-        rows.close()
-    tokens_per_s = share * int(train.tokens_per_update) / found.update_s
-    title = f"An update of {int(train.tokens_per_update):,} tokens"
-    choices.write_whole(folder / PICTURE, draw_profile(found.verdict, title))
+    with results_folder(out, DEFAULT_ROOT) as folder:
+        progress = started()
+        session = _open(sized(settings, progress), folder, progress)
+        found = _watched(session, folder, progress)
+        size = int(session.settings.train.tokens_per_update)
+        tokens_per_s = session.corpus.stats.packed_share * size / found.update_s
+        drawing = draw_profile(found.verdict, f"An update of {size:,} tokens")
+        choices.write_whole(folder / PICTURE, themed(drawing.svg))
+        config = session.settings.to_toml()
+        choices.write_whole(folder / REPORT, profile_page(folder.name, found, tokens_per_s, drawing, config))
     _show(found, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_object(found, tokens_per_s, session, folder)))
     return 0
 
 
-def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
+def started() -> Progress:
+    """Set up this process to measure as `train` computes, and say on what."""
+    compat.quiet_profiler()
+    progress = Progress()
+    progress.header(f"monograph {__version__}   {describe().summary}")
+    repeatable(default_device())
+    keep_compiled()
+    return progress
+
+
+def sized(settings: Settings, progress: Progress) -> Settings:
+    """The settings with sizes fixed, of a text that can be read again.
+
+    Raises:
+        UsageError: the text comes by standard input, or this machine cannot do what is asked.
+    """
     require_possible(settings, describe())
     source = settings.data.source
     if "-" in ([source] if isinstance(source, str) else source):
@@ -74,6 +72,10 @@ def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
     settings = choices.sized(settings)
     if cut := cut_micro_batch(settings):
         progress.line("note", cut)
+    return settings
+
+
+def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
     text = open_corpus(settings, progress)
     session = open_session(Run(folder), settings, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
@@ -84,29 +86,17 @@ def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
     return session
 
 
-def _free(out: Path | None) -> Path:
-    """A folder that holds nothing: `out`, or the first of `profiles/YYYY-MM-DD-HHMM`, -2, -3, ... that is not there.
-
-    Raises:
-        InputRefused: `out` is a file or holds something.
-    """
-    if out is not None:
-        if out.is_file() or (out.is_dir() and any(out.iterdir())):
-            raise InputRefused(f"--out {out}: holds something already; name a new folder")
-        return out
-    first = DEFAULT_ROOT / datetime.now().strftime("%Y-%m-%d-%H%M")
-    folder, number = first, 1
-    while folder.exists():
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
-
-
-def _make(folder: Path) -> None:
+def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
+    train, share = session.settings.train, session.corpus.stats.packed_share
+    whole = 1.0 if session.settings.data.packing == "padded" else share
+    rows = session.corpus.batches(int(train.tokens_per_update), seed=train.seed, pin=default_device().type == "cuda")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputRefused(f"{folder}: cannot be made: {error.strerror}") from error
+        with progress.stage("profile", "a few updates, thrown away") as stage:
+            found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
+            stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
+    finally:
+        rows.close()
+    return found
 
 
 def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
@@ -115,31 +105,17 @@ def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'floor ms':>10}  mostly bound by")
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
-        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {_mostly(judged.bounds.get(part, {}))}".rstrip())
+        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip())
     faster = found.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nfloor     {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
-    print(f"bound by  {_said(found)}")
+    print(f"bound by  {said(found)}")
     for index, change in enumerate(judged.changes if judged.change else ()):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
         other = "" if change.same_training else " (another training)"
         print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
-    print(f"written   {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
-
-
-def _mostly(bounds: Mapping[Bound, float]) -> str:
-    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
-
-
-def _said(found: Profile) -> str:
-    judged = found.verdict
-    if judged.binds == "nothing":
-        return "nothing that could be won back: every part is near its floor or of unknown work"
-    share = judged.recoverable[judged.binds] / found.update_s
-    what = "empty positions" if judged.binds == "padding" else judged.binds
-    none = "" if judged.change else "; no key changes that"
-    return f"{what}: {share:.0%} of the time could be won back at most{none}"
+    print(f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
 
 
 def _object(found: Profile, tokens_per_s: float, session: Session, folder: Path) -> dict[str, Any]:
@@ -172,6 +148,7 @@ def _object(found: Profile, tokens_per_s: float, session: Session, folder: Path)
         "changes": [
             {**asdict(each), "predicted_gain": judged.gain(each)} for each in (judged.changes if judged.change else ())
         ],
+        "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
         "trace": str(folder / TRACE),
     }

@@ -29,11 +29,11 @@ _POINTS = 1200  # per line: more than a figure has pixels
 
 @dataclass(frozen=True)
 class Drawing:
-    """One finished figure, in both forms."""
+    """One finished figure as an SVG element, and as a PNG file where there is one."""
 
     name: str
-    png: bytes
     svg: str
+    png: bytes = b""
 
 
 def draw(
@@ -66,7 +66,7 @@ def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
 
     figure = Figure(figsize=_SIZES.get(name, (3.5, 2.5)), layout="constrained")
     panel(figure.add_subplot())
-    return Drawing(name, png(figure, dpi=200), svg(figure))
+    return Drawing(name, svg(figure), png(figure, dpi=200))
 
 
 def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: str) -> bytes:

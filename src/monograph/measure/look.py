@@ -77,9 +77,10 @@ def png(figure: Figure, dpi: int) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an SVG element, with a transparent background."""
+    """A figure as an SVG element, with a transparent background and no metadata."""
     buffer = io.StringIO()
     with _tight():
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=none)
     text = buffer.getvalue()
     return text[text.index("<svg") :]

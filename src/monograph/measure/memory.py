@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from monograph.errors import DiskFull
 from monograph.optim import Plane
 
 
@@ -95,7 +96,8 @@ class LiveBytes:
 
     `peak_bytes` is the largest sum, at any moment, of bytes allocated inside the block and not yet freed; `kept_bytes`
     is what is left of them at its end. Temporaries inside an operator and buffers of compiled code count, because the
-    allocator sees them; memory allocated before the block never counts, freed inside it or not.
+    allocator sees them; memory allocated before the block never counts, freed inside it or not. At the end of the
+    block DiskFull is raised where the system's folder for temporary files has no room for a trace.
     """
 
     def __init__(self) -> None:
@@ -122,7 +124,12 @@ class LiveBytes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_bytes())["traceEvents"]
+            try:
+                events = json.loads(path.read_bytes())["traceEvents"]
+            except (OSError, ValueError):  # torch does not say when it could not write
+                raise DiskFull(
+                    f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"
+                ) from None
         memory = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
         memory.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))
         return [event["args"]["Bytes"] for event in memory]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from monograph.measure.bottleneck import Verdict
+from monograph.measure.figures import Drawing
 from monograph.measure.intervals import PARTS
 from monograph.measure.look import ACCENT, INK, MUTED, style, svg
-from monograph.measure.theme import themed
 
 
-def draw_profile(found: Verdict, title: str) -> str:
-    """An SVG for light and dark pages: a bar for each part, a mark at its floor, its share beside it."""
+def draw_profile(found: Verdict, title: str) -> Drawing:
+    """A bar for each part, a mark at its floor, its share beside it."""
     from matplotlib.figure import Figure
 
     parts = [part for part in reversed(PARTS) if found.spent.parts[part] > 0]
@@ -26,4 +26,4 @@ def draw_profile(found: Verdict, title: str) -> str:
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(found.spent.parts.values()))
         axes.set_xlabel("ms of an update; line: the floor; blue: what binds it")
-        return themed(svg(figure))
+        return Drawing("profile", svg(figure))

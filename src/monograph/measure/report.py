@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import html
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.measure import quantities
-from monograph.measure.figures import Drawing, Row, draw
-from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
-from monograph.measure.page import PAGE
+from monograph.measure.figures import Row, draw
+from monograph.measure.page import config_of, escaped, number, page, pairs, section, table
 
 Summary = Mapping[str, Any]
 
@@ -35,7 +33,6 @@ _NAMES = {
     "graph_breaks": "graph breaks",
     "dtype": "precision",
 }
-_COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--rule", ACCENT: "--accent", WARN: "--warn"}
 
 
 def write_report(
@@ -60,17 +57,20 @@ def write_report(
     write_whole(figures / "sheet.png", sheet)
     for drawing in drawings:
         write_whole(figures / f"{drawing.name}.png", drawing.png)
-    page = PAGE.substitute(
-        title=escaped(run_folder.name),
-        headline=escaped(headline),
-        standing=escaped(standing),
-        figures=_key_figures(summary),
-        drawings="\n".join(inline(drawing) for drawing in drawings),
-        samples=_samples(samples),
-        table=_table(summary),
-        config=config_of(run_folder),
+    known = [(name, written(summary[key])) for key, name, written in _FIGURES if summary.get(key) is not None]
+    text = page(
+        title=run_folder.name,
+        headline=headline,
+        standing=standing,
+        figures=known,
+        drawings=drawings,
+        sections=[
+            section("What it writes, from the same prompt", _samples(samples)),
+            section("Held out", _evaluations(metrics)),
+            section("The run", pairs(_rest(summary)), config_of(run_folder)),
+        ],
     )
-    write_whole(run_folder / "report.html", page.encode())
+    write_whole(run_folder / "report.html", text.encode())
 
 
 def _headline(summary: Summary) -> str:
@@ -109,22 +109,14 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
     )
 
 
-def _key_figures(summary: Summary) -> str:
-    known = [(name, written(summary[key])) for key, name, written in _FIGURES if summary.get(key) is not None]
-    return "\n".join(f"<div><dt>{name}</dt><dd>{escaped(value)}</dd></div>" for name, value in known)
-
-
-def _table(summary: Summary) -> str:
+def _rest(summary: Summary) -> list[tuple[str, str]]:
     known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # a program's concern, and the title
     if not summary.get("compile_s"):
         known.add("compile_s")
-    rest = [(key, value) for key, value in summary.items() if key not in known and value is not None]
-    cells = [_cell(key, value) for key, value in rest]
-    rows = "\n".join(f"<tr><th>{escaped(name)}</th><td>{escaped(text)}</td></tr>" for name, text in cells)
-    return f"<table>{rows}</table>" if rows else ""
+    return [_named(key, value) for key, value in summary.items() if key not in known and value is not None]
 
 
-def _cell(key: str, value: Any) -> tuple[str, str]:
+def _named(key: str, value: Any) -> tuple[str, str]:
     """A key and its value in words; the key's ending says the unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         name, text = key, str(value)
@@ -137,39 +129,27 @@ def _cell(key: str, value: Any) -> tuple[str, str]:
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
+def _evaluations(metrics: Sequence[Row]) -> str:
+    """The points of the curve, for who wants the numbers."""
+    scored = [row for row in metrics if row.get("eval_loss") is not None]
+    heads = ("update", "tokens", "nats per token", "bits per byte", "rows")
+    keys = {
+        "update": "{:,}",
+        "tokens": "{:,}",
+        "eval_loss": "{:.4f}",
+        "eval_bits_per_byte": "{:.4f}",
+        "eval_rows": "{:,}",
+    }
+    rows = [[number(row.get(key), form) for key, form in keys.items()] for row in scored]
+    return table("Scores on held-out text", heads, rows)
+
+
 def _samples(samples: Sequence[tuple[float, str]]) -> str:
-    if not samples:
-        return ""
     blocks = "\n".join(
-        f"<figure><figcaption>after {100 * share:.0f} %</figcaption><pre>{escaped(text)}</pre></figure>"
+        f'<figure><figcaption>after {100 * share:.0f} %</figcaption><pre tabindex="0">{escaped(text)}</pre></figure>'
         for share, text in samples
     )
-    return f'<section><h2>What it writes, from the same prompt</h2><div class="samples">{blocks}</div></section>'
-
-
-def config_of(folder: Path) -> str:
-    """A run's config.toml, folded up; nothing where it has none."""
-    config = folder / "config.toml"
-    if not config.exists():
-        return ""
-    text = escaped(config.read_text(encoding="utf-8"))
-    return f"<details><summary>config.toml</summary><pre>{text}</pre></details>"
-
-
-def inline(drawing: Drawing) -> str:
-    """The figure as SVG inside the page, its colours replaced by the page's, which know light and dark."""
-    svg = drawing.svg.replace("DejaVu Sans", "system-ui")
-    for colour, variable in _COLOURS.items():
-        svg = svg.replace(colour, f"var({variable})")
-    # Files share the names of their clip paths; on one page each needs its own
-    for old in ('id="', "url(#", 'href="#'):
-        svg = svg.replace(old, f"{old}{drawing.name}-")
-    return f'<figure class="{drawing.name}">{svg}</figure>'
-
-
-def escaped(text: str) -> str:
-    """Safe inside HTML; control characters, which HTML forbids, become a dot."""
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))
+    return f'<div class="samples">{blocks}</div>' if blocks else ""
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -49,7 +49,7 @@ def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
 
     figure = Figure(figsize=(7.3, 3.4), layout="constrained")
     panel(figure.add_subplot())
-    return Drawing(name, png(figure, dpi=200), svg(figure))
+    return Drawing(name, svg(figure), png(figure, dpi=200))
 
 
 def _against_panel(settings: Sequence[Setting], name: str, unit: str) -> Callable[[Axes], None]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from monograph.measure import quantities
-from monograph.measure.page import PAGE
-from monograph.measure.report import config_of, escaped, inline, write_whole
+from monograph.measure.page import Cell, config_of, number, page, section, table
+from monograph.measure.report import write_whole
 from monograph.measure.sweep_figures import Curve, Setting, draw_sweep
 
 
 def write_sweep_report(
-    folder: Path, found: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], told: Sequence[str]
+    folder: Path, found: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
@@ -22,7 +22,7 @@ def write_sweep_report(
         found: what `monograph sweep --json` prints.
         settings: as `monograph.measure.sweep_figures` describes them.
         curves: of the members.
-        told: the table as a person reads it, and a sentence that says what it means.
+        how: a sentence that says what "tied" means.
 
     Raises:
         DiskFull: no space for them.
@@ -33,17 +33,18 @@ def write_sweep_report(
     (folder / "figures").mkdir(exist_ok=True)
     for drawing in drawings:
         write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png)
-    page = PAGE.substitute(
-        title=escaped(folder.name),
-        headline=escaped(_headline(best)),
-        standing=escaped(told[-1]),
+    text = page(
+        title=folder.name,
+        headline=_headline(best),
+        standing=how,
         figures=_key_figures(found),
-        drawings="\n".join(inline(drawing) for drawing in drawings),
-        samples="",
-        table=f"<pre>{escaped(chr(10).join(told[:-1]))}</pre>",
-        config=config_of(folder),
+        drawings=drawings,
+        sections=[
+            section("Settings", _settings(settings, unit)),
+            section("Members", _members(found["members"]), config_of(folder)),
+        ],
     )
-    write_whole(folder / "report.html", page.encode())
+    write_whole(folder / "report.html", text.encode())
 
 
 def _headline(best: Mapping[str, Any] | None) -> str:
@@ -53,7 +54,7 @@ def _headline(best: Mapping[str, Any] | None) -> str:
     return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}"
 
 
-def _key_figures(found: Mapping[str, Any]) -> str:
+def _key_figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     rate, spent = found["tokens_per_s"], found["wall_s"]
     known = [
         ("members", str(len(found["members"]))),
@@ -61,7 +62,43 @@ def _key_figures(found: Mapping[str, Any]) -> str:
         ("time", quantities.duration(spent) if spent else ""),
         ("tokens/s, all", quantities.count(rate) if rate else ""),
     ]
-    return "\n".join(f"<div><dt>{name}</dt><dd>{escaped(value)}</dd></div>" for name, value in known if value)
+    return [(name, value) for name, value in known if value]
+
+
+def _settings(settings: Sequence[Setting], unit: str) -> str:
+    """Means over seeds, and how each stands to the best."""
+    rows: list[list[Cell]] = []
+    for each in settings:
+        lost, of = each["values"].count(None), len(each["values"])
+        score, error = (number(each[key], "{:.4f}") for key in ("mean", "standard_error"))
+        rows.append([score, error, (f"{lost} of {of}", lost), each["standing"]])
+    heads = [unit, "standard error", "diverged", "standing"]
+    return _with_knobs("Settings of the sweep", [each["knobs"] for each in settings], heads, rows)
+
+
+def _members(members: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[list[Cell]] = []
+    for each in members:
+        at = each["diverged"]
+        scores = [number(each.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
+        rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), each.get("run", "")])
+    heads = ["bits per byte", "held-out, nats", "training, nats", "diverged", "run"]
+    return _with_knobs("Members of the sweep", [each["knobs"] for each in members], heads, rows)
+
+
+def _with_knobs(
+    name: str, knobs: Sequence[Mapping[str, Any]], heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+) -> str:
+    """A table whose first columns are the knobs."""
+    keys = list(dict.fromkeys(key for each in knobs for key in each))
+    cells = ([_knob(each.get(key)) for key in keys] for each in knobs)
+    whole = [[*of_knobs, *rest] for of_knobs, rest in zip(cells, rows, strict=True)]
+    return table(name, [*(key.rpartition(".")[2] for key in keys), *heads], whole)
+
+
+def _knob(value: Any) -> Cell:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (_text(value), value) if is_number else "" if value is None else str(value)
 
 
 def _text(value: Any) -> str:

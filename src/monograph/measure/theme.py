@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
 
 # The colour that is drawn with, its name, and what stands for it on a dark page.
@@ -26,4 +24,4 @@ def themed(svg: str) -> str:
     svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
     style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
     head = svg.index(">") + 1
-    return svg[:head] + style + re.sub(r"<metadata>.*?</metadata>", "", svg[head:], flags=re.DOTALL)
+    return svg[:head] + style + svg[head:]

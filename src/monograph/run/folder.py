@@ -59,9 +59,8 @@ class Run:
         Raises InputRefused when `out` holds something or cannot be written, RunInUse when it is a run that another
         process is writing, and DiskFull. A run in `out` that was killed before it had begun is no hindrance.
         """
-        folder = Path(root) / datetime.now().strftime("%Y-%m-%d-%H%M") if out is None else Path(out)
-        with _explained(folder):
-            run = cls(_claim_new_folder(folder) if out is None else _claim_given_folder(folder))
+        with explained(Path(root if out is None else out)):
+            run = cls(claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out)))
             others = locked_in(run.folder.parent)
             number = {"serial": 1 + (serial(others[-1]) if others else 0)}
             with _exclusive(run.lock_file) as descriptor:
@@ -124,7 +123,7 @@ class Run:
             if new and self.begun:
                 raise _already_a_run(self.folder)
             holder = {"serial": serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
-            with _explained(self.lock_file):
+            with explained(self.lock_file):
                 _overwrite(descriptor, json.dumps(holder).encode())
             yield
 
@@ -135,7 +134,7 @@ class Run:
         """
         lines = (json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
         content = "".join(f"{line}\n" for line in lines).encode()
-        with _explained(self.metrics):
+        with explained(self.metrics):
             descriptor = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 before = os.fstat(descriptor).st_size
@@ -168,7 +167,7 @@ class Run:
     def sync_metrics(self) -> int:
         """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
         if self.metrics.exists():
-            with _explained(self.metrics), self.metrics.open("rb") as file:
+            with explained(self.metrics), self.metrics.open("rb") as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
@@ -181,18 +180,18 @@ class Run:
             )
         if self.metrics.exists():
             self._parsed(self.metrics.read_bytes()[:offset])
-            with _explained(self.metrics):
+            with explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
 
 @contextmanager
 def _exclusive(lock_file: Path) -> Iterator[int]:
     """The lock file's descriptor, held for the `with` block; raises RunInUse."""
-    with _explained(lock_file):
+    with explained(lock_file):
         descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
     _held.add(descriptor)
     try:
-        with _explained(lock_file):
+        with explained(lock_file):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -205,7 +204,7 @@ def _exclusive(lock_file: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn the system's refusal to write `path` into the error a person can act on."""
     try:
         yield
@@ -216,9 +215,11 @@ def _explained(path: Path) -> Iterator[None]:
         raise InputRefused(f"cannot write {path}: {reason}; name another folder with --out") from error
 
 
-def _claim_new_folder(wanted: Path) -> Path:
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    folder, attempt = wanted, 1
+def claim_new_folder(root: Path) -> Path:
+    """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it when that minute has one already."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = wanted = root / datetime.now().strftime("%Y-%m-%d-%H%M")
+    attempt = 1
     while True:
         try:
             folder.mkdir()

@@ -205,7 +205,7 @@ class Board:
         with self.progress.stage("report", f"{report}, {path}"):
             told = [*results.lines(table, self._lost()), table.how]
             curves = [({short(k): v for k, v in each.member.knobs.items()}, each.rows) for each in self.outcomes]
-            write_sweep_report(self.sweep.run.folder, found, results.drawn(table), curves, told)
+            write_sweep_report(self.sweep.run.folder, found, results.drawn(table), curves, table.how)
         self.progress.gap()
         for number, line in enumerate(told):
             self.progress.line("members" if number == 0 else "", line)

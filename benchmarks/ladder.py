@@ -1,0 +1,88 @@
+"""What each usual remedy is worth: `monograph profile --ladder`, several times, rung by rung.
+
+A rung's ratios to the one before, on the clock and in CPU time, are medians of the rounds' own. Losses are those of the
+first round, as the time of the first rung says how long the others are.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+
+SMOKE = ["model.preset=nano", "data.tokenizer=bytes", "data.sequence_length=32", "train.tokens_per_update=128",
+         "train.updates=8"]  # fmt: skip
+UPDATES = 32  # of a rung at most, so that rounds are alike on any machine that does them in the ladder's time
+
+
+def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rung over all rounds, and the last that could be climbed before it, if there is one."""
+    first = rounds[0]
+    case = {name: first[name] for name in ("rung", "change", "obstacle", "notes", "micro_batch")}
+    if first["obstacle"]:
+        return case
+    case |= {name: harness.spread([each[name] for each in rounds]) for name in ("tokens_per_s", "update_s", "cpu_s")}
+    case["tokens_per_cpu_s"] = harness.spread([_per_cpu_s(each) for each in rounds])
+    if before:
+        pairs = list(zip(rounds, before, strict=True))
+        case["times"] = {
+            "wall": harness.spread([one["tokens_per_s"] / last["tokens_per_s"] for one, last in pairs]),
+            "cpu": harness.spread([_per_cpu_s(one) / _per_cpu_s(last) for one, last in pairs]),
+        }
+    return case | {name: first[name] for name in ("peak_memory_bytes", "eval_loss", "eval_bits_per_byte")}
+
+
+def _per_cpu_s(found: dict[str, Any]) -> float:
+    return found["tokens_per_s"] * found["update_s"] / found["cpu_s"]
+
+
+def cases(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rungs over all rounds."""
+    made, before = [], list[dict[str, Any]]()
+    for index in range(len(rounds[0]["rungs"])):
+        each = [climbed["rungs"][index] for climbed in rounds]
+        made.append(rung(each, before))
+        before = before if made[-1]["obstacle"] else each
+    return made
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--preset", default="micro")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    settings = SMOKE if args.smoke else [f"model.preset={args.preset}", f"train.updates={UPDATES}"]
+    if args.smoke:
+        args.rounds, os.environ["CXX"] = 1, "none"  # compiling takes minutes
+    found = harness.result("ladder", {"preset": args.preset, "rounds": args.rounds, "smoke": args.smoke})
+    harness.print_machine(found)
+    rounds = []
+    with tempfile.TemporaryDirectory(prefix="monograph-ladder-") as home:
+        for _ in range(args.rounds):
+            climbed, seconds = harness.command(Path(home), "profile", "--ladder", *settings)
+            rounds.append(climbed)
+            found["cases"] = cases(rounds)
+            found["settings"] |= {
+                name: rounds[0][name] for name in ("params", "updates", "tokens_per_update", "tokens")
+            }
+            found["settings"]["seconds"] = [*found["settings"].get("seconds", []), seconds]
+            harness.write(args.out, found)
+    rows = []
+    for case in found["cases"]:
+        if case["obstacle"]:
+            rows.append([case["rung"], *[""] * 6, case["obstacle"]])
+            continue
+        times = [harness.shown(ratio) for ratio in case.get("times", {}).values()] or ["", ""]
+        memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
+        speeds = (harness.shown(case[name], 0) for name in ("tokens_per_s", "tokens_per_cpu_s"))
+        rows.append([case["rung"], *speeds, *times, memory, loss, ""])
+    heads = ["rung", "tokens/s", "tokens/CPU-s", "over the last", "in CPU time", "peak MiB", "held-out loss", ""]
+    harness.print_table(heads, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The page of a profile: where an update's time goes, what binds it and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from monograph.measure.bottleneck import Bound
+from monograph.measure.figures import Drawing
+from monograph.measure.intervals import PARTS
+from monograph.measure.page import Cell, folded, page, section, table
+from monograph.measure.profiler import Profile
+from monograph.measure.quantities import count
+
+
+def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
+    """The page as HTML.
+
+    Args:
+        title: the folder's name.
+        found: what was seen.
+        tokens_per_s: of the run.
+        drawing: of it.
+        config: the run's settings as TOML.
+    """
+    judged, faster = found.verdict, found.update_s / max(found.verdict.floor_s, 1e-12)
+    best = judged.change
+    figures = [
+        ("ms an update", f"{1e3 * found.update_s:.3g}"),
+        ("tokens/s", count(tokens_per_s)),
+        ("micro-steps", str(found.micro_steps)),
+        ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
+        ("floor over it", f"{faster:.2g} ×"),
+    ]
+    return page(
+        title=title,
+        headline=f"Bound by {judged.binds}",
+        standing=f"{said(found)}"
+        + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
+        figures=figures,
+        drawings=[drawing],
+        sections=[
+            section("Parts of an update", _parts(found)),
+            section("What may be changed", _changes(found)),
+            section("The run", folded("config.toml", config)),
+        ],
+    )
+
+
+def said(found: Profile) -> str:
+    """What binds the run and how much of its time that is, without a full stop."""
+    judged = found.verdict
+    if judged.binds == "nothing":
+        return "nothing that could be won back: every part is near its floor or of unknown work"
+    share = judged.recoverable[judged.binds] / found.update_s
+    what = "empty positions" if judged.binds == "padding" else judged.binds
+    none = "" if judged.change else "; no key changes that"
+    return f"{what}: {share:.0%} of the time could be won back at most{none}"
+
+
+def mostly(bounds: Mapping[Bound, float]) -> str:
+    """What most of the seconds are bound by; "" of none."""
+    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
+
+
+def _parts(found: Profile) -> str:
+    judged = found.verdict
+    rows: list[list[Cell]] = []
+    for part in PARTS:
+        share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
+        numbers: list[Cell] = [(f"{share:.1%}", share), (f"{taken:.3g}", taken), (f"{least:.3g}", least)]
+        rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
+    return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
+
+
+def _changes(found: Profile) -> str:
+    judged = found.verdict
+    rows: list[list[Cell]] = [
+        [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
+         "the same" if change.same_training else "another", change.why]
+        for change in (judged.changes if judged.change else ())
+    ]  # fmt: skip
+    return table("What may be changed", ["change", "predicted", "training", "as"], rows)

@@ -1,0 +1,220 @@
+"""A ladder: one model on one text, trained and measured on each rung for the same number of tokens."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import process_time
+
+import torch
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.data.corpus import Corpus
+from monograph.device import Device, clock, compiler_obstacle, default_device, describe, synchronize
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.evaluation import Evaluation, evaluate
+from monograph.graph import capture as graph
+from monograph.graph.frozen import parameter_count
+from monograph.graph.inspect import blocks
+from monograph.graph.precision import Precision
+from monograph.loop import train
+from monograph.measure.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
+from monograph.resident import Resident
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session import choices
+from monograph.session.rungs import FEWER, Climbed, Rung, Way, unfuse
+from monograph.session.session import Session
+from monograph.session.setup import make_model, open_corpus, open_session, prepare
+from monograph.session.speed import calibrate
+
+RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
+LEAST, MOST, WARM = 8, 1000, 2  # updates of a rung, and those of them that are not timed
+HELD_OUT_ROWS = 64
+GRAPHS = ("whole", "blocks")
+# What the rungs differ in.
+OWN = {"train.compile": "auto", "train.precision": "auto", "train.remat": "auto", "data.packing": "packed"}
+
+
+@dataclass
+class Ladder:
+    """The rungs of one model on one text.
+
+    Attributes:
+        settings: every value fixed but what rungs change and how long they are.
+        texts: the same text, its documents "packed" into rows or "padded", a row each.
+        params: parameters of the model.
+        folder: the ladder's, in which nothing of a rung is written.
+        most: updates that a rung has at most; None where the settings name none.
+        updates: of each rung; fixed by the first one that is climbed, by the time that one takes.
+    """
+
+    settings: Settings
+    texts: Mapping[str, Corpus]
+    params: int
+    folder: Path
+    most: int | None
+    updates: int = 0
+    machine: Device = field(default_factory=describe)
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path, progress: Progress) -> Ladder:
+        """Read the text in both forms and let the planner fix what is open.
+
+        Raises:
+            UsageError: settings that no rung can have.
+        """
+        if settings.optim.name.endswith(":all-bf16"):
+            raise UsageError(f"optim.name = {settings.optim.name} keeps no fp32 weights, and a ladder begins in fp32")
+        given = [key for key in OWN if settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
+        if given:
+            progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
+        train = settings.train
+        most = train.updates or (max(1, train.tokens // int(train.tokens_per_update)) if train.tokens else None)
+        settings = settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
+        forms = {form: settings.resolve({"data.packing": form}, "ladder") for form in ("packed", "padded")}
+        texts = {form: open_corpus(each, progress) for form, each in forms.items()}
+        made = make_model(settings, texts["packed"], describe())
+        if made.settings.train.memory == "stream":
+            raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
+        # What one graph holds is not left to the plan, which knows how fast earlier runs were.
+        scope = train.compile if train.compile in GRAPHS else planner.scopes(len(blocks(made.model)))[0]
+        fixed = made.settings.resolve({"train.compile": scope}, "ladder")
+        return cls(fixed, texts, parameter_count(made.model), folder, most)
+
+    def settings_of(self, way: Way) -> Settings:
+        """The settings of a way: an update has as many tokens on each, for which padded rows must be more."""
+        train, length = self.settings.train, self.settings.data.sequence_length
+        rows = int(train.tokens_per_update) // length
+        micro = min(int(train.micro_batch), rows)
+        if way.packing == "padded":
+            rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
+        fixed = {
+            "train.compile": train.compile if way.captured else "none",
+            "train.precision": way.precision,
+            "train.remat": way.remat,
+            "train.micro_batch": micro if way.large else max(1, micro // FEWER),
+            "train.tokens_per_update": rows * length,
+            "data.packing": way.packing,
+        }
+        return self.settings.resolve(fixed, "ladder")
+
+    def obstacle(self, way: Way, rung: Rung) -> str | None:
+        """Why this machine or text cannot climb the rung, None if nothing is known that hinders it."""
+        device = self.machine.type
+        if rung.name == "compiled":
+            return compiler_obstacle() if device == "cpu" else None
+        if rung.name == "bf16":
+            return None if self.machine.has_bf16 else "this device has no bf16 arithmetic"
+        if rung.name == "larger micro-batch" and int(self.settings.train.micro_batch) == 1:
+            return "no more than one row fits, or an update has one row"
+        if rung.name == "CUDA graphs":
+            return "no CUDA device" if device != "cuda" else None if way.captured else "nothing is compiled"
+        return Precision(way.precision).obstacle(self.machine) if rung.name == "fp8" else None
+
+    def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
+        """Train and measure one rung.
+
+        Returns:
+            The way that the next rung starts from, and what was measured or why nothing was.
+
+        Raises:
+            UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be climbed.
+        """
+        way = rung.after(before)
+        if obstacle := self.obstacle(way, rung):
+            return before, obstacle
+        try:
+            found = self._climbed(way, rung, progress)
+        except (InputRefused, OutOfDeviceMemory, UsageError) as error:
+            if not rung.fields:
+                raise
+            found = str(error)
+        gc.collect()  # an engine and its graphs refer to one another
+        torch.compiler.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return (before if isinstance(found, str) else way), found
+
+    def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
+        device, notes = default_device(), list[str]()
+        run, text = Run(self.folder), self.texts[way.packing]
+        session = open_session(run, self.settings_of(way), text, device, progress)
+        engine = session.engine
+        try:
+            if not way.fused:
+                unfuse(engine)
+            engine.announce = engine.step.announce = notes.append
+            if not way.replayed:
+                engine.step.recorder = None
+            prepare(session, progress)
+            if way.captured and session.eager_reason:
+                return session.eager_reason
+            if rung.name == "CUDA graphs" and not graph.is_replayed(engine.step):
+                return notes[-1] if notes else "nothing was captured"
+            if not self.updates:
+                self.updates = max(LEAST, min(int(RUNG_S / calibrate(session)), self.most or MOST))
+            session.settings = choices.of_length(session.settings, self.updates)
+            session.length = self.updates
+            engine.step.schedule = session.schedule()
+            reset_peak_memory(device)
+            return self._trained(session, notes, progress)
+        finally:
+            session.batches.close()
+
+    def _trained(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
+        engine, device = session.engine, session.engine.step.device
+        seconds, cpu, losses, tokens = list[float](), list[float](), list[float](), 0
+        with progress.stage("train", f"{self.updates} updates") as stage:
+            began, cpu_began = clock(), process_time()
+            for update in train(engine, session.batches, self.updates):
+                synchronize(device)
+                seconds.append(clock() - began)
+                cpu.append(process_time() - cpu_began)
+                losses.append(float(update.loss))
+                tokens += int(update.count)
+                stage.report("update", len(seconds), self.updates)
+                began, cpu_began = clock(), process_time()
+            micro, rows = engine.micro_batch or 0, session.batches.rows_per_window
+            found = Climbed(
+                seconds=tuple(seconds[WARM:]),
+                cpu_seconds=tuple(cpu[WARM:]),
+                tokens=tokens / len(seconds),
+                micro_batch=micro,
+                micro_steps=-(-rows // micro),
+                peak_memory_bytes=_peak_bytes(session),
+                train_loss=statistics.fmean(losses[-max(1, len(losses) // 4) :]),
+                held_out=self._scored(engine),
+                compile_s=session.compile_s,
+                notes=tuple(notes),
+            )
+            stage.result = f"{found.tokens_per_s:,.0f} tok/s"
+        return found
+
+    def _scored(self, engine: Resident) -> Evaluation | None:
+        """The same held-out rows, whatever was trained on, by the model as it is without its graphs."""
+        rows = self.texts["packed"].held_out
+        if not len(rows):
+            return None
+        with graph.set_aside(engine.step):
+            return evaluate(engine, rows, batch_rows=engine.micro_batch or 1, limit=HELD_OUT_ROWS)
+
+
+def _peak_bytes(session: Session) -> int:
+    """Bytes of tensors at the peak of an update."""
+    engine = session.engine
+    if engine.step.device.type == "cuda":
+        return peak_memory_bytes(engine.step.device)
+    windows = session.open_batches(0)
+    window = next(windows)
+    windows.close()
+    with LiveBytes() as live:
+        engine.rehearse(window)
+    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
+    flat = [each for plane in engine.step.planes for each in (plane.param, plane.grad, *plane.state.values())]
+    kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
+    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)

@@ -1,0 +1,123 @@
+"""The rungs of a ladder: ways to train one model on one text, each different from the one before in one thing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from monograph.evaluation import Evaluation
+from monograph.loss import TokenLoss
+from monograph.optim import Plane, planes, trainable
+from monograph.resident import Resident
+from monograph.step import Step
+
+FEWER = 4  # times the rows that a micro-batch has before the larger one
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train; the defaults are the first rung's."""
+
+    captured: bool = False
+    fused: bool = False
+    precision: str = "fp32"
+    packing: str = "padded"
+    large: bool = False
+    remat: str = "none"
+    replayed: bool = False
+
+
+class Rung(NamedTuple):
+    """One thing that is changed: its name, what it is in a few words, and the fields of the way."""
+
+    name: str
+    change: str
+    fields: Mapping[str, Any]
+
+    def after(self, way: Way) -> Way:
+        """The way with the change."""
+        return replace(way, **self.fields)
+
+
+RUNGS = (
+    Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
+    Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
+    Rung("fused loss and optimizer", "logits in chunks; one graph updates all parameters", {"fused": True}),
+    Rung("bf16", "train.precision=bf16", {"precision": "bf16"}),
+    Rung("packed", "data.packing=packed", {"packing": "packed"}),
+    Rung("larger micro-batch", f"train.micro_batch, up to {FEWER} times the rows", {"large": True}),
+    Rung("recompute", "train.remat=full", {"remat": "full"}),
+    Rung("CUDA graphs", "micro-steps are captured once and replayed", {"replayed": True}),
+    Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
+)
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """What was measured on a rung.
+
+    Attributes:
+        seconds: of each update that was timed; cpu_seconds: of this process on all cores, which do not count what other
+            programs take.
+        tokens: targets of an update on average.
+        micro_batch: rows.
+        micro_steps: of an update.
+        peak_memory_bytes: of tensors, at the peak of an update: weights, gradients and optimizer state included.
+        train_loss: nats per token, the mean over the last quarter of the updates.
+        held_out: scores after all of them, the same rows on each rung; None where nothing is held out.
+        compile_s: seconds that tracing and compiling took.
+        notes: lines that were announced.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    tokens: float
+    micro_batch: int
+    micro_steps: int
+    peak_memory_bytes: int
+    train_loss: float
+    held_out: Evaluation | None
+    compile_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update, the median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of an update, the median."""
+        return statistics.median(self.cpu_seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Targets a second."""
+        return self.tokens / self.update_s
+
+
+class Unfused(Step):
+    """A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds."""
+
+    CAPTURED = ("forward", "evaluate")
+    CAPTURED_BESIDE_BLOCKS = ()
+
+    def laid_out(self) -> list[Plane]:
+        """A plane for each parameter."""
+        kinds, made = self.optim.kinds(self.model), list[Plane]()
+        for name, parameter in trainable(self.model).items():
+            [plane] = planes({name: parameter}, kinds, self.optim.state)
+            plane.number = len(made)
+            made.append(self.begun(plane))
+        return made
+
+
+def unfuse(engine: Resident) -> None:
+    """Give an engine that is not captured yet a step whose loss makes all logits at once, and an unfused update."""
+    step = engine.step
+    loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
+    engine.step = Unfused(
+        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat
+    )

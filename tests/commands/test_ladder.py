@@ -1,0 +1,95 @@
+"""Run: pytest tests/commands/test_ladder.py
+
+`monograph profile --ladder`: a row for each rung, with its numbers or with the reason why it has none.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import TINY, over
+from monograph.session.rungs import RUNGS
+
+NO_COMPILER = {"CXX": "no-such-compiler"}
+LADDER = ["profile", "--ladder", *TINY]
+
+
+def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, here: Path) -> None:
+    done = server.run(here, *LADDER, "--out", "seen", "--json", env=NO_COMPILER)
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["schema"] == "monograph.ladder/1" and found["updates"] == 8 and found["tokens"] == 1024
+    rungs = {rung["rung"]: rung for rung in found["rungs"]}
+    assert list(rungs) == [rung.name for rung in RUNGS]
+    missing = {name: rung["obstacle"] for name, rung in rungs.items() if rung["obstacle"]}
+    assert {"compiled", "CUDA graphs", "fp8"} <= missing.keys() <= {"compiled", "bf16", "CUDA graphs", "fp8"}
+    assert "no-such-compiler" in missing["compiled"]
+    there = [rung for rung in found["rungs"] if not rung["obstacle"]]
+    for rung in there:
+        assert rung["tokens_per_s"] > 0 and rung["update_s_low"] <= rung["update_s"] <= rung["update_s_high"]
+        assert rung["peak_memory_bytes"] > 4 * 4 * found["params"] and rung["compile_s"] == 0
+    for one, other in zip(there, there[1:], strict=False):
+        assert other["times_previous"] == pytest.approx(other["tokens_per_s"] / one["tokens_per_s"])
+    # The same text, seed and tokens: the same model, up to rounding.
+    losses = [rung["eval_loss"] for rung in there]
+    assert rungs["fused loss and optimizer"]["eval_loss"] == pytest.approx(rungs["eager"]["eval_loss"], rel=1e-5)
+    assert max(losses) - min(losses) < 0.01 and 4 < min(losses) < 6
+    assert rungs["larger micro-batch"]["micro_batch"] == 4 and rungs["packed"]["micro_batch"] == 1
+    for name in rungs:
+        assert f"\n{name} " in f"\n{done.out}"
+    assert "rung      9 of 9   fp8" in done.err and " left" in done.err
+    # Nothing but what was found: no run, no checkpoint, no lock.
+    assert {path.name for path in here.iterdir()} == {"texts", "seen"}
+    assert {path.name for path in (here / "seen").iterdir()} == {"ladder.svg", "ladder.json", "report.html"}
+    assert json.loads((here / "seen" / "ladder.json").read_text()) == found
+    picture = (here / "seen" / "ladder.svg").read_text()
+    assert xml.fromstring(picture).tag.endswith("svg") and "not here" in picture and "prefers-color-scheme" in picture
+
+
+def test_without_held_out_text_the_loss_is_the_trainings(server: CommandServer, here: Path) -> None:
+    settings = over(TINY, "data.held_out=0", "train.precision=fp32")
+    done = server.run(here, "profile", "--ladder", *settings, "--out", "seen", "--json", env=NO_COMPILER)
+    assert done.code == 0, done.err
+    rungs = json.loads(done.out.splitlines()[-1])["rungs"]
+    assert rungs[0]["eval_loss"] is None and 4 < rungs[0]["train_loss"] < 7
+    assert f"{rungs[0]['train_loss']:.3f}" in done.out
+    assert "train.compile, train.precision: the rungs differ in this" in " ".join(done.err.split())
+
+
+def test_an_interrupt_leaves_nothing(server: CommandServer, here: Path) -> None:
+    command = server.start(here, *LADDER, env=NO_COMPILER)
+    command.until(lambda: (here / "profiles").exists())
+    command.signal(signal.SIGINT)
+    done = command.wait()
+    assert done.code == 130 and "Traceback" not in done.err
+    assert {path.name for path in here.iterdir()} == {"texts"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--out", "texts"], 3, "--out texts: holds something already"),
+        (["train.memory=stream"], 2, "train.memory = stream"),
+        (["-"], 2, "in the place of standard input"),
+        (["optim.name=muon:all-bf16"], 2, "a ladder begins in fp32"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_leaves_nothing(
+    server: CommandServer, here: Path, arguments: list[str], code: int, words: str
+) -> None:
+    settings = over(LADDER, *(["train.precision=bf16"] if "all-bf16" in arguments[0] else []))
+    done = server.run(here, *settings, *arguments, env=NO_COMPILER)
+    assert done.code == code and words in done.err.splitlines()[-1] and "Traceback" not in done.err
+    assert {path.name for path in here.iterdir()} == {"texts"}
+
+
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:
+    done = server.run(here, *LADDER, "--out", "seen", env=NO_COMPILER, file_bytes=5_000)
+    assert done.code == 7 and "written" in done.err.splitlines()[-1]
+    assert not (here / "seen").exists()

@@ -1,0 +1,206 @@
+"""Run: pytest tests/session/test_ladder.py (each rung is one change, and the first is an obviously correct step)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from batches import packed, rows_of, tiny_llama
+from commands.inputs import TINY, over, with_texts
+from monograph.config import classify, load
+from monograph.device import Device
+from monograph.errors import UsageError
+from monograph.graph.remat import Remat
+from monograph.loss import TokenLoss
+from monograph.measure.footprint import Work, footprint
+from monograph.optim import AdamW, Muon
+from monograph.resident import Resident
+from monograph.run.progress import Progress
+from monograph.session import ladder as module
+from monograph.session.choices import sized
+from monograph.session.ladder import Ladder
+from monograph.session.rungs import RUNGS, Rung, Unfused, Way, unfuse
+from monograph.session.session import Session
+from numerics import relative_error
+
+CARD = Device("card", "cuda", 2**36, 2**36, 8, has_bf16=True, has_fp8=True)
+
+
+def ladder(folder: Path, *settings: str) -> Ladder:
+    """Of a few short documents, which fill a good half of their rows."""
+    given = over(TINY, "data.sequence_length=256", "train.tokens_per_update=2048", *settings)
+    if {"train.tokens", "train.epochs"} & {setting.partition("=")[0] for setting in settings}:
+        given.remove("train.updates=8")
+    return Ladder.of(sized(load(*classify(given))), folder, Progress())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(with_texts(tmp_path))
+    for number in range(10, 100):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number} " * (30 + number // 3))
+    return tmp_path
+
+
+# ---- one change a rung ----------------------------------------------------------------------------------------------
+
+
+def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
+    way, changed = Way(), list[str]()
+    for rung in RUNGS:
+        after = rung.after(way)
+        differ = [key for key, value in asdict(after).items() if value != asdict(way)[key]]
+        assert differ == list(rung.fields) and len(differ) == (rung is not RUNGS[0])
+        changed, way = changed + differ, after
+    assert set(changed) == set(asdict(Way()))
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2), AdamW(lr=1e-2, ema=0.9)])
+@pytest.mark.parametrize("remat", [Remat.Off(), Remat.Full()])
+def test_an_unfused_step_makes_the_same_updates(optim: AdamW | Muon, remat: Remat.Off | Remat.Full) -> None:
+    engines = [Resident(tiny_llama(torch.float64), optim=optim, clip=0.5, remat=remat, micro_batch=2) for _ in range(2)]
+    unfuse(engines[0])
+    slow, fast = (engine.step for engine in engines)
+    assert isinstance(slow, Unfused) and isinstance(slow.loss, TokenLoss) and slow.loss.impl == "reference"
+    assert len(slow.planes) == len(list(engines[0].model.parameters())) > len(fast.planes)
+    for seed in range(4):
+        window = rows_of(packed(8, seed), 0, 5)
+        one, other = (engine.update() for engine in engines if engine.accumulate(window) is None)
+        assert float(one.loss) == pytest.approx(float(other.loss), rel=1e-12)
+        assert float(one.grad_norm) == pytest.approx(float(other.grad_norm), rel=1e-12)
+    for mine, its in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
+        assert relative_error(mine, its) < 1e-10
+
+
+def test_a_loss_of_ones_own_stays() -> None:
+    engine = Resident(tiny_llama(), loss=lambda model, batch: TokenLoss()(model, batch))
+    before = engine.step.loss
+    unfuse(engine)
+    assert engine.step.loss is before
+
+
+def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, way, seen = ladder(folder), Way(), {}
+    made.machine = CARD
+
+    def look(session: Session, _: Progress) -> None:
+        seen[each.name] = session
+        raise UsageError("seen")
+
+    monkeypatch.setattr(module, "prepare", look)
+    for each in RUNGS[1:]:
+        made.climb(each, way, Progress())
+        way = each.after(way)
+    steps = {name: session.engine.step for name, session in seen.items()}
+    assert [name for name, step in steps.items() if isinstance(step, Unfused)] == ["compiled"]
+    assert {name: step.precision.name for name, step in steps.items() if step.precision.name != "bf16"} == {
+        "compiled": "fp32", "fused loss and optimizer": "fp32", "fp8": "fp8",
+    }  # fmt: skip
+    assert [name for name, step in steps.items() if step.remat != Remat.Off()] == ["recompute", "CUDA graphs", "fp8"]
+    assert [name for name, session in seen.items() if session.engine.micro_batch == 8] == [*seen][4:]
+    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [*seen][:3]
+
+
+# ---- the same tokens ------------------------------------------------------------------------------------------------
+
+
+def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
+    made, means = ladder(folder), {}
+    for form in ("padded", "packed"):
+        settings = made.settings_of(Way(packing=form))
+        batches = made.texts[form].batches(int(settings.train.tokens_per_update))
+        counts = [int((next(batches)["targets"] != -100).sum()) for _ in range(40)]
+        batches.close()
+        means[form] = sum(counts) / len(counts)
+    rows = int(made.settings_of(Way()).train.tokens_per_update) // 256
+    assert rows > 8, "short documents fill a part of their rows"
+    assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
+
+
+def test_the_larger_micro_batch_is_the_plans_and_what_is_before_a_quarter_of_it(folder: Path) -> None:
+    made = ladder(folder)
+    assert made.settings_of(Way(packing="packed", large=True)).train.micro_batch == 8
+    assert made.settings_of(Way(packing="packed")).train.micro_batch == 2
+    assert ladder(folder, "train.micro_batch=2").settings_of(Way()).train.micro_batch == 1
+
+
+def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
+    made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
+    assert made.most == 8 and made.settings_of(Way()).train.remat == "none"
+    assert made.settings_of(Way(captured=True)).train.compile == "whole"
+    of_blocks = ladder(folder, "train.compile=blocks")
+    assert [of_blocks.settings_of(Way(captured=each)).train.compile for each in (False, True)] == ["none", "blocks"]
+    tokens = ladder(folder, "train.tokens=10000").most
+    assert tokens == 10_000 // 2048 and ladder(folder, "train.epochs=3").most is None
+
+
+def test_weights_without_fp32_masters_have_no_first_rung(folder: Path) -> None:
+    with pytest.raises(UsageError, match="a ladder begins in fp32"):
+        ladder(folder, "optim.name=adamw:all-bf16", "train.precision=bf16")
+
+
+# ---- what a machine cannot do ---------------------------------------------------------------------------------------
+
+
+def rung(name: str) -> Rung:
+    return next(each for each in RUNGS if each.name == name)
+
+
+def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ladder(folder)
+    made.machine = Device("old", "cpu", 2**34, 2**34, 2, has_bf16=False)
+    monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
+    found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
+    assert {name for name, why in found.items() if why} == {"compiled", "bf16", "CUDA graphs", "fp8"}
+    assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
+    made.machine = CARD
+    found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
+    assert {name for name, why in found.items() if why} == {"CUDA graphs"}  # as this way is not compiled
+    assert not made.obstacle(rung("CUDA graphs").after(Way(captured=True)), rung("CUDA graphs"))
+    one = ladder(folder, "train.micro_batch=1")
+    assert "one row" in str(one.obstacle(Way(large=True), rung("larger micro-batch")))
+
+
+def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UsageError("no blocks")
+
+    made = ladder(folder)
+    monkeypatch.setattr(module, "prepare", refuse)
+    assert made.climb(rung("recompute"), Way(), Progress()) == (Way(), "no blocks")
+    with pytest.raises(UsageError, match="no blocks"):
+        made.climb(RUNGS[0], Way(), Progress())
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
+    made = ladder(folder, "model.num_hidden_layers=4", "model.hidden_size=64", "train.updates=8")
+    _, found = made.climb(rung("fused loss and optimizer"), Way(packing="packed"), Progress())
+    assert not isinstance(found, str)
+    settings, text = made.settings, made.texts["packed"]
+    config = module.make_model(settings, text, made.machine).recipe.shape()
+    optim = Muon() if settings.optim.name == "muon" else AdamW()
+    work = Work(config, 2, 256, optim, compile="none", window_rows=8)
+    assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
+    assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (2, 4, 6)
+    assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7
+
+
+@pytest.mark.slow  # three graphs are compiled
+@pytest.mark.timeout(900)
+def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
+    made, way, losses = ladder(folder), Way(), []
+    for each in RUNGS[:3]:
+        way, found = made.climb(each, way, Progress())
+        assert not isinstance(found, str) and found.held_out, found
+        assert bool(found.compile_s) == (each is not RUNGS[0]) and not found.notes
+        losses.append(found.held_out.loss)
+    assert way == Way(captured=True, fused=True)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
