@@ -7,6 +7,17 @@ import sys
 import tempfile
 import traceback
 
+# What torch, oneDNN and Python say where the host's memory, or the limit on the process, is at its end.
+_HOST_IS_FULL = (
+    "can't allocate memory", "could not create a primitive", "could not create a memory object",
+    "can't start new thread",
+)  # fmt: skip
+
+
+def host_is_full(error: BaseException) -> bool:
+    """Whether an error means that the host has no memory left for this process."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _HOST_IS_FULL)
+
 
 class MonographError(Exception):
     """Base of every error that is shown to a person as one line; the command line exits with `exit_code`."""

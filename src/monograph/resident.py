@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
 from monograph.graph import capture as graph
 from monograph.graph import recompute
 from monograph.graph.inspect import buffers_kept
@@ -27,8 +27,6 @@ from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update, accumulate, update
 
-# What torch and oneDNN say where the host's memory is at its end.
-_HOST_IS_FULL = "can't allocate memory", "could not create a primitive", "could not create a memory object"
 IGNORE = -100  # torch's default ignore_index
 T = TypeVar("T")
 
@@ -266,7 +264,8 @@ class Resident:
                     )
                 mine[name].detach().copy_(tensor)
         if missing := sorted(own.scalars.keys() - state.scalars.keys()):
-            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another train.precision or optim.grad_clip")
+            other = "train.precision or optim.grad_clip"
+            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another {other}")
         self.step.index = state.scalars["index"]
         for name, counter in self.step.counters.items():
             counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
@@ -296,4 +295,4 @@ def out_of_memory(error: BaseException | None) -> bool:
     """Whether the device's memory, or the host's, was too small."""
     if isinstance(error, InputRefused):  # the trial step explains what a module raises
         return out_of_memory(error.__cause__)
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _HOST_IS_FULL)
+    return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

@@ -22,6 +22,7 @@ from monograph.errors import (
     Stopped,
     UsageError,
     bug_report,
+    host_is_full,
 )
 
 __all__ = ["app", "main"]
@@ -103,7 +104,7 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
         return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if host_is_full(error):
         return _fail(
             "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch "
             "or data.sequence_length",
