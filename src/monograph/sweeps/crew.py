@@ -80,7 +80,7 @@ class Seat:
         for name, tensor in whole.optimizer.items():
             tensor[self._number].copy_(state.optimizer[name])
         for name, counter in step.of_members.items():
-            counter[self._number] = state.scalars[name]
+            counter[self._number].copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
 
 class Windows:
