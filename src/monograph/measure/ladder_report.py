@@ -32,10 +32,10 @@ def draw_ladder(found: Found) -> Drawing:
             axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
             for place, rung in enumerate(rungs):
                 if rung[key] is None:
-                    axes.text(0, place, " not here", va="center", fontsize=8, color=MUTED)
+                    axes.text(0, place, "\u2002not here", va="center", fontsize=8, color=MUTED)
                     continue
                 axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
-                axes.text(rung[key], place, f"  {_said(rung, key)}", va="center", fontsize=8, color=INK)
+                axes.text(rung[key], place, f"\u2002{_said(rung, key)}", va="center", fontsize=8, color=INK)
         left.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs])
         left.invert_yaxis()
         return Drawing("ladder", svg(figure))

@@ -1,0 +1,155 @@
+"""Opens pages in a headless Chromium (that of Qt's WebEngine) and prints what it saw as JSON; a process of its own.
+
+    python tests/chromium.py light|dark FOLDER PAGE.html...
+
+FOLDER gets a screenshot of each page, whole, and one at the width of a phone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PyQt6.QtCore import QEventLoop, Qt, QTimer, QUrl
+from PyQt6.QtTest import QTest
+from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
+
+SCHEMES = {"dark": 0, "light": 1}  # blink's preferredColorScheme
+WIDE, NARROW, HIGH, TALLEST = 1200, 420, 900, 8000
+PATIENCE_MS = 60_000
+# The table whose first column is sorted by the keyboard alone.
+TABLE = "document.querySelector('table.sortable')"
+ORDER = f"[...{TABLE}.tBodies[0].rows].map((row) => row.textContent)"
+PRESSES = ("Return", "Space", "Return")
+
+
+class Page(QWebEnginePage):
+    """A page that keeps what is said on its console."""
+
+    def __init__(self, profile: QWebEngineProfile) -> None:
+        super().__init__(profile)
+        self.said: list[str] = []
+
+    def javaScriptConsoleMessage(self, level: Any, message: str, line: int, source: str) -> None:
+        self.said.append(f"{source}:{line}: {message}")
+
+
+class Listener(QWebEngineUrlRequestInterceptor):
+    """Keeps what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def interceptRequest(self, info: Any) -> None:
+        self.asked.append(info.requestUrl().toString())
+
+
+def wait(begin: Callable[[Callable[[Any], None]], None]) -> Any:
+    """What `begin` is answered with, later."""
+    loop, answers = QEventLoop(), list[Any]()
+
+    def answer(value: Any) -> None:
+        answers.append(value)
+        loop.quit()
+
+    QTimer.singleShot(PATIENCE_MS, loop.quit)
+    begin(answer)
+    if not answers:
+        loop.exec()
+    if not answers:
+        raise TimeoutError("Chromium does not answer")
+    return answers[0]
+
+
+def rest(milliseconds: int = 150) -> None:
+    wait(lambda answer: QTimer.singleShot(milliseconds, lambda: answer(None)))
+
+
+class View:
+    """One page in a window."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.profile, self.listener = path, QWebEngineProfile(), Listener()
+        self.profile.setUrlRequestInterceptor(self.listener)
+        self.page, self.window = Page(self.profile), QWebEngineView()
+        self.window.setPage(self.page)
+        self.window.resize(WIDE, HIGH)
+        self.window.show()
+        assert wait(self._load), f"{path}: not loaded"
+        rest()
+
+    def _load(self, answer: Callable[[Any], None]) -> None:
+        self.page.loadFinished.connect(answer)
+        self.page.load(QUrl.fromLocalFile(str(self.path)))
+
+    def evaluate(self, code: str) -> Any:
+        return json.loads(wait(lambda answer: self.page.runJavaScript(f"JSON.stringify({code})", answer)) or "null")
+
+    def press(self, key: str) -> None:
+        QTest.keyClick(self.window.focusProxy(), getattr(Qt.Key, f"Key_{key}"))
+        rest(40)
+
+    def sticks_out(self, width: int, picture: Path) -> bool:
+        """Whether the page is wider than a window of that width; the whole of it is drawn."""
+        self.window.resize(width, HIGH)
+        rest()
+        found = bool(self.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+        self.window.resize(width, min(TALLEST, int(self.evaluate("document.documentElement.scrollHeight"))))
+        rest(400)
+        self.window.grab().save(str(picture))
+        return found
+
+    def sorted_by_keyboard(self) -> dict[str, Any] | None:
+        """What pressing the first column's name does, reached by the tabulator alone; None: it is never reached."""
+        self.window.resize(WIDE, HIGH)
+        self.window.setFocus()
+        for _ in range(200):
+            self.press("Tab")
+            if self.evaluate(f"document.activeElement === {TABLE}.querySelector('button')"):
+                break
+        else:
+            return None
+        outline = self.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        given, steps = self.evaluate(ORDER), []
+        for key in PRESSES:
+            self.press(key)
+            steps.append(
+                [self.evaluate(f"{TABLE}.querySelector('th').getAttribute('aria-sort')"), self.evaluate(ORDER)]
+            )
+        return {"outline": outline, "given": given, "steps": steps}
+
+
+def seen(path: Path, scheme: str, folder: Path) -> dict[str, Any]:
+    view = View(path)
+    pictures = {width: folder / f"{path.stem}-{scheme}-{width}.png" for width in (NARROW, WIDE)}
+    return {
+        "agent": view.evaluate("navigator.userAgent"),
+        "background": view.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"),
+        "boxes": view.evaluate("[...document.querySelectorAll('svg')].map((e) => e.getBoundingClientRect().width)"),
+        "sticks_out": {width: view.sticks_out(width, picture) for width, picture in pictures.items()},
+        "keyboard": view.sorted_by_keyboard(),
+        "said": view.page.said,
+        "asked": view.listener.asked,
+    }
+
+
+def main(scheme: str, folder: Path, pages: list[Path]) -> None:
+    os.environ["QT_QPA_PLATFORM"] = "offscreen"
+    flags = f"--disable-gpu --no-sandbox --blink-settings=preferredColorScheme={SCHEMES[scheme]}"
+    os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = flags
+    application = QApplication([sys.argv[0]])
+    print(json.dumps({path.stem: seen(path, scheme, folder) for path in pages}))
+    sys.stdout.flush()
+    del application
+    os._exit(0)  # Chromium's own end waits for a display server
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), [Path(name).resolve() for name in sys.argv[3:]])
