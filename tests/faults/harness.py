@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error.
-MODES = ("record", "kill", "torn", "short", "full-once", "full", "fsync-fails")
+# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error; `full`: no
+# space (ENOSPC) for this operation or from here on; `broken`: the device fails (EIO), an fsync's delayed write too.
+MODES = ("record", "kill", "torn", "short", "full-once", "full", "broken-once", "broken")
 EVERY_FAULT = MODES[1:]
 WRITES = ("write", "pwrite", "writev", "pwritev", "fwrite", "sendfile", "copy_file_range")
-DELETES = ("unlink", "rmdir", "close", "open")  # a full disk still does these
+READS = ("close", "open")  # a broken disk still does these
+DELETES = ("unlink", "rmdir", *READS)  # and a full one these
 
 Scenario = Callable[[Path], object]
 
@@ -171,9 +173,7 @@ def applies(mode: str, operation: Operation) -> bool:
     """Whether this fault can happen to this operation."""
     if mode in ("torn", "short"):
         return operation.name in WRITES and int(operation.detail) > 1
-    if mode == "fsync-fails":
-        return operation.name == "fsync"
-    return not (mode == "full" and operation.name in DELETES)
+    return operation.name not in {"full": DELETES, "broken": READS}.get(mode, ())
 
 
 def _compiler() -> str | None:

@@ -105,7 +105,7 @@ def judge(outcome: Outcome, previous: Checkpoint | None, new: Checkpoint, damage
     else:
         verdict = "new" if same(found, new) else "previous"
         assert verdict == "new" or (previous is not None and same(found, previous) and not returned), where
-    if outcome.mode == "fsync-fails":
+    if outcome.mode == "broken-once" and outcome.operation and outcome.operation.name == "fsync":
         assert outcome.error, where
     assert not warnings or damaged_before, (where, warnings)
     for folder in checkpoints.glob("step-*"):  # nothing half-written or half-removed bears a checkpoint's name
