@@ -131,8 +131,9 @@ static int on_descriptor(const char *name, int kind, int descriptor, const char 
     return resolve(descriptor, NULL, path) ? strike(name, kind, path, detail) : PROCEED;
 }
 
-int close(int descriptor) {
-    int verdict = on_descriptor("close", 0, descriptor, "");
+int close(int descriptor) {                              /* of what was only read: cannot fail, and changes nothing */
+    int written = armed && (fcntl(descriptor, F_GETFL) & O_ACCMODE) != O_RDONLY;
+    int verdict = written ? on_descriptor("close", 0, descriptor, "") : PROCEED;
     int result = REAL(close)(descriptor);               /* a failing close still closes */
     if (verdict == FAIL) { errno = reason(); return -1; }
     return result;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import html
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,7 @@ def escaped(text: str) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; raises DiskFull."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

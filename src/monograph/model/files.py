@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
@@ -165,11 +166,13 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
+        _remove_abandoned(target)
         partial.mkdir(parents=True)
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.rename(target)
+        with _held(partial):
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(target)
         _sync(target.parent)
     except (OSError, SafetensorError) as error:
         reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
@@ -180,6 +183,25 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what processes that were killed while they wrote to the same target left behind."""
+    left = target.parent.iterdir() if target.parent.is_dir() else ()
+    for partial in (path for path in left if path.name.startswith(f".{target.name}.partial-")):
+        with suppress(OSError), _held(partial):  # of a process that still writes the lock is refused
+            shutil.rmtree(partial)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """A lock on a folder, for the `with` block; the kernel frees it when the process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -23,6 +23,7 @@ from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, se
 
 DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial"}
+_RECORD = b'{"serial": '  # how run.lock begins
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -240,7 +241,7 @@ def _claim_given_folder(folder: Path) -> Path:
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
     lock = folder / "run.lock"
-    ours = lock.is_file() and (lock.stat().st_size == 0 or "serial" in record(folder))
+    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes()[: len(_RECORD)])  # perhaps cut while it was written
     return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
 
 

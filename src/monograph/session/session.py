@@ -105,8 +105,11 @@ class Session:
         """Seconds of training so far, over all processes of the run."""
         return self.elapsed_s + clock() - self.training_since_s
 
-    def save(self) -> None:
+    def save(self, keep: int = 0) -> None:
         """Write a checkpoint of this moment; metrics are made durable first.
+
+        Args:
+            keep: how many stay at least, whatever the settings say.
 
         Raises:
             Diverged: a parameter is not finite; nothing is written, so that the checkpoints that are there stay.
@@ -138,7 +141,7 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
+        checkpointing.save(self.run.checkpoints, checkpoint, max(keep, self.settings.train.keep))
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.

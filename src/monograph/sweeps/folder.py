@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -155,7 +154,8 @@ class Sweep:
         """Let `best` name the best member; where there are no links it has its number only."""
         link = self.run.folder / "best"
         with suppress(OSError):
-            temporary = link.with_name(f".best.{os.getpid()}")
+            temporary = link.with_name(".best")  # the sweep's lock is held, so it is a killed process's if it is there
+            temporary.unlink(missing_ok=True)
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
 
