@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +25,9 @@ from batches import tiny_llama
 from commands.inputs import with_texts
 from faults.examples import checkpoint, same, two_saves
 from faults.harness import EVERY_FAULT, Scenario
+from laws.resumed import SETTINGS as SETTINGS_OF_RUN
+from laws.resumed import fingerprint, start, write_inputs
+from laws.resumed import resume as go_on
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config import load
@@ -36,6 +42,7 @@ from monograph.model.llama import Llama
 from monograph.run.exports import save
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.session import story
 from monograph.session.choices import discard, record_parent, write_config, write_tokenizer
 from monograph.stream import Placement, Streamed
 from monograph.sweeps import crew as crews
@@ -231,7 +238,7 @@ def look_at_export(folder: Path, format: str) -> str:
 def export_again(folder: Path, format: str) -> None:
     if look_at_export(folder, format) == "former":
         export(folder, format)
-    elif [path for path in folder.iterdir() if ".partial-" in path.name]:
+    elif [path for path in folder.iterdir() if path.name == ".out.partial"]:
         (folder / "out").rename(folder / "elsewhere")
         export(folder, format)
         (folder / "elsewhere").rename(folder / "moved")
@@ -390,6 +397,62 @@ def save_stream_again(folder: Path) -> None:
     assert len(left) <= 1 and not any(path.stat().st_size for path in left), "a plane that nobody can reach"
 
 
+# ---- the whole of `monograph train` --------------------------------------------------------------------------------
+
+RUN = SETTINGS_OF_RUN | {"train.updates": 3, "train.eval_every": 2, "train.keep": 2}
+
+
+@contextmanager
+def commanding(folder: Path) -> Iterator[None]:
+    """In the folder, without figures and without a word."""
+    before, story.write_report = os.getcwd(), lambda *_: None
+    os.chdir(folder)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def begin_run(folder: Path) -> None:
+    write_inputs(folder)
+    with commanding(folder):
+        start("elsewhere", RUN)  # the text is tokenised once for all
+        shutil.rmtree("elsewhere")
+
+
+def train_run(folder: Path) -> None:
+    with commanding(folder):
+        start("run", RUN)
+
+
+@cache
+def expected_of_run(scratch: Path) -> dict[str, Any]:
+    shutil.copytree(scratch / "prepared", scratch / "expected-run")
+    train_run(scratch / "expected-run")
+    return fingerprint(scratch / "expected-run" / "run")
+
+
+def look_at_run(folder: Path) -> str:
+    """That nothing is lost is what `again` shows: a run that goes on comes to the same bits."""
+    run = Run(folder / "run")
+    if not (run.metrics.exists() and any("summary" in row for row in run.rows())):
+        return "former"
+    assert fingerprint(run.folder) == expected_of_run(folder.parent)
+    return "new"
+
+
+def resume_run(folder: Path) -> None:
+    begun = Run(folder / "run").begun
+    with commanding(folder):
+        if begun:
+            go_on("run")
+        else:
+            start("run", RUN)
+    assert look_at_run(folder) == "new"
+    assert not [path for path in (folder / "run").rglob("*") if "partial" in path.name or ".tmp" in path.name]
+
+
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
     "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again),
@@ -407,4 +470,5 @@ CASES: dict[str, Case] = {
     },
     "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",), stride=3),
     "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=2),
+    "train": Case(begin_run, train_run, look_at_run, resume_run),
 }

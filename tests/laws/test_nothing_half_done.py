@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import FaultServer, unavailable
+from faults.harness import EVERY_FAULT, FaultServer, unavailable
+from faults.power import power_cuts
 from faults.scenarios import CASES, Case
 
 pytestmark = [
@@ -53,8 +54,35 @@ def struck_everywhere(
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"train"}))  # which takes seconds each time
 def test_a_fault_at_any_operation_leaves_the_former_or_the_new(name: str, faults: FaultServer, tmp_path: Path) -> None:
     found = struck_everywhere(CASES[name], faults, tmp_path, CASES[name].modes, CASES[name].stride)
     print(f"{name}: {found.total()} faults, {dict(found)}, none lost")
     assert found["former"] and found.total() >= 20
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("sweep", "stream")]
+)  # which are saves, and more
+def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(name: str, faults: FaultServer, tmp_path: Path) -> None:
+    case, found, at = CASES[name], Counter[str](), set[int]()
+    (tmp_path / "prepared").mkdir()
+    case.prepare(tmp_path / "prepared")
+    for outcome in power_cuts(faults, case.steps, tmp_path / "prepared", tmp_path):
+        try:
+            found[case.look(outcome.folder)] += 1
+            if outcome.number not in at or outcome.number % 3 == 0:
+                case.again(outcome.folder)
+        except Exception as error:
+            raise AssertionError(f"before operation {outcome.number}") from error
+        at.add(outcome.number)
+    print(f"{name}: {found.total()} states after a power cut, {dict(found)}, none lost")
+    assert found["former"] and found["new"] and found.total() > len(at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", CASES)
+def test_every_fault_at_every_operation(name: str, faults: FaultServer, tmp_path: Path) -> None:
+    found = struck_everywhere(CASES[name], faults, tmp_path, EVERY_FAULT, 5 if name == "train" else 1)
+    print(f"{name}: {found.total()} faults, {dict(found)}, none lost")

@@ -16,7 +16,7 @@ from monograph.device import compiler_obstacle, default_device, describe, measur
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
 from monograph.run.folder import Run
 from monograph.run.models import own_tokenizer
-from monograph.run.register import serial
+from monograph.run.register import record, serial
 from monograph.session.choices import recorded_parent
 from monograph.session.session import digest_of
 
@@ -76,7 +76,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     sound = [path for path in found if checkpoints[path.name] is None]
     saved = checkpointing.load_state(sound[-1]) if sound else {}
     files = {
-        "run.lock": _fault(lambda: serial(folder.folder) > 0, True),
+        "run.lock": _fault(lambda: serial(folder.folder) > 0 and record(folder.folder) != {}, True),
         "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
         "tokenizer.json": _fault(lambda: digest_of(own_tokenizer(folder)), saved.get("tokenizer")),
         "metrics.jsonl": _fault(metrics, True),

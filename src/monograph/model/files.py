@@ -164,33 +164,36 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        _remove_abandoned(target)
-        partial.mkdir(parents=True)
-        with _held(partial):
+        with _claimed(partial):
             yield partial
             for path in (*partial.iterdir(), partial):
                 _sync(path)
             partial.rename(target)
-        _sync(target.parent)
+            _sync(target.parent)
     except (OSError, SafetensorError) as error:
         reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
         number = int(reported[1]) if reported else getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
+        if number == errno.EEXIST:
+            reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[None]:
+    """Make a folder, which is gone at the end whatever happens; what a killed process left there goes first."""
+    with suppress(OSError), _held(partial):  # of a process that still writes the lock is refused
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        with _held(partial):
+            yield
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove what processes that were killed while they wrote to the same target left behind."""
-    left = target.parent.iterdir() if target.parent.is_dir() else ()
-    for partial in (path for path in left if path.name.startswith(f".{target.name}.partial-")):
-        with suppress(OSError), _held(partial):  # of a process that still writes the lock is refused
-            shutil.rmtree(partial)
 
 
 @contextmanager

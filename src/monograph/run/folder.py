@@ -241,7 +241,7 @@ def _claim_given_folder(folder: Path) -> Path:
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
     lock = folder / "run.lock"
-    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes()[: len(_RECORD)])  # perhaps cut while it was written
+    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes().rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
     return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
 
 
@@ -270,6 +270,7 @@ def _overwrite(descriptor: int, content: bytes) -> None:
     os.lseek(descriptor, 0, os.SEEK_SET)
     _write_all(descriptor, content)
     os.ftruncate(descriptor, len(content))
+    os.fsync(descriptor)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
