@@ -222,6 +222,11 @@ class Tokenizer:
         """The content of a `tokenizer.json`."""
         return json.dumps(self._json, ensure_ascii=False, indent=1)
 
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of its file; not `hash`, as another file may name the tokens that begin and end a text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")

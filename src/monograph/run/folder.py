@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -173,15 +174,27 @@ class Run:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
-    def truncate_metrics(self, offset: int) -> None:
-        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged."""
+    def metrics_digest(self, offset: int | None = None) -> str:
+        """Hex sha256 of the rows before byte `offset`, without it of all."""
+        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        return hashlib.sha256(content[:offset]).hexdigest()
+
+    def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
+        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged.
+
+        With `sha256`, what stays must have that digest.
+        """
+        instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
-                "missing; put the file back, or start a new run from this one with --from"
+                f"missing; {instead}"
             )
         if self.metrics.exists():
             self._parsed(self.metrics.read_bytes()[:offset])
+            found = self.metrics_digest(offset)
+            if sha256 not in (None, found):
+                raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
             with _explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
