@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -228,9 +229,11 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     Raises:
         InputRefused: its file is damaged or another one; says where to find a copy.
     """
+    recorded = state.get("tokenizer")
     try:
-        tokenizer = Tokenizer.from_file(run.tokenizer)
-        found, recorded = tokenizer.digest, state.get("tokenizer")
+        own = run.tokenizer.is_file() and hashlib.sha256(run.tokenizer.read_bytes().rstrip()).hexdigest() == recorded
+        tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
+        found = tokenizer.digest
         if recorded not in (None, found):
             raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}; ")
         return tokenizer
