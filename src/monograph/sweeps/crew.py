@@ -138,10 +138,8 @@ class Crew:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """A checkpoint of each member that still learns; what a member would draw next depends on its seed alone.
-
-        Several members keep the one before as well, or a crash between two of them would leave no update that all have.
-        """
+        """A checkpoint of each member that still learns; what a member would draw next depends on its seed alone."""
+        # Each keeps the one before as well, or a crash between two members would leave no update that all have.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
                 randomness.seed(session.settings.train.seed)
