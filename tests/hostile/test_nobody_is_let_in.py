@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -69,6 +71,15 @@ def test_programs_are_started_in_two_places_and_files_run_in_one() -> None:
     started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}
     assert started == STARTS_PROGRAMS
     assert {file for file, found in by_file.items() if "exec_module" in found} == RUNS_A_FILE
+
+
+def test_every_dependency_has_its_reason() -> None:
+    root = PACKAGE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    rows = re.findall(r"^\| ([\w-]+)(?: \(extra\))? \|.*\| ([\d.]+)", (root / "SECURITY.md").read_text(), re.M)
+    wanted = [*project["dependencies"], *extras["parquet"], *extras["zstd"]]
+    assert sorted(f"{name}>={floor}" for name, floor in rows) == sorted(wanted)
 
 
 @pytest.mark.parametrize("name", ["import pickle", "x = eval('1')", "from zipfile import ZipFile", "os.system('true')"])

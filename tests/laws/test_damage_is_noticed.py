@@ -83,8 +83,8 @@ def runs(folder: Path) -> Kind:
             assert data[:kept] == whole[path][:kept]
             return "after the checkpoint, where a resume writes anew"
         else:
-            assert json.loads(data)["serial"] == json.loads(whole[path])["serial"]
-            return "who held the lock last is no longer known"
+            kept = json.loads(data)["serial"] == json.loads(whole[path])["serial"]
+            return "another holder of the lock is named" if kept else "another place among the runs, as `last` sees it"
         return "another spelling of the same"
 
     def look(path: Path) -> str:
@@ -107,13 +107,15 @@ def tokens(folder: Path) -> Kind:
     texts = write_texts(folder / "texts", documents=8, longest=400)
     request = Request(find(texts, texts), 0.3, 300, Reading("text", skip_bad=False))
     built = store.open_or_build(request, folder / "cache").folder
+    manifest = json.loads((built / "manifest.json").read_bytes())
 
     def look(path: Path) -> str:
         try:
             store._open(built, request, None)
         except InputRefused as error:
             return refused(error, path) + "; it is made anew"
-        raise AssertionError("taken")
+        assert path.name == "manifest.json" and json.loads(path.read_bytes()) == manifest
+        return "another spelling of the same"
 
     return Kind(sorted(built.iterdir()), look, 4)
 
