@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 
+_LONGEST = 1500  # letters of a message, which may quote what a file says
 # What torch, oneDNN and Python say where the host's memory, or the limit on the process, is at its end.
 _HOST_IS_FULL = (
     "can't allocate memory", "could not create a primitive", "could not create a memory object",
@@ -23,6 +24,10 @@ class MonographError(Exception):
     """Base of every error that is shown to a person as one line; the command line exits with `exit_code`."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
 
 
 class UsageError(MonographError):

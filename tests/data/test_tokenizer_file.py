@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import re
+import resource
 
 import pytest
 
+from monograph.data import tokenizer_trial
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import KNOWN_PATTERNS, read, texts
 from monograph.errors import InputRefused
@@ -99,6 +101,36 @@ def test_padding_and_truncation_are_dropped():
     tokenizer = Tokenizer(hostile, "x")
     assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
     assert json.loads(tokenizer.to_json())["padding"] is None
+
+
+def test_what_is_not_trusted_is_loaded_in_a_limited_process_first(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(GOOD))
+    tried = []
+    fault = tokenizer_trial.fault
+    monkeypatch.setattr(tokenizer_trial, "fault", lambda text: tried.append(text) or fault(text))
+    assert Tokenizer.from_file(path).hash == Tokenizer.from_file(path, trusted=True).hash == Tokenizer(GOOD, "x").hash
+    assert len(tried) == 1
+    monkeypatch.setattr(tokenizer_trial, "fault", lambda text: "it aborts")
+    with pytest.raises(InputRefused, match="tokenizer.json: the tokenizers library cannot load it: it aborts"):
+        Tokenizer.from_file(path)
+
+
+HARMFUL = {
+    "memory": {"padding": {"strategy": {"Fixed": 4 * 10**9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0,
+                           "pad_token": "x"}},
+    "time": {"normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "b" * 10**6}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("time", marks=pytest.mark.slow)])
+def test_the_limited_process_ends_and_this_one_goes_on(kind):
+    """What the allow-list would not have let through: it ends its process."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert tokenizer_trial.fault(json.dumps(GOOD | HARMFUL[kind]))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime - began.ru_utime < tokenizer_trial.SECONDS + 5
+    assert tokenizer_trial.fault(json.dumps(GOOD)) is None
 
 
 @pytest.mark.parametrize("name", KNOWN_PATTERNS)

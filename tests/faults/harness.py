@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error.
-MODES = ("record", "kill", "torn", "short", "full-once", "full", "fsync-fails")
+# In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error; `full`:
+# no space (ENOSPC) for this operation or from here on; `broken`: the device fails (EIO), an fsync's delayed write too.
+MODES = ("record", "kill", "torn", "short", "full-once", "full", "broken-once", "broken")
 EVERY_FAULT = MODES[1:]
 WRITES = ("write", "pwrite", "writev", "pwritev", "fwrite", "sendfile", "copy_file_range")
-DELETES = ("unlink", "rmdir", "close", "open")  # a full disk still does these
+READS = ("close", "open")  # a broken disk still does these
+DELETES = ("unlink", "rmdir", *READS)  # and a full one these
 
 Scenario = Callable[[Path], object]
 
@@ -145,14 +147,21 @@ class FaultServer:
         return outcome.journal
 
     def every_operation(
-        self, scenario: Scenario, prepared: Path, scratch: Path, modes: Sequence[str] = EVERY_FAULT
+        self,
+        scenario: Scenario,
+        prepared: Path,
+        scratch: Path,
+        modes: Sequence[str] = EVERY_FAULT,
+        stride: int = 1,
     ) -> Iterator[Outcome]:
-        """Strike at each operation in each mode to which it can happen, each time on a fresh copy of `prepared`."""
+        """Strike at each operation in each mode to which it can happen, each time on a fresh copy of `prepared`.
+
+        Only at every `stride`-th of them where a case is dear.
+        """
         journal = self.record(scenario, prepared, scratch)
         for mode in modes:
-            for number, operation in enumerate(journal, 1):
-                if not applies(mode, operation):
-                    continue
+            struck = [(number, each) for number, each in enumerate(journal, 1) if applies(mode, each)]
+            for number, operation in struck[::stride]:
                 folder = _fresh_copy(prepared, scratch)
                 outcome = self.run(scenario, folder, mode, number)
                 yield Outcome(folder, mode, number, operation, outcome.error, outcome.signal, outcome.journal)
@@ -171,9 +180,9 @@ def applies(mode: str, operation: Operation) -> bool:
     """Whether this fault can happen to this operation."""
     if mode in ("torn", "short"):
         return operation.name in WRITES and int(operation.detail) > 1
-    if mode == "fsync-fails":
-        return operation.name == "fsync"
-    return not (mode == "full" and operation.name in DELETES)
+    # Killed before a read, a folder is as it is when killed before what comes next.
+    never = {"kill": READS, "full-once": ("open",), "full": DELETES, "broken": READS}
+    return operation.name not in never.get(mode, ())
 
 
 def _compiler() -> str | None:

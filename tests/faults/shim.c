@@ -25,7 +25,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { RECORD, KILL, TORN, SHORT, FULL_ONCE, FULL, FSYNC_FAILS };              /* the order of MODES in harness.py */
+enum { RECORD, KILL, TORN, SHORT, FULL_ONCE, FULL, BROKEN_ONCE, BROKEN };      /* the order of MODES in harness.py */
 enum { PROCEED, HALF, HALF_THEN_DIE, FAIL };
 enum { CREATES = 1, WRITES = 2, SYNCS = 4, FREES = 8 };                        /* what an operation is to the disk */
 
@@ -47,6 +47,7 @@ void faults_disarm(void) { armed = 0; }
 long faults_struck(void) { return struck; }
 const char *faults_journal(void) { return journal; }
 
+static int reason(void) { return mode == FULL_ONCE || mode == FULL ? ENOSPC : EIO; }
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
 
 /* Counts one operation and says what shall become of it. Journal: one line each, name TAB path TAB detail. */
@@ -61,11 +62,12 @@ static int strike(const char *name, int kind, const char *path, const char *deta
     if (here && mode == KILL) die();
     if (here && mode == TORN) verdict = HALF_THEN_DIE;
     if (here && mode == SHORT) verdict = HALF;
-    if (here && (mode == FULL_ONCE || mode == FSYNC_FAILS)) verdict = FAIL;
+    if (here && (mode == FULL_ONCE || mode == BROKEN_ONCE)) verdict = FAIL;
     if (since && mode == FULL && (kind & (CREATES | WRITES | SYNCS))) verdict = FAIL;   /* a full disk can still delete */
+    if (since && mode == BROKEN && kind) verdict = FAIL;                                /* and a broken one only be read */
     if (verdict != PROCEED) struck++;
     pthread_mutex_unlock(&lock);
-    if (verdict == FAIL) errno = mode == FSYNC_FAILS ? EIO : ENOSPC;
+    if (verdict == FAIL) errno = reason();
     return verdict;
 }
 
@@ -129,17 +131,18 @@ static int on_descriptor(const char *name, int kind, int descriptor, const char 
     return resolve(descriptor, NULL, path) ? strike(name, kind, path, detail) : PROCEED;
 }
 
-int close(int descriptor) {
-    int verdict = on_descriptor("close", 0, descriptor, "");
+int close(int descriptor) {                              /* of what was only read: cannot fail, and changes nothing */
+    int written = armed && (fcntl(descriptor, F_GETFL) & O_ACCMODE) != O_RDONLY;
+    int verdict = written ? on_descriptor("close", 0, descriptor, "") : PROCEED;
     int result = REAL(close)(descriptor);               /* a failing close still closes */
-    if (verdict == FAIL) { errno = ENOSPC; return -1; }
+    if (verdict == FAIL) { errno = reason(); return -1; }
     return result;
 }
 
 int fclose(FILE *file) {
     int verdict = on_descriptor("fclose", WRITES, fileno(file), "");
     int result = REAL(fclose)(file);
-    if (verdict == FAIL) { errno = ENOSPC; return EOF; }
+    if (verdict == FAIL) { errno = reason(); return EOF; }
     return result;
 }
 

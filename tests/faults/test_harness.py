@@ -97,7 +97,6 @@ def test_each_fault_does_what_its_name_says(faults: FaultServer, tmp_path: Path)
         ("kill", "create"): (True, None, None),
         ("kill", "write"): (True, None, b""),
         ("kill", "fsync"): (True, None, b"0123456789"),
-        ("kill", "close"): (True, None, b"0123456789"),
         ("torn", "write"): (True, None, b"01234"),
         ("short", "write"): (False, "RuntimeError: short write", b"01234"),
         ("full-once", "create"): (False, full, None),
@@ -107,7 +106,13 @@ def test_each_fault_does_what_its_name_says(faults: FaultServer, tmp_path: Path)
         ("full", "create"): (False, full, None),
         ("full", "write"): (False, full, b""),
         ("full", "fsync"): (False, full, b"0123456789"),
-        ("fsync-fails", "fsync"): (False, broken, b"0123456789"),
+        ("broken-once", "create"): (False, broken, None),
+        ("broken-once", "write"): (False, broken, b""),
+        ("broken-once", "fsync"): (False, broken, b"0123456789"),
+        ("broken-once", "close"): (False, broken, b"0123456789"),
+        ("broken", "create"): (False, broken, None),
+        ("broken", "write"): (False, broken, b""),
+        ("broken", "fsync"): (False, broken, b"0123456789"),
     }
 
 
@@ -115,7 +120,7 @@ def test_every_operation_of_a_scenario_is_struck(faults: FaultServer, tmp_path: 
     (tmp_path / "empty").mkdir()
     journal = faults.record(write_ten_bytes, tmp_path / "empty", tmp_path)
     cases = sum(applies(mode, operation) for mode in EVERY_FAULT for operation in journal)
-    assert cases == sum(1 for _ in faults.every_operation(write_ten_bytes, tmp_path / "empty", tmp_path)) == 14
+    assert cases == sum(1 for _ in faults.every_operation(write_ten_bytes, tmp_path / "empty", tmp_path)) == 19
     with pytest.raises(AssertionError, match="never struck"):
         faults.run(write_ten_bytes, tmp_path / "empty", "kill", len(journal) + 1)
     with pytest.raises(AssertionError, match="by itself"):

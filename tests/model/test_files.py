@@ -63,6 +63,17 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch, failure, error)
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_two_processes_do_not_write_one_folder(tmp_path):
+    with files.new_folder(tmp_path / "model") as new:
+        (new / "file").write_text("first")
+        with (
+            pytest.raises(InputRefused, match="another process writes it, in .*/.model.partial"),
+            files.new_folder(tmp_path / "model"),
+        ):
+            pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "file"]
+
+
 def test_a_place_that_cannot_be_written_is_named():
     with pytest.raises(InputRefused, match="/proc/nowhere: cannot be written"):
         save_model(Llama(CONFIG), "/proc/nowhere")

@@ -97,11 +97,12 @@ def _fail(message: str, code: int) -> int:
 
 
 def _unforeseen(error: Exception, arguments: list[str]) -> int:
-    """What no room foresaw: a full disk or a forbidden path is said as such, anything else is a bug of ours."""
+    """What no room foresaw: a full or broken disk or a forbidden path is said as such, anything else is our bug."""
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return _fail(f"cannot write {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        verb = "read or write" if error.errno == errno.EIO else "write"
+        return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
     if host_is_full(error):

@@ -19,9 +19,8 @@ from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limi
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import own_tokenizer
-from monograph.run.register import serial
+from monograph.run.register import record, serial
 from monograph.session.choices import recorded_parent
-from monograph.session.session import digest_of
 
 
 def run(run: str | None, *, json: bool) -> int:
@@ -84,19 +83,19 @@ def _disk(found: Disk) -> str:
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     """Verify what a later command relies on: the report is drawn from it, and text is hashed whenever it is read."""
 
-    def metrics() -> bool:
+    def metrics() -> str | None:
         folder.rows()
-        return folder.metrics_offset >= saved.get("metrics_offset", 0)
+        return folder.metrics_digest(saved.get("metrics_offset")) if "metrics_sha256" in saved else None
 
     found = sorted(folder.checkpoints.glob("step-*"))
     checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
     sound = [path for path in found if checkpoints[path.name] is None]
     saved = checkpointing.load_state(sound[-1]) if sound else {}
     files = {
-        "run.lock": _fault(lambda: serial(folder.folder) > 0, True),
+        "run.lock": _fault(lambda: serial(folder.folder) > 0 and record(folder.folder) != {}, True),
         "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
-        "tokenizer.json": _fault(lambda: digest_of(own_tokenizer(folder)), saved.get("tokenizer")),
-        "metrics.jsonl": _fault(metrics, True),
+        "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
+        "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
     }
     if folder.parent_file.exists():
         files["from.json"] = _fault(lambda: recorded_parent(folder))

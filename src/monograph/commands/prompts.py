@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json as jsonlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from monograph.config.nearest import did_you_mean
 from monograph.decode import Sampling
@@ -14,6 +15,7 @@ from monograph.errors import InputRefused, UsageError
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
+_PIECE_BYTES = 1 << 20
 LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 30
 
 
@@ -100,10 +102,10 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
     """
     try:
         if path == Path("-"):
-            content = sys.stdin.buffer.read(most_bytes + 1)
+            content = _at_most(sys.stdin.buffer, most_bytes + 1)
         else:
             with path.open("rb") as file:
-                content = file.read(most_bytes + 1)
+                content = _at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
     if len(content) > most_bytes:
@@ -113,3 +115,9 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputRefused(f"{flag} {path}: byte {error.start} (line {line}) is not UTF-8; convert it") from None
+
+
+def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
+    """So many bytes or a little more; `read` would take memory for all that there could be."""
+    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
+    return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))

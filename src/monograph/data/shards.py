@@ -142,7 +142,7 @@ def _frame(file: BinaryIO, path: Path) -> _Frame:
     if len(header) != _HEADER_BYTES or struct.unpack("<I", header[-4:])[0] != zlib.crc32(header[:-4]):
         raise InputRefused(f"{path}: its header is damaged or it is not a shard of Monograph's")
     magic, version, itemsize, _, count, block_bytes, sha256 = _HEADER.unpack_from(header)
-    if (magic, version) != (_MAGIC, _VERSION):
+    if (magic, version) != (_MAGIC, _VERSION) or itemsize not in _DTYPES or not block_bytes:
         raise InputRefused(f"{path}: is not a version {_VERSION} shard of Monograph's")
     payload = count * itemsize
     blocks = -(-payload // block_bytes)

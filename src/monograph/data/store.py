@@ -274,7 +274,7 @@ def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> 
         raise InputRefused(f"{path}: is damaged (its checksum is wrong)")
     if isinstance(asked, Tokenizer):
         return asked
-    tokenizer = Tokenizer.from_file(path)
+    tokenizer = Tokenizer.from_file(path, trusted=True)
     if tokenizer.hash != manifest["tokenizer"]["sha256"]:
         raise InputRefused(f"{path}: is read differently by this version of Monograph")
     return tokenizer

@@ -14,7 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from monograph.data import companions, tokenizer_file
+from monograph.data import companions, tokenizer_file, tokenizer_trial
 from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
 
@@ -48,7 +48,9 @@ class Tokenizer:
 
     companions = Companions()
 
-    def __init__(self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None) -> None:
+    def __init__(
+        self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None, trusted: bool = True
+    ) -> None:
         """From the JSON object of a `tokenizer.json`; see `from_file`."""
         checked = tokenizer_file.Checked(content, where)
         self.special: dict[str, int] = checked.special
@@ -72,8 +74,11 @@ class Tokenizer:
             self.pad_id,
         ]
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        text = json.dumps(self._json)
+        if not trusted and (fault := tokenizer_trial.fault(text)):
+            raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
         try:
-            self._engine = tokenizers.Tokenizer.from_str(json.dumps(self._json))
+            self._engine = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises the bare class
             raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
         self._engine.encode_special_tokens = True
@@ -112,7 +117,9 @@ class Tokenizer:
         return cls(json.loads(engine.to_str()) | {"post_processor": _BEGIN_WITH_BOS}, f"bpe:{vocab_size}")
 
     @classmethod
-    def from_file(cls, path: str | Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
+    def from_file(
+        cls, path: str | Path, bos: str | None = None, eos: str | None = None, trusted: bool = False
+    ) -> Tokenizer:
         """Read a `tokenizer.json`, or the one in a folder, with its chat template and what else is beside it.
 
         Args:
@@ -120,6 +127,7 @@ class Tokenizer:
             bos: content of the token that begins a document. Without it: what `tokenizer_config.json` beside the file
                 says, else the first of the usual names that the file has.
             eos: the same for the end of a document. Where only one of the two is known it serves as both.
+            trusted: whether the file is known to be one of ours; others are loaded in a limited process first.
 
         Raises:
             InputRefused: not a lossless byte-level BPE of known parts, or neither bos nor eos is known, or a file
@@ -130,7 +138,7 @@ class Tokenizer:
         beside = companions.read(path.parent)
         if bos is None and eos is None:
             bos, eos = beside.borders
-        tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos)
+        tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos, trusted)
         tokenizer.companions = beside
         return tokenizer
 
@@ -221,6 +229,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of a `tokenizer.json`."""
         return json.dumps(self._json, ensure_ascii=False, indent=1)
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of its file; not `hash`, as another file may name the tokens that begin and end a text."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""

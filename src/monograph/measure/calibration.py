@@ -37,7 +37,7 @@ class Calibration:
         self._file = file
         self._seen: dict[str, list[float]] = {}
         self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
-        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError):
+        with suppress(OSError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
             found = json.loads(file.read_text())
             if found.get("schema") == SCHEMA:
                 self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in found["seen"].items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ def _samples(samples: Sequence[tuple[float, str]]) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; raises DiskFull."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
@@ -168,23 +169,47 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.rename(target)
-        _sync(target.parent)
+        with _claimed(partial):
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(target)
+            _sync(target.parent)
     except (OSError, SafetensorError) as error:
         reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
         number = int(reported[1]) if reported else getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
+        if number == errno.EEXIST:
+            reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[None]:
+    """Make a folder, which is gone at the end whatever happens; what a killed process left there goes first."""
+    with suppress(OSError), _held(partial):  # of a process that still writes the lock is refused
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        with _held(partial):
+            yield
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """A lock on a folder, for the `with` block; the kernel frees it when the process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

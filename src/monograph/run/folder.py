@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, se
 
 DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial"}
+_RECORD = b'{"serial": '  # how run.lock begins
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
 # outlive us.
@@ -171,15 +173,27 @@ class Run:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
-    def truncate_metrics(self, offset: int) -> None:
-        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged."""
+    def metrics_digest(self, offset: int | None = None) -> str:
+        """Hex sha256 of the rows before byte `offset`, without it of all."""
+        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        return hashlib.sha256(content[:offset]).hexdigest()
+
+    def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
+        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged.
+
+        With `sha256`, what stays must have that digest.
+        """
+        instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
-                "missing; put the file back, or start a new run from this one with --from"
+                f"missing; {instead}"
             )
         if self.metrics.exists():
             self._parsed(self.metrics.read_bytes()[:offset])
+            found = self.metrics_digest(offset)
+            if sha256 not in (None, found):
+                raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
             with explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
@@ -241,7 +255,7 @@ def _claim_given_folder(folder: Path) -> Path:
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
     lock = folder / "run.lock"
-    ours = lock.is_file() and (lock.stat().st_size == 0 or "serial" in record(folder))
+    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes().rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
     return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
 
 
@@ -270,6 +284,7 @@ def _overwrite(descriptor: int, content: bytes) -> None:
     os.lseek(descriptor, 0, os.SEEK_SET)
     _write_all(descriptor, content)
     os.ftruncate(descriptor, len(content))
+    os.fsync(descriptor)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

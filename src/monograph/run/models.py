@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,8 +73,11 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: none of these, or damaged; names what is wrong.
         NoValidCheckpoint: a run without one.
     """
-    model, run = settle(_merged(_load(folder, warn, None, {}))), run_named(folder)
-    return model, own_tokenizer(run) if run else Tokenizer.from_file(tokenizer_of(folder))
+    run = run_named(folder)
+    if run is None:
+        return settle(_merged(_load(folder, warn, None, {}))), Tokenizer.from_file(tokenizer_of(folder))
+    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
 
 def load_to_export(
@@ -90,7 +94,7 @@ def load_to_export(
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = checkpointing.newest(run.checkpoints, warn)
     (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
-    tokenizer, stored = own_tokenizer(run), None
+    tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
         stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
         beside = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
@@ -200,7 +204,7 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
         settle(model)
     else:
         model = _restored(run, checkpoint)
-    return Trained(model, loss, own_tokenizer(run), checkpoint.state, bool(averages(checkpoint)))
+    return Trained(model, loss, own_tokenizer(run, checkpoint.state), checkpoint.state, bool(averages(checkpoint)))
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -215,10 +219,24 @@ def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
 
 
-def own_tokenizer(run: Run) -> Tokenizer:
-    """A run's tokenizer; raises InputRefused, with where to find another copy, if its file is damaged."""
+def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
+    """A run's tokenizer.
+
+    Args:
+        run: the run.
+        state: of its checkpoint, which records the tokenizer's digest; empty where there is none.
+
+    Raises:
+        InputRefused: its file is damaged or another one; says where to find a copy.
+    """
+    recorded = state.get("tokenizer")
     try:
-        return Tokenizer.from_file(run.tokenizer)
+        own = run.tokenizer.is_file() and hashlib.sha256(run.tokenizer.read_bytes().rstrip()).hexdigest() == recorded
+        tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
+        found = tokenizer.digest
+        if recorded not in (None, found):
+            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}; ")
+        return tokenizer
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0]
         copy = f"the folder that `monograph data build {run.config}` prints has a copy"

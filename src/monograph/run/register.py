@@ -10,6 +10,7 @@ from typing import Any
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
+_SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -28,9 +29,14 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def serial(folder: Path) -> int:
-    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say."""
-    number = record(folder).get("serial")
-    return number if isinstance(number, int) else 0
+    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say.
+
+    What follows the number is written anew by each process, and may be cut off.
+    """
+    with suppress(OSError):
+        if found := _SERIAL.match((folder / "run.lock").read_bytes()):
+            return int(found[1])
+    return 0
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise DiskFull(f"{path}: cannot be written: {error.strerror}; what was there before is untouched") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.data.place import calibration_file
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import clock, describe
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
@@ -102,8 +100,11 @@ class Session:
         """Seconds of training so far, over all processes of the run."""
         return self.elapsed_s + clock() - self.training_since_s
 
-    def save(self) -> None:
+    def save(self, keep: int = 0) -> None:
         """Write a checkpoint of this moment; metrics are made durable first.
+
+        Args:
+            keep: how many stay at least, whatever the settings say.
 
         Raises:
             Diverged: a parameter is not finite; nothing is written, so that the checkpoints that are there stay.
@@ -125,8 +126,9 @@ class Session:
             "budget_s": self.budget_s,
             "elapsed_s": self.spent_s,
             "metrics_offset": self.run.sync_metrics(),
+            "metrics_sha256": self.run.metrics_digest(),
             "fingerprint": self.corpus.fingerprint,
-            "tokenizer": digest_of(self.corpus.tokenizer),
+            "tokenizer": self.corpus.tokenizer.digest,
             "settings": self.settings.fingerprint,
             "recipe": self.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # which no run had before kernels were measured
@@ -134,7 +136,7 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
+        checkpointing.save(self.run.checkpoints, checkpoint, max(keep, self.settings.train.keep))
 
     def non_finite(self) -> list[str]:
         """Names of the parameters of a checkpoint that are not finite; no update makes one so."""
@@ -157,7 +159,7 @@ class Session:
 
     def _restore(self, checkpoint: Checkpoint) -> list[str]:
         state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
-        tokenizer = digest_of(self.corpus.tokenizer)
+        tokenizer = self.corpus.tokenizer.digest
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on "
@@ -182,7 +184,7 @@ class Session:
         then, now = state["versions"], _versions()
         changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
         randomness.restore(state["random"], self.engine.step.device)
-        self.run.truncate_metrics(state["metrics_offset"])
+        self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
         return changed
 
     def adopt(self, checkpoint: Checkpoint) -> None:
@@ -258,11 +260,6 @@ class Session:
         """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""
         self.cooled = [self.engine.index, updates]
         self.engine.step.schedule = self.schedule()
-
-
-def digest_of(tokenizer: Tokenizer) -> str:
-    """SHA-256 of a tokenizer's file: not its hash, as another file may name the tokens that begin and end a text."""
-    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def _versions() -> dict[str, str]:

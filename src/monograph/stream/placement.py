@@ -118,18 +118,16 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
         raise InputRefused(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
+    Path(path).unlink()  # at once, so that a kill leaves nothing behind
     try:
-        try:
-            os.posix_fallocate(handle, 0, max(size, 1))
-        except OSError as error:
-            where = os.statvfs(path)
-            free = where.f_bavail * where.f_frsize
-            why = f"{free:,} are free" if free < size else f"{error.strerror}"
-            raise DiskFull(
-                f"{label} needs {size:,} bytes in {Path(path).parent}, and {why}: make room, or keep fewer buffers on "
-                "disk"
-            ) from error
-        return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
+        os.posix_fallocate(handle, 0, max(size, 1))
+        return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype)
+    except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+        where = os.fstatvfs(handle)
+        free = where.f_bavail * where.f_frsize
+        why = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))
+        raise DiskFull(
+            f"{label} needs {size:,} bytes in {Path(path).parent}, and {why}: make room, or keep fewer buffers on disk"
+        ) from error
     finally:
         os.close(handle)
-        Path(path).unlink()

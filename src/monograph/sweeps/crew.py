@@ -140,10 +140,11 @@ class Crew:
 
     def save(self) -> None:
         """A checkpoint of each member that still learns; what a member would draw next depends on its seed alone."""
+        # Each keeps the one before as well, or a crash between two members would leave no update that all have.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
                 randomness.seed(session.settings.train.seed)
-                session.save()
+                session.save(keep=min(2, len(self.sessions)))
 
     def freeze(self, ended: dict[int, int]) -> None:
         """Members that learn nothing more."""

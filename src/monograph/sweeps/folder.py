@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -85,6 +84,8 @@ class Sweep:
             raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
         try:
             record = json.loads(path.read_bytes())
+            if record.pop("sha256") != _digest(record):
+                raise ValueError("not what was written")
             record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
         except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None
@@ -135,7 +136,8 @@ class Sweep:
 
     def write(self) -> None:
         """Write sweep.json, whole or not at all; raises DiskFull."""
-        write_whole(self.run.folder / SWEEP, json.dumps(self.record, indent=1) + "\n")
+        content = {**self.record, "sha256": _digest(self.record)}
+        write_whole(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
     def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
         """Write sweep.csv: a line for each member, a column for each knob and result."""
@@ -155,7 +157,8 @@ class Sweep:
         """Let `best` name the best member; where there are no links it has its number only."""
         link = self.run.folder / "best"
         with suppress(OSError):
-            temporary = link.with_name(f".best.{os.getpid()}")
+            temporary = link.with_name(".best")  # the sweep's lock is held, so it is a killed process's if it is there
+            temporary.unlink(missing_ok=True)
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
 
@@ -182,6 +185,10 @@ def asked(settings: Settings, points: Sequence[Point]) -> str:
     """SHA-256 of what a sweep was asked to do: equal for equal settings and points, whatever their origin."""
     text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _point(point: dict[str, Any]) -> Point:

@@ -256,7 +256,7 @@ class _Schemas:
         if not isinstance(required, list):
             self.refuse(path, "'required' is not a list of names")
         for name in required:
-            if name not in (properties or {}):
+            if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         # From the last member to the first: what may come after one that was written, and what may be written first.
         after: list[Expression] = []

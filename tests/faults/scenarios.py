@@ -1,0 +1,474 @@
+"""Whatever else writes: each with what is there before, what is done, and what has to be there afterwards.
+
+A case's `look` says what a folder holds after a fault, "former" or "new", and fails where it is neither; `again` is
+what a person does next, which must come to the new and leave nothing else behind. `steps` run in a FaultServer's forks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapted import SMALL, adapted_llama
+from batches import tiny_llama
+from commands.inputs import with_texts
+from faults.examples import checkpoint, same, two_saves
+from faults.harness import EVERY_FAULT, Scenario
+from laws.resumed import SETTINGS as SETTINGS_OF_RUN
+from laws.resumed import fingerprint, start, write_inputs
+from laws.resumed import resume as go_on
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.config import load
+from monograph.data.corpus import Corpus, corpus
+from monograph.data.tokenizer import Tokenizer
+from monograph.device import describe
+from monograph.errors import MonographError
+from monograph.loop import EngineState, train
+from monograph.model.adapter import packed, save_adapter
+from monograph.model.hub import mapped_model, save_model
+from monograph.model.llama import Llama
+from monograph.run.exports import save
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session import story
+from monograph.session.choices import discard, record_parent, write_config, write_tokenizer
+from monograph.stream import Placement, Streamed
+from monograph.sweeps import crew as crews
+from monograph.sweeps.crew import Crew
+from monograph.sweeps.folder import Sweep
+from monograph.sweeps.members import members_of
+from streamed import flat, other_bits, streamed, windows
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """See the module. `modes`, `stride`: the faults of a short run of the tests, and at which of the operations."""
+
+    prepare: Callable[[Path], object]
+    steps: Scenario
+    look: Callable[[Path], str]
+    again: Callable[[Path], object]
+    modes: Sequence[str] = EVERY_FAULT
+    stride: int = 1
+
+
+def quiet(line: str) -> None:
+    """Warnings are looked at by the tests of what warns."""
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+LOGGED: Rows = [{"update": update, "train_loss": 1 / update} for update in range(1, 9)]
+BEFORE = 3
+
+
+def log(folder: Path, rows: Rows) -> Run:
+    run = Run(folder / "run")
+    run.log(*rows)
+    return run
+
+
+def begin_metrics(folder: Path) -> None:
+    write_config(Run.create(folder / "run"), load(None, {"train.updates": 5}, {}))
+    log(folder, LOGGED[:BEFORE])
+
+
+def append_metrics(folder: Path) -> None:
+    run = Run.open(folder / "run")
+    with run.lock():
+        run.truncate_metrics(run.metrics_offset)
+        run.log(*LOGGED[BEFORE:5])
+        run.log(LOGGED[5])
+        run.sync_metrics()
+        run.log(*LOGGED[6:])
+
+
+def look_at_metrics(folder: Path) -> str:
+    rows = Run.open(folder / "run").rows()
+    assert rows == LOGGED[: len(rows)] and len(rows) >= BEFORE, rows
+    return "new" if rows == LOGGED else "former"
+
+
+def log_again(folder: Path) -> None:
+    """As a resume does: back to what a checkpoint recorded, then on."""
+    run = Run.open(folder / "run")
+    run.truncate_metrics(len("".join(json.dumps(row) + "\n" for row in LOGGED[:BEFORE])))
+    append_metrics(folder)
+    assert look_at_metrics(folder) == "new"
+
+
+# ---- the beginning of a run ----------------------------------------------------------------------------------------
+
+SETTINGS = load(None, {"train.updates": 5}, {})
+
+
+def begin(folder: Path) -> None:
+    """What `train` writes before its first checkpoint, and what it removes where it fails before that."""
+    run = Run.create(folder / "run")
+    with run.lock(new=True):
+        try:
+            record_parent(run, Run(folder / "parent"), 7)
+            write_config(run, SETTINGS)
+            write_tokenizer(run, Tokenizer.bytes())
+        except MonographError:
+            discard(run)
+            raise
+
+
+def look_at_beginning(folder: Path) -> str:
+    run = Run(folder / "run")
+    if not run.begun:
+        return "former"
+    assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
+    assert json.loads(run.parent_file.read_bytes())["update"] == 7
+    assert not run.tokenizer.exists() or Tokenizer.from_file(run.tokenizer).hash == Tokenizer.bytes().hash
+    return "new" if run.tokenizer.exists() else "former"
+
+
+def begin_again(folder: Path) -> None:
+    run = Run(folder / "run")
+    if not run.begun:
+        begin(folder)
+    elif not run.tokenizer.exists():
+        write_tokenizer(run, Tokenizer.bytes())
+    assert look_at_beginning(folder) == "new"
+    assert sorted(path.name for path in run.folder.iterdir()) == sorted(
+        ["config.toml", "from.json", "run.lock", "tokenizer.json", *Tokenizer.bytes().companions.files()]
+    )
+
+
+# ---- going on ------------------------------------------------------------------------------------------------------
+
+
+def begin_resume(folder: Path) -> None:
+    begin_metrics(folder)
+    two_saves(folder / "run" / "checkpoints")
+    log(folder, LOGGED[5:])  # of updates after the last checkpoint, which go
+
+
+def resume(folder: Path) -> None:
+    """What `train --resume` does with its folder."""
+    run = Run.open(folder / "run")
+    with run.lock():
+        found = checkpointing.newest(run.checkpoints, quiet)
+        run.truncate_metrics(len("".join(json.dumps(row) + "\n" for row in LOGGED[:BEFORE])))
+        run.log(LOGGED[BEFORE])
+        run.sync_metrics()
+        checkpointing.save(run.checkpoints, checkpoint(found.update + 1))
+
+
+def look_at_resumed(folder: Path) -> str:
+    run = Run.open(folder / "run")
+    assert run.rows()[:BEFORE] == LOGGED[:BEFORE]
+    found = checkpointing.newest(run.checkpoints, quiet)
+    assert found.update in (2, 3) and same(found, checkpoint(found.update))
+    assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], "a checkpoint is newer than its metrics"
+    return "new" if found.update == 3 else "former"
+
+
+def resume_again(folder: Path) -> None:
+    if look_at_resumed(folder) == "former":
+        resume(folder)
+        assert not list((folder / "run" / "checkpoints").glob(".tmp-*"))
+    assert look_at_resumed(folder) == "new"
+
+
+# ---- exports -------------------------------------------------------------------------------------------------------
+
+
+def model_for_export() -> Llama:
+    return tiny_llama(vocab_size=259, hidden_size=32, num_hidden_layers=1)
+
+
+def begin_export(folder: Path) -> None:
+    save_model(model_for_export(), folder / "model", Tokenizer.bytes())
+
+
+def export(folder: Path, format: str) -> None:
+    if format == "adapter":
+        save_adapter(packed(adapted_llama(), SMALL, "model"), folder / "out")
+    else:  # of weights that lie in their files still
+        save(mapped_model(folder / "model"), folder / "out", Tokenizer.bytes(), format)
+
+
+def export_hf(folder: Path) -> None:
+    export(folder, "hf")
+
+
+def export_gguf(folder: Path) -> None:
+    export(folder, "gguf")
+
+
+def export_adapter(folder: Path) -> None:
+    export(folder, "adapter")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@cache
+def exported(format: str, scratch: Path) -> dict[str, bytes]:
+    begin_export(scratch / format)
+    export(scratch / format, format)
+    return contents(scratch / format / "out")
+
+
+def look_at_export(folder: Path, format: str) -> str:
+    if not (folder / "out").exists():
+        return "former"
+    assert contents(folder / "out") == exported(format, folder.parent)
+    return "new"
+
+
+def export_again(folder: Path, format: str) -> None:
+    if look_at_export(folder, format) == "former":
+        export(folder, format)
+    elif [path for path in folder.iterdir() if path.name == ".out.partial"]:
+        (folder / "out").rename(folder / "elsewhere")
+        export(folder, format)
+        (folder / "elsewhere").rename(folder / "moved")
+    assert look_at_export(folder, format) == "new"
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------------
+
+POINTS: list[dict[str, Any]] = [{"optim.lr": 1e-2}, {"optim.lr": 2e-2}]
+MEMBER: dict[str, Any] = {
+    "data.tokenizer": "bytes", "data.sequence_length": 32, "model.hidden_size": 16, "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 2, "train.updates": 6, "train.tokens_per_update": 128, "train.compile": "none",
+    "train.precision": "fp32", "optim.name": "adamw", "train.save_every": 2, "train.keep": 1,
+}  # fmt: skip
+
+
+@cache
+def text(scratch: Path) -> Corpus:
+    if not (scratch / "sweep" / "texts").exists():
+        (scratch / "sweep").mkdir()
+        with_texts(scratch / "sweep")
+    folder = scratch / "sweep"
+    return corpus(folder / "texts", tokenizer="bytes", sequence_length=32, held_out=0.2, cache=folder / "cache")
+
+
+def crew_of(folder: Path) -> Crew:
+    these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
+    made = crews.of_length(crews.models_of(these, words, describe()), MEMBER["train.updates"])
+    runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
+    return crews.crew_of(these, runs, made, words, crews.engine_of(made, False, torch.device("cpu")))
+
+
+def weights(crew: Crew) -> dict[str, Tensor]:
+    states = [session.engine.state().model for session in crew.sessions]
+    return {f"{index} {name}": each.clone() for index, state in enumerate(states) for name, each in state.items()}
+
+
+def advance(crew: Crew, updates: int) -> None:
+    for update in train(crew.engine, crew.windows, updates):
+        for session in crew.sessions:
+            session.run.log({"update": update.index + 1})
+    crew.save()
+
+
+def begin_sweep(folder: Path) -> None:
+    sweep = Sweep.create(folder / "sweep", load(None, MEMBER, {}), POINTS, None)
+    with sweep.holding(members_of(sweep.settings, sweep.points)):
+        crew = crew_of(folder)
+        advance(crew, 2)
+        crew.close()
+
+
+@cache
+def expected_of_sweep(scratch: Path) -> dict[int, dict[str, Tensor]]:
+    begin_sweep(scratch / "expected-sweep")
+    crew = crew_of(scratch / "expected-sweep")
+    crews.go_on(crew, {}, Progress())
+    expected = {2: weights(crew)}
+    advance(crew, 4)
+    crew.close()
+    return expected | {4: weights(crew)}
+
+
+def save_sweep(folder: Path) -> None:
+    """Two updates more of both members, a checkpoint of each, and what the sweep writes beside them."""
+    sweep = Sweep.open(folder / "sweep")
+    with sweep.run.lock(), sweep.holding(members_of(sweep.settings, sweep.points)):
+        crew = crew_of(folder)
+        crews.go_on(crew, {}, Progress())
+        advance(crew, 4)
+        crew.close()
+        sweep.record["training_s"] = 1.0
+        sweep.write()
+        sweep.link_best(1)
+        sweep.write_table([{"knobs": point, "eval_loss": 1.0} for point in POINTS])
+
+
+def look_at_sweep(folder: Path) -> str:
+    sweep, crew = Sweep.open(folder / "sweep"), crew_of(folder)
+    found = crews.go_on(crew, {}, Progress())
+    crew.close()
+    expected = expected_of_sweep(folder.parent)
+    assert found in expected, "every member has checkpoints, and no update is in all of them"
+    assert not other_bits(weights(crew), expected[found])
+    for session in crew.sessions:
+        assert [row["update"] for row in session.run.rows()] == list(range(1, found + 1))
+    assert found == 4 or "training_s" not in sweep.record
+    return "new" if (folder / "sweep" / "sweep.csv").exists() else "former"
+
+
+def save_sweep_again(folder: Path) -> None:
+    save_sweep(folder)
+    assert {path.name for path in (folder / "sweep").iterdir()} == {
+        "best", "config.toml", "members", "run.lock", "sweep.csv", "sweep.json",
+    }  # fmt: skip
+    assert (folder / "sweep" / "best").resolve() == (folder / "sweep" / "members" / "001").resolve()
+
+
+# ---- a streamed model, with moments in files -----------------------------------------------------------------------
+
+
+def engine_in(folder: Path) -> Streamed:
+    (folder / "planes").mkdir(exist_ok=True)
+    return streamed({"num_hidden_layers": 1}, Placement(on_disk=frozenset({"exp_avg"}), folder=folder / "planes"))
+
+
+def stream(folder: Path, engine: Streamed, updates: int) -> None:
+    for window in windows(updates, first=engine.index):
+        engine.accumulate(window)
+        engine.update()
+        state = engine.state()
+        found = Checkpoint(engine.index, state.model, state.optimizer, {"engine": state.scalars})
+        checkpointing.save(folder / "checkpoints", found)
+
+
+def begin_stream(folder: Path) -> None:
+    stream(folder, engine_in(folder), 2)
+
+
+def taken_up(folder: Path) -> Streamed:
+    found = checkpointing.newest(folder / "checkpoints", quiet)
+    engine = engine_in(folder)
+    engine.load_state(EngineState(found.model, found.optimizer, dict(found.state["engine"])))
+    engine.step.index = found.update
+    return engine
+
+
+def save_stream(folder: Path) -> None:
+    stream(folder, taken_up(folder), 1)
+
+
+@cache
+def expected_of_stream(scratch: Path) -> dict[int, dict[str, Tensor]]:
+    (scratch / "expected-stream").mkdir()
+    engine, found = engine_in(scratch / "expected-stream"), {}
+    for update in range(1, 4):
+        stream(scratch / "expected-stream", engine, 1)
+        found[update] = flat(engine.state())
+    return found
+
+
+def look_at_stream(folder: Path) -> str:
+    found = checkpointing.newest(folder / "checkpoints", quiet)
+    assert found.update in (2, 3)
+    state = EngineState(found.model, found.optimizer, dict(found.state["engine"]))
+    assert not other_bits(flat(state), expected_of_stream(folder.parent)[found.update])
+    return "new" if found.update == 3 else "former"
+
+
+def save_stream_again(folder: Path) -> None:
+    if look_at_stream(folder) == "former":
+        save_stream(folder)
+    assert look_at_stream(folder) == "new"
+    left = list((folder / "planes").iterdir())
+    assert len(left) <= 1 and not any(path.stat().st_size for path in left), "a plane that nobody can reach"
+
+
+# ---- the whole of `monograph train` --------------------------------------------------------------------------------
+
+RUN = SETTINGS_OF_RUN | {"train.updates": 3, "train.eval_every": 2, "train.keep": 2}
+
+
+@contextmanager
+def commanding(folder: Path) -> Iterator[None]:
+    """In the folder, without figures and without a word."""
+    before, story.write_report = os.getcwd(), lambda *_: None
+    os.chdir(folder)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def begin_run(folder: Path) -> None:
+    write_inputs(folder)
+    with commanding(folder):
+        start("elsewhere", RUN)  # the text is tokenised once for all
+        shutil.rmtree("elsewhere")
+
+
+def train_run(folder: Path) -> None:
+    with commanding(folder):
+        start("run", RUN)
+
+
+@cache
+def expected_of_run(scratch: Path) -> dict[str, Any]:
+    shutil.copytree(scratch / "prepared", scratch / "expected-run")
+    train_run(scratch / "expected-run")
+    return fingerprint(scratch / "expected-run" / "run")
+
+
+def look_at_run(folder: Path) -> str:
+    """That nothing is lost is what `again` shows: a run that goes on comes to the same bits."""
+    run = Run(folder / "run")
+    if not (run.metrics.exists() and any("summary" in row for row in run.rows())):
+        return "former"
+    assert fingerprint(run.folder) == expected_of_run(folder.parent)
+    return "new"
+
+
+def resume_run(folder: Path) -> None:
+    begun = Run(folder / "run").begun
+    with commanding(folder):
+        if begun:
+            go_on("run")
+        else:
+            start("run", RUN)
+    assert look_at_run(folder) == "new"
+    assert not [path for path in (folder / "run").rglob("*") if "partial" in path.name or ".tmp" in path.name]
+
+
+CASES: dict[str, Case] = {
+    "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again),
+    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, ("kill", "torn", "full", "broken")),
+    **{
+        f"export {format}": Case(
+            begin_export, steps, partial(look_at_export, format=format), partial(export_again, format=format), modes
+        )
+        for format, steps, modes in (
+            ("hf", export_hf, EVERY_FAULT),
+            ("gguf", export_gguf, ("kill", "torn", "full-once")),
+            ("adapter", export_adapter, ("kill", "full-once", "broken")),
+        )
+        if format != "gguf" or importlib.util.find_spec("gguf")
+    },
+    "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",), stride=3),
+    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=2),
+    "train": Case(begin_run, train_run, look_at_run, resume_run),
+}

@@ -1,0 +1,87 @@
+"""Run: pytest tests/hostile/test_nobody_is_let_in.py (what the package's own code may not do, by its bytecode)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+import monograph
+
+PACKAGE = Path(monograph.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+# Names that unpickle, extract archives, or run a text as a program.
+NEVER = {
+    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "Unpickler", "allow_pickle",
+    "tarfile", "zipfile", "unpack_archive", "extractall", "eval", "exec", "execfile", "system", "popen", "yaml",
+    "__import__",
+}  # fmt: skip
+# Where a name of these means something else, or the one thing that it is there for.
+ALLOWED = {
+    "eval": {  # a module's own method: it is to compute, not to learn
+        "commands/compare.py", "commands/evaluate.py", "decode/generator.py", "evaluation/continuations.py",
+        "graph/readers.py", "lm_eval/model.py", "resident.py",
+    },
+}  # fmt: skip
+STARTS_PROGRAMS = {"data/template.py", "data/tokenizer_trial.py"}
+RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
+
+
+def names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names(constant)
+
+
+def compiled(path: Path) -> set[str]:
+    return set(names(compile(path.read_text(), str(path), "exec")))
+
+
+def test_nothing_unpickles_extracts_or_runs_a_text() -> None:
+    found = {(each, path.relative_to(PACKAGE).as_posix()) for path in SOURCES for each in compiled(path) & NEVER}
+    assert found == {(name, file) for name, files in ALLOWED.items() for file in files}
+    for name, files in ALLOWED.items():  # and there it is a method, not the built-in function
+        for file in files:
+            calls = [
+                node.func for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, ast.Call)
+            ]
+            assert not [each for each in calls if isinstance(each, ast.Name) and each.id == name], file
+
+
+def test_weights_are_the_only_thing_that_torch_loads() -> None:
+    """`torch.load` is called once, and with `weights_only=True`."""
+    calls = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
+                options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                calls.append((path.relative_to(PACKAGE).as_posix(), options.get("weights_only")))
+    assert calls == [("model/torch_file.py", "True")]
+
+
+def test_programs_are_started_in_two_places_and_files_run_in_one() -> None:
+    by_file = {path.relative_to(PACKAGE).as_posix(): compiled(path) for path in SOURCES}
+    started = {file for file, found in by_file.items() if found & {"Popen", "check_output", "posix_spawn", "execv"}}
+    started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}
+    assert started == STARTS_PROGRAMS
+    assert {file for file, found in by_file.items() if "exec_module" in found} == RUNS_A_FILE
+
+
+def test_every_dependency_has_its_reason() -> None:
+    root = PACKAGE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    rows = re.findall(r"^\| ([\w-]+)(?: \(extra\))? \|.*\| ([\d.]+)", (root / "SECURITY.md").read_text(), re.M)
+    wanted = [*project["dependencies"], *extras["parquet"], *extras["zstd"]]
+    assert sorted(f"{name}>={floor}" for name, floor in rows) == sorted(wanted)
+
+
+@pytest.mark.parametrize("name", ["import pickle", "x = eval('1')", "from zipfile import ZipFile", "os.system('true')"])
+def test_the_check_sees_them(name: str) -> None:
+    assert set(names(compile(name, "x", "exec"))) & NEVER

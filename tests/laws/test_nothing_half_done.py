@@ -1,0 +1,87 @@
+"""Run: pytest tests/laws/test_nothing_half_done.py [-m slow] (faults at every operation of all else that writes)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from faults.harness import EVERY_FAULT, FaultServer, unavailable
+from faults.power import power_cuts
+from faults.scenarios import CASES, Case
+
+pytestmark = [
+    pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+REFUSALS = {"DiskFull", "InputRefused", "RunInUse"}
+SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line says in one line, with exit code 7
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[FaultServer]:
+    with FaultServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_plug_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def struck_everywhere(
+    case: Case, faults: FaultServer, scratch: Path, modes: Sequence[str], stride: int
+) -> Counter[str]:
+    """What was found after each fault; nothing may be lost, and the next time must come to its end."""
+    found: Counter[str] = Counter()
+    (scratch / "prepared").mkdir()
+    case.prepare(scratch / "prepared")
+    for outcome in faults.every_operation(case.steps, scratch / "prepared", scratch, modes, stride):
+        where = f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
+        assert outcome.killed == (outcome.mode in ("kill", "torn")) and (outcome.killed or not outcome.signal), where
+        refused = outcome.error is None or outcome.error[0] in REFUSALS
+        assert refused or ": ".join(outcome.error or ()).startswith(SAID), where
+        try:
+            verdict = case.look(outcome.folder)
+            fell_back = outcome.operation is not None and outcome.operation.name == "open"  # a checkpoint unread
+            assert verdict == "new" or outcome.killed or outcome.error or fell_back
+            case.again(outcome.folder)
+        except Exception as error:
+            raise AssertionError(where) from error
+        found[verdict] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"train"}))  # which takes seconds each time
+def test_a_fault_at_any_operation_leaves_the_former_or_the_new(name: str, faults: FaultServer, tmp_path: Path) -> None:
+    found = struck_everywhere(CASES[name], faults, tmp_path, CASES[name].modes, CASES[name].stride)
+    print(f"{name}: {found.total()} faults, {dict(found)}, none lost")
+    assert found["former"] and found.total() >= 20
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"sweep", "stream", "train"}))  # which are made of saves
+def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(name: str, faults: FaultServer, tmp_path: Path) -> None:
+    case, found, at = CASES[name], Counter[str](), set[int]()
+    (tmp_path / "prepared").mkdir()
+    case.prepare(tmp_path / "prepared")
+    for outcome in power_cuts(faults, case.steps, tmp_path / "prepared", tmp_path):
+        try:
+            found[case.look(outcome.folder)] += 1
+            if outcome.number not in at or outcome.number % 3 == 0:
+                case.again(outcome.folder)
+        except Exception as error:
+            raise AssertionError(f"before operation {outcome.number}") from error
+        at.add(outcome.number)
+    print(f"{name}: {found.total()} states after a power cut, {dict(found)}, none lost")
+    assert found["former"] and found["new"] and found.total() > len(at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", CASES)
+def test_every_fault_at_every_operation(name: str, faults: FaultServer, tmp_path: Path) -> None:
+    found = struck_everywhere(CASES[name], faults, tmp_path, EVERY_FAULT, 5 if name == "train" else 1)
+    print(f"{name}: {found.total()} faults, {dict(found)}, none lost")
