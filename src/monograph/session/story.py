@@ -236,17 +236,17 @@ class Story:
             show(self.progress, "next" if index == 0 else "", *arguments)
 
     def _write(self, n: int, tokens: int) -> list[str]:
-        model = self.session.engine.model
-        if not isinstance(model, Llama):
+        engine = self.session.engine
+        if not isinstance(engine.model, Llama):
             return []
-        training = model.training
+        training, step = engine.model.training, engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
-        step = self.session.engine.step
-        with step.averaged(), step.assembled(), graph.set_aside(step):
+        with step.averaged(), step.assembled() as model, graph.set_aside(step):
+            assert isinstance(model, Llama)
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             texts = [completion.text for completion in written]
-        model.train(training)
+        engine.model.train(training)
         return texts
 
     def _yardsticks(self) -> dict[str, float]:

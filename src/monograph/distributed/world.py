@@ -1,0 +1,146 @@
+"""The processes that train one run together: who they are, what they agree on, what they sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from monograph.errors import UsageError
+
+# How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
+PATIENCE = timedelta(days=7)
+PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, as its launcher says.
+
+    Attributes:
+        rank: its number among all; size: how many there are; local: its number on its machine.
+        attempt: how often the launcher has started all of them again.
+        host, port: where rank 0's machine listens; shared: whether the launcher does, for all attempts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    attempt: int = 0
+    host: str = ""
+    port: int = 0
+    shared: bool = False
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by the variables of torchrun, or those of SLURM's srun; None where neither started it.
+
+    Raises:
+        UsageError: several machines, and a restart would find the addresses of the attempt before.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        found = Place(
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment.get("LOCAL_RANK", 0)),
+            int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+        several = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]) != environment["WORLD_SIZE"]
+        if several and found.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise UsageError(
+                "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
+                "or a restart waits for processes that are gone"
+            )
+        return found
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return Place(
+            int(environment["SLURM_PROCID"]),
+            int(environment["SLURM_STEP_NUM_TASKS"]),
+            int(environment["SLURM_LOCALID"]),
+            host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            port=int(environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000),
+        )
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
+    name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
+    return f"{name}{numbers or ''}"
+
+
+class World:
+    """All processes of a run, and this one's place among them; alone, every method is the identity."""
+
+    def __init__(self, own: Place | None = None):
+        """Meet the others.
+
+        Args:
+            own: this process's place, None where it is alone.
+        """
+        self.rank, self.size, self.attempt = (own.rank, own.size, own.attempt) if own else (0, 1, 0)
+        self.alone, self._asked = own is None, 0
+        if own is None:
+            return
+        listens = not own.shared and own.rank == 0
+        self.store = dist.TCPStore(own.host, own.port, own.size, is_master=listens, wait_for_workers=False)
+        # torchrun's store outlives an attempt, and with it the addresses of processes that are gone (docs/log.md).
+        self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(own.local)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone prints, logs and decides."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of a tensor of one shape and dtype, a new one; a collective."""
+        if self.alone:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Of each flag, whether it is set on some rank; a collective."""
+        if self.alone:
+            return list(flags)
+        return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks, as JSON gives it back; the others' is not looked at. They wait for it."""
+        if self.alone:
+            return value
+        self._asked += 1
+        key = f"agreed/{self._asked}"
+        if self.leads:
+            self._of_attempt.set(key, json.dumps(value))
+        else:
+            self._of_attempt.wait([key], PATIENCE)
+        return json.loads(self._of_attempt.get(key))
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        if not self.alone:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """End together: a rank that ended while others still compute would leave them waiting."""
+        if not self.alone:
+            dist.barrier()
+            dist.destroy_process_group()
