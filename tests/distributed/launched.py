@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +56,53 @@ def ended(started: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
     stacks = "\n".join(f"---- rank {rank}, code {codes[rank]}\n{text}" for rank, text in enumerate(said))
     assert not late and not any(codes), stacks
     return said
+
+
+class Torchrun:
+    """A command under torchrun, as a person would start it; its workers can be killed."""
+
+    def __init__(self, size: int, folder: Path, *arguments: object, restarts: int = 0, **variables: str):
+        """Start `monograph` with so many ranks in a folder."""
+        self.out, self.err = folder / "out", folder / "err"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+            "--max-restarts", str(restarts), "-m", "monograph", *map(str, arguments),
+        ]  # fmt: skip
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment() | variables, stdout=out, stderr=err, start_new_session=True
+            )
+
+    def workers(self) -> list[int]:
+        """Processes of the ranks that are there now."""
+        try:
+            found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except OSError:
+            return []
+        return [int(pid) for pid in found if b"monograph" in _command_line(int(pid))]
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in self.workers():
+                os.kill(pid, signal.SIGABRT)
+            time.sleep(1)
+            raise AssertionError(f"did not end in {timeout_s} s\n{self.err.read_text()[-8000:]}") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End whatever is left of it."""
+        for pid in [*self.workers(), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -13,17 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batches import large_batch_gradient, ragged, tiny_llama
-from monograph import compat
+from batches import large_batch_gradient, packed, ragged, tiny_llama
+from monograph import checkpointing, compat
+from monograph.checkpointing import Checkpoint, blocks
+from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World, place
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.optim import AdamW
+from monograph.loop import EngineState
+from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from numerics import relative_error
 
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}
 ROWS = 2  # of a micro-batch
+SMALL_BLOCK = 10_000  # bytes: a file has many, most of them written by several ranks
 
 
 def windows(size: int) -> dict[str, int]:
@@ -131,9 +138,79 @@ def trajectories(world: World) -> dict[str, dict[str, float]]:
     return found
 
 
+# What stands beside ddp, and with a star beside fsdp too: the dtype of the weights, and the engine's options.
+BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16*": (torch.float32, {"precision": Precision("bf16")}),
+    "fp16*": (torch.float32, {"precision": Precision("fp16")}),
+    "recomputed*": (torch.float64, {"remat": Remat.Full()}),
+    "pointwise": (torch.float64, {"remat": Remat.Pointwise()}),
+    "budget": (torch.float64, {"remat": Remat.Budget(0.3)}),
+    "offloaded": (torch.float64, {"remat": Remat.Offload()}),
+    "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
+    "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
+    "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
+    "muon": (torch.float64, {"optim": Muon()}),
+    "packed*": (torch.float64, {}),
+    "adapters": (torch.float64, {}),
+}
+
+
+def combinations(world: World) -> dict[str, dict[str, float]]:
+    """Three clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
+    found = {}
+    for (name, (dtype, options)), kind in itertools.product(BESIDE.items(), ENGINES):
+        if kind == "fsdp" and "*" not in name:
+            continue
+        models = [model(dtype, True) for _ in range(2)]
+        if name == "adapters":
+            for each in models:
+                adapt(each, Lora(rank=4), seed=0)
+        windows_of = packed if name == "packed*" else ragged
+        one = Resident(models[0], clip=0.5, micro_batch=ROWS, **options)
+        many = ENGINES[kind](models[1], world=world, clip=0.5, micro_batch=ROWS, **options)
+        worst = 0.0
+        for index in range(3):
+            window = windows_of(7, seed=index)
+            alone, shared = one_update(one, window), one_update(many, window)
+            for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
+                worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
+        exact = {**one.state().model, **one.state().optimizer}
+        state = {**many.state().model, **many.state().optimizer}
+        assert state.keys() == exact.keys()
+        errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
+        found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
+    return found
+
+
 def one_update(engine: Any, window: dict[str, Tensor]) -> Any:
     engine.accumulate(window)
     return engine.update()
+
+
+def saved(world: World, folder: Path) -> dict[str, str]:
+    """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
+    found = {}
+    blocks.BLOCK_BYTES = SMALL_BLOCK
+    for kind, ema in itertools.product(ENGINES, (None, 0.9)):
+        name = f"{kind} ema={ema}"
+        optim = AdamW(lr=1e-2, ema=ema)
+        engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
+        before = [path for path in folder.glob(f"*/{name}") if path.is_dir()]
+        if before:
+            last = checkpointing.newest(max(before, key=lambda path: path.stat().st_mtime_ns), print)
+            engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
+        else:
+            for index in range(3):
+                one_update(engine, ragged(7, seed=index))
+        state = engine.state()
+        here = folder / f"{world.size} ranks" / name
+        record = {"engine": state.scalars}
+        save(world, here, Checkpoint(engine.index, state.model, state.optimizer, record), keep=2)
+        if world.leads:
+            checkpointing.verify(here / "step-00000003")
+            manifest = (here / "step-00000003" / "MANIFEST.json").read_bytes()
+            found[name] = hashlib.sha256(manifest).hexdigest()
+    return found
 
 
 def captured(world: World) -> dict[str, Any]:
@@ -177,12 +254,16 @@ def assembled(world: World) -> dict[str, float]:
 
 PROGRAMS = {
     "equations": (gradients, wrong_ways, trajectories, assembled),
+    "combinations": (combinations,),
     "captured": (captured,),
 }
 
 if __name__ == "__main__":
     ours = World(place())
-    results = {each.__name__: each(ours) for each in PROGRAMS[sys.argv[1]]}
+    if sys.argv[1] == "saved":
+        results: dict[str, Any] = saved(ours, Path(sys.argv[3]))
+    else:
+        results = {each.__name__: each(ours) for each in PROGRAMS[sys.argv[1]]}
     if ours.leads:
         Path(sys.argv[2]).write_text(json.dumps(results))
     ours.leave()

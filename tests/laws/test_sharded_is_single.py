@@ -3,21 +3,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distributed.launched import ranks
+from laws import sharded
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing.folder import read_manifest
+from monograph.loop import EngineState
+from monograph.optim import AdamW
+from monograph.resident import Resident
 
 PROGRAM = Path(__file__).with_name("sharded.py")
 BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}
 
 
-def run(program: str, size: int, folder: Path, timeout_s: float) -> dict[str, Any]:
+def run(program: str, size: int, folder: Path, timeout_s: float, *more: object) -> dict[str, Any]:
     out = folder / "results.json"
-    ranks(PROGRAM, size, program, out, timeout_s=timeout_s)
+    ranks(PROGRAM, size, program, out, *more, timeout_s=timeout_s)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -50,6 +59,33 @@ def test_thirty_updates_are_those_of_one_process(found: dict[str, Any]) -> None:
 
 def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> None:
     assert max(found["assembled"].values()) <= 1e-12
+
+
+def test_what_stands_beside_it_is_that_of_one_process(tmp_path: Path) -> None:
+    """Precisions, recomputation, what optimizers keep, Muon, packed rows, adapters: each cell of docs/support.md."""
+    for case, errors in run("combinations", 2, tmp_path, timeout_s=240)["combinations"].items():
+        assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
+
+
+def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained and saved by four ranks, loaded and saved by one, by two, and by the engine of one process.
+
+    The manifests vouch for each byte.
+    """
+    four, one, two = (run("saved", size, tmp_path, 120, tmp_path) for size in (4, 1, 2))
+    assert four == one == two
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", sharded.SMALL_BLOCK)
+    for name, digest in four.items():
+        engine = Resident(sharded.model(torch.float32, False), optim=AdamW(ema=0.9 if "0.9" in name else None))
+        last = checkpointing.newest(tmp_path / "2 ranks" / name, pytest.fail)
+        engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
+        state = engine.state()
+        checkpoint = Checkpoint(3, state.model, state.optimizer, {"engine": state.scalars})
+        folder = checkpointing.save(tmp_path / "alone" / name, checkpoint)
+        assert hashlib.sha256((folder / "MANIFEST.json").read_bytes()).hexdigest() == digest, name
+        assert len(read_manifest(folder).files["optimizer.safetensors"].sha256) > 10
 
 
 @pytest.mark.slow

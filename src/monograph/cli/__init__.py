@@ -42,10 +42,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except _BadCommandLine as error:
         code = _fail(_wrong_arguments(error), UsageError.exit_code)
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        if not stop.told:
+            print(stop, file=sys.stderr)
         code = stop.exit_code
     except MonographError as error:
-        code = _fail(str(error), error.exit_code)
+        code = error.exit_code if error.told else _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         interrupts.while_ending()
         code = _fail("interrupted", 130)

@@ -24,8 +24,10 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import choices
 from monograph.session.planning import cut_micro_batch
+from monograph.session.ranks import require_one_device
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
+from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
+from monograph.session.warming import prepare
 from monograph.stream import Streamed
 
 DEFAULT_ROOT = Path("profiles")
@@ -67,6 +69,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
 
 
 def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
+    require_one_device(settings, "profile")
     require_possible(settings, describe())
     source = settings.data.source
     if "-" in ([source] if isinstance(source, str) else source):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,7 @@ class Place:
 
     Attributes:
         rank: its number among all; size: how many there are; local: its number on its machine.
-        attempt: how often the launcher has started all of them again.
+        attempt: how often the launcher has started all of them again; again: whether it or SLURM has.
         host, port: where rank 0's machine listens; shared: whether the launcher does, for all attempts.
     """
 
@@ -35,6 +36,7 @@ class Place:
     size: int = 1
     local: int = 0
     attempt: int = 0
+    again: bool = False
     host: str = ""
     port: int = 0
     shared: bool = False
@@ -46,12 +48,15 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         UsageError: several machines, and a restart would find the addresses of the attempt before.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
         found = Place(
             int(environment["RANK"]),
             int(environment["WORLD_SIZE"]),
             int(environment.get("LOCAL_RANK", 0)),
-            int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            attempt,
+            attempt > 0 or requeued,
             environment["MASTER_ADDR"],
             int(environment["MASTER_PORT"]),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -68,6 +73,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
             int(environment["SLURM_PROCID"]),
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_LOCALID"]),
+            again=requeued,
             host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
             port=int(environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000),
         )
@@ -89,9 +95,10 @@ class World:
         Args:
             own: this process's place, None where it is alone.
         """
-        self.rank, self.size, self.attempt = (own.rank, own.size, own.attempt) if own else (0, 1, 0)
-        self.alone, self._asked = own is None, 0
-        if own is None:
+        self.own, self.alone, self._asked = own, own is None, 0
+        own = own or Place()
+        self.rank, self.size, self.attempt, self.again = own.rank, own.size, own.attempt, own.again
+        if self.alone:
             return
         listens = not own.shared and own.rank == 0
         self.store = dist.TCPStore(own.host, own.port, own.size, is_master=listens, wait_for_workers=False)
@@ -134,6 +141,25 @@ class World:
             self._of_attempt.wait([key], PATIENCE)
         return json.loads(self._of_attempt.get(key))
 
+    def remember(self, what: str, text: str) -> None:
+        """Keep a text for as long as the launcher lives."""
+        if not self.alone:
+            self.store.set(f"monograph/{what}", text)
+
+    def recall(self, what: str) -> str | None:
+        """What was kept, also by an attempt before; None if nothing was, or another launcher did it."""
+        key = f"monograph/{what}"
+        return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """In the block rank 0 is alone, and the others come after it: what it keeps on disk, they find."""
+        if not self.leads:
+            self.agreed(None)
+        yield
+        if self.leads:
+            self.agreed(None)
+
     def wait(self) -> None:
         """Wait until all ranks have come here."""
         if not self.alone:
@@ -144,3 +170,11 @@ class World:
         if not self.alone:
             dist.barrier()
             dist.destroy_process_group()
+
+
+def lost(error: BaseException | None) -> bool:
+    """Whether an error, or what it was made from, says that another process cannot be reached."""
+    if error is None:
+        return False
+    said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
+    return said or isinstance(error, dist.DistError) or lost(error.__cause__)

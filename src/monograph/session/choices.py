@@ -156,6 +156,9 @@ def settings_of(run: Run, given: Settings) -> Settings:
         if key == "train.memory":
             own = own.resolve(_moved(str(value), own), given.origins[key])
             continue
+        if key == "train.parallel":  # the same updates by more ranks or fewer
+            own = own.resolve({key: value}, given.origins[key])
+            continue
         if key == "optim.transfer" and same_transfer(value, mine):
             continue
         if key == "train.tokens" and _updates_of(int(value), own) == own.train.updates:

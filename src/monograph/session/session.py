@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monograph import __version__, checkpointing, planner
+from monograph import __version__
 from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
@@ -19,6 +19,8 @@ from monograph.data.corpus import Corpus
 from monograph.data.place import calibration_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import clock, describe
+from monograph.distributed.checkpoint import not_finite, save
+from monograph.distributed.world import World
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
 from monograph.graph.frozen import parameter_count
@@ -30,19 +32,16 @@ from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
-from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate
 from monograph.resident import Resident
 from monograph.run.adapters import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
-from monograph.schedule import Schedule, constant, cool_down, warmup_cosine, warmup_stable_decay
+from monograph.schedule import Schedule, cool_down
 from monograph.session import randomness
-from monograph.session.width import transfer_of
+from monograph.session.learning import FINAL, make_schedule
 from monograph.stream import Streamed
-
-FINAL = 0.05  # of the peak learning rate, at the last update
 
 
 @dataclass
@@ -60,6 +59,7 @@ class Session:
         planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
         kernel: what computes attention, where it was measured; None before that, and where it was not.
+        world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
         elapsed_s: seconds spent in earlier processes of the same run.
@@ -82,6 +82,7 @@ class Session:
     planned: Candidate | None = None
     eager_reason: str | None = None
     kernel: Kernel | None = None
+    world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
 
@@ -114,7 +115,7 @@ class Session:
         """
         state, model, update = self.engine.state(), self.engine.model, self.engine.index
         names = [name for name, _ in model.named_parameters() if name in state.model]
-        if bad := [name for name in names if not bool(state.model[name].isfinite().all())]:
+        if bad := not_finite(self.world, {name: state.model[name] for name in names}):
             raise Diverged(
                 f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
@@ -138,7 +139,7 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        checkpointing.save(self.run.checkpoints, checkpoint, keep=self.settings.train.keep)
+        save(self.world, self.run.checkpoints, checkpoint, self.settings.train.keep)
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
@@ -174,7 +175,9 @@ class Session:
         self.batches.close()
         self.batches = self.open_batches(state["data"]["rows"], state["data"]["seed"])
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
-        self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
+        self.length = state["length"]
+        share = -(-self.batches.rows_per_window // self.world.size)
+        self.engine.micro_batch = min(state["micro_batch"] or share, share)
         self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
         then, now = state["versions"], _versions()
@@ -248,6 +251,8 @@ class Session:
         step, planned = self.engine.step, self.planned
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
+        if not self.world.alone:  # beside which DDP has its own
+            return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
             measured = peak_memory_bytes(step.device)
@@ -262,38 +267,6 @@ class Session:
 def digest_of(tokenizer: Tokenizer) -> str:
     """SHA-256 of a tokenizer's file: not its hash, as another file may name the tokens that begin and end a text."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-
-
-def make_schedule(settings: Settings, updates: int) -> Schedule:
-    """The schedule that the settings name."""
-    warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
-    if settings.optim.schedule == "constant":
-        return constant(warmup)
-    if settings.optim.schedule == "wsd":
-        return warmup_stable_decay(warmup, updates, final=FINAL)
-    return warmup_cosine(warmup, updates, FINAL)
-
-
-def make_optimizer(settings: Settings, config: LlamaConfig | None = None) -> Optimizer:
-    """The optimizer that the settings name for a model of that shape; their learning rate is fixed.
-
-    Args:
-        settings: of the run.
-        config: the model's shape, None if it is no Llama; what width transfer needs.
-    """
-    optim, transfer = settings.optim, transfer_of(settings, config)
-    name, _, state = optim.name.partition(":")
-    rule = Muon if name == "muon" else AdamW
-    made = rule(
-        state=state or "fp32",
-        seed=settings.train.seed,
-        lr=float(optim.lr),
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        ema=None if optim.ema == "none" else optim.ema,
-    )
-    return transfer.optimizer(made) if transfer else made
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""The optimizer and the schedule that a run's settings name."""
+
+from __future__ import annotations
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.model.config import LlamaConfig
+from monograph.optim import AdamW, Muon, Optimizer
+from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
+from monograph.session.width import transfer_of
+
+FINAL = 0.05  # of the peak learning rate, at the last update
+
+
+def optimizer_name(settings: Settings, fresh: bool) -> str:
+    """The optimizer's name, where it is left open the one for a model that is new or was trained before."""
+    if settings.optim.name != "auto":
+        return settings.optim.name
+    return "adamw" if settings.train.parallel == "fsdp" else planner.optimizer(fresh=fresh)
+
+
+def make_schedule(settings: Settings, updates: int) -> Schedule:
+    """The schedule that the settings name."""
+    warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
+    if settings.optim.schedule == "constant":
+        return constant(warmup)
+    if settings.optim.schedule == "wsd":
+        return warmup_stable_decay(warmup, updates, final=FINAL)
+    return warmup_cosine(warmup, updates, FINAL)
+
+
+def make_optimizer(settings: Settings, config: LlamaConfig | None = None) -> Optimizer:
+    """The optimizer that the settings name for a model of that shape; their learning rate is fixed.
+
+    Args:
+        settings: of the run.
+        config: the model's shape, None if it is no Llama; what width transfer needs.
+    """
+    optim, transfer = settings.optim, transfer_of(settings, config)
+    name, _, state = optim.name.partition(":")
+    rule = Muon if name == "muon" else AdamW
+    made = rule(
+        state=state or "fp32",
+        seed=settings.train.seed,
+        lr=float(optim.lr),
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        ema=None if optim.ema == "none" else optim.ema,
+    )
+    return transfer.optimizer(made) if transfer else made
