@@ -70,7 +70,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
         STATE: (len(text), iter([memoryview(text)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
-    temporary = checkpoints / (TEMPORARY + final.name)
+    temporary = unfinished(checkpoints, checkpoint.update)
     try:
         _make(checkpoints)
         _remove_leftovers(checkpoints)
@@ -91,6 +91,11 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
     with suppress(OSError):
         _prune(final, checkpoint.update, keep)
     return final
+
+
+def unfinished(checkpoints: Path, update: int) -> Path:
+    """Where the checkpoint of an update is until it is whole."""
+    return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
 def newest(checkpoints: Path, warn: Callable[[str], None], at: int | None = None) -> Checkpoint:

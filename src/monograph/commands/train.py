@@ -42,7 +42,11 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     keep_compiled()
     parent = choices.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)
-    with folder.lock(new=not resumed), ranks.one_end(world, folder, new=not resumed):
+
+    def unbegun() -> bool:
+        return not resumed and not folder.checkpoints.exists()
+
+    with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
         if resumed:
             settings = choices.settings_of(folder, settings if resume else Settings())
             ranks.require_launched(settings, world.own)

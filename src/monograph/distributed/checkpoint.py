@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint, blocks
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
+from monograph.checkpointing.rotation import unfinished
 from monograph.distributed.shards import rows_of
 from monograph.distributed.world import World
 from monograph.errors import DiskFull
@@ -48,7 +49,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     else:
         for name, tensors in shared.items():
             try:
-                _write(world, checkpoints / name, tensors)
+                _write(world, unfinished(checkpoints, checkpoint.update) / name, tensors)
             except OSError as error:
                 part = f"rank {world.rank} cannot save its part of the checkpoint of update {checkpoint.update}"
                 raise DiskFull(f"{error.filename}: {part}: {error.strerror}; make room, then resume") from error
@@ -67,7 +68,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
 
     Args:
         world: the ranks.
-        path: of the file, as rank 0 has it.
+        path: of the file, in a folder that rank 0 has made.
         tensors: by name.
 
     Raises:
@@ -75,7 +76,6 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
     """
     length, pieces = layout.encode(tensors)
     prefix = next(pieces)
-    path = Path(world.agreed(str(path)))
     try:
         if world.leads:
             with open(path, "xb", buffering=0) as file:

@@ -14,15 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from monograph.device import default_device, describe
 from monograph.distributed.shards import rows_planes
 from monograph.distributed.step import RankStep
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import adapters, kept_state
 from monograph.graph.remat import Remat
+from monograph.graph.windows import kept_dtype, settle
 from monograph.loss import pair
 from monograph.optim import Muon, Plane
 from monograph.step import Step
+
+ROOM = 0.5  # of the free memory, for a model that is assembled beside its shards
 
 
 class ShardedStep(RankStep):
@@ -44,10 +48,10 @@ class ShardedStep(RankStep):
         """
         self._require_rows()
         kinds, self.names, self._empty = self.optim.kinds(self.model), list(kept_state(self.model)), hollow(self.model)
-        device = next(self.model.parameters()).device
-        mesh = init_device_mesh(device.type, (self.world.size,))
+        mesh = init_device_mesh(default_device().type, (self.world.size,))
+        # Weights that lie in a file are read a block at a time, and of each a rank keeps its rows.
         for block in blocks(self.model).values():
-            fully_shard(block, mesh=mesh)
+            fully_shard(settle(block), mesh=mesh)
         self.root: FSDPModule = fully_shard(_Summed(self), mesh=mesh)  # type: ignore[assignment]
         return [self.begun(plane) for plane in rows_planes(self.model, kinds)]
 
@@ -85,12 +89,20 @@ class ShardedStep(RankStep):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """See `Step.assembled`: a copy of the module with all of its weights; every rank has to come here."""
+        """See `Step.assembled`: a copy with all weights on rank 0, and without numbers elsewhere.
+
+        Every rank has to come here. It is on the host where the device has no room for it.
+        """
         whole, own = copy.deepcopy(self._empty), self.model.state_dict()
-        whole.to_empty(device=self.device)
+        if self.world.leads:
+            needed = sum(tensor.nbytes for tensor in whole.parameters())
+            fits = needed < ROOM * describe(self.device).free_memory_bytes
+            whole.to_empty(device=self.device if fits else "cpu")
         for name, tensor in whole.state_dict().items():
             each = own[name]
-            tensor.copy_(each.full_tensor() if isinstance(each, DTensor) else each)
+            full = each.full_tensor() if isinstance(each, DTensor) else each
+            if self.world.leads:
+                tensor.copy_(full)
         yield whole
 
 
@@ -99,7 +111,7 @@ class _Summed(nn.Module):
 
     def __init__(self, step: Step):
         super().__init__()
-        self.model = step.model
+        self.model = settle(step.model)
         self.__dict__["step"] = step
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -109,5 +121,9 @@ class _Summed(nn.Module):
 
 def hollow(model: nn.Module) -> nn.Module:
     """A copy of a module whose parameters have shapes and no numbers."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    empty = {id(p): nn.Parameter(_without_numbers(p), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, dict(empty))
+
+
+def _without_numbers(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")

@@ -106,7 +106,7 @@ class World:
         self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
         backend = "gloo"
         if torch.cuda.is_available():
-            torch.cuda.set_device(own.local)
+            torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank its own alone
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
 
@@ -129,8 +129,12 @@ class World:
             return list(flags)
         return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
 
+    def number(self, value: int) -> int:
+        """Rank 0's whole number, on all ranks; a collective, so that it ends where a rank is gone."""
+        return int(self.sum(torch.tensor(value if self.leads else 0)))
+
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks, as JSON gives it back; the others' is not looked at. They wait for it."""
+        """Rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
         if self.alone:
             return value
         self._asked += 1
@@ -138,7 +142,7 @@ class World:
         if self.leads:
             self._of_attempt.set(key, json.dumps(value))
         else:
-            self._of_attempt.wait([key], PATIENCE)
+            self._wait_for(key)
         return json.loads(self._of_attempt.get(key))
 
     def remember(self, what: str, text: str) -> None:
@@ -159,6 +163,17 @@ class World:
         yield
         if self.leads:
             self.agreed(None)
+
+    def gather(self) -> None:
+        """Rank 0 waits, however long it takes, until every other has come here."""
+        if self.leads:
+            self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
+        else:
+            self._of_attempt.set(f"here/{self.rank}", "")
+
+    def _wait_for(self, *keys: str) -> None:
+        if keys:
+            self._of_attempt.wait([*keys], PATIENCE)
 
     def wait(self) -> None:
         """Wait until all ranks have come here."""

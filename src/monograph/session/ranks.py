@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from monograph.config import Settings
 from monograph.config.settings import build, check
@@ -63,14 +64,14 @@ def require_launched(settings: Settings, own: Place | None) -> None:
         raise error
 
 
-def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices, and several processes, for what one does on one.
+def require_one_device(settings: Settings, command: str, processes: bool = False) -> None:
+    """Refuse several devices for what one does on one, and several processes unless each does something of its own.
 
     Raises:
         UsageError: naming the command.
     """
     own = place()
-    if own and own.size > 1:
+    if own and own.size > 1 and not processes:
         error = UsageError(f"{own.size} processes were started: `monograph {command}` is one; leave torchrun out")
         error.told = own.rank > 0
         raise error
@@ -133,7 +134,7 @@ def agreed(world: World, settings: Settings) -> Settings:
 
 
 @contextmanager
-def one_end(world: World, run: Run, new: bool) -> Iterator[None]:
+def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
     """In the block an error is said by one rank, and its exit code kept for an attempt that would end with it again.
 
     A run that was stopped before it began leaves no folder, unless other ranks may write there.
@@ -142,13 +143,12 @@ def one_end(world: World, run: Run, new: bool) -> Iterator[None]:
         Ended: the attempt before ended with an error that a restart does not mend.
         PeerLost: another rank is gone.
     """
-    if not world.alone:
-        _require_not_ended(world, run.folder / ENDED)
+    _require_not_ended(world, run.folder / ENDED)
     try:
         yield
     except Exception as error:
         if world.alone:
-            if new and not run.checkpoints.exists():
+            if unbegun():
                 discard(run)
         elif lost(error):
             gone = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
@@ -161,13 +161,15 @@ def one_end(world: World, run: Run, new: bool) -> Iterator[None]:
 
 
 def _require_not_ended(world: World, kept: Path) -> None:
-    before = None
+    before: dict[str, Any] | None = None
     if world.leads and world.attempt:
         with suppress(OSError, ValueError):
             before = json.loads(kept.read_text())
-    elif world.leads:
+    # What was only stopped, a launcher that starts it again means to go on.
+    before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
+    if world.leads and not before:
         kept.unlink(missing_ok=True)
-    if before := world.agreed(before):
+    if before:
         error = Ended(f"ended before with exit code {before['exit_code']}: {before['message']}", before["exit_code"])
         error.told = not world.leads
         raise error

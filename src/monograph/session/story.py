@@ -116,22 +116,21 @@ class Story:
 
     def keep_time(self, update: int) -> None:
         """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
-        ends = self.session.world.agreed(self._too_late(update))
-        if ends is not None:
+        if ends := self.session.world.number(self._too_late(update)):
             self.session.shorten(ends)
             self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
 
-    def _too_late(self, update: int) -> int | None:
-        """After how many updates a run ends that is too slow, None of another."""
+    def _too_late(self, update: int) -> int:
+        """After how many updates a run ends that is too slow, 0 of another."""
         session = self.session
         if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
-            return None
+            return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
         until = END_SHARE * session.budget_s
         per_update = max(spent / update, self.recent_s)
         if spent + per_update * (session.updates - update) <= LATE * until:
-            return None
+            return 0
         left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
         return update + updates_for(left, per_update, session.updates - update)
 
