@@ -118,7 +118,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
             run, goes_on = Run(Path(str(known))), True
         else:
             run = Run.create(Path(known) if known else None)
-        found = str(run.folder.absolute())
+        found = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", found)
     found, goes_on = world.agreed([found, goes_on])
     return (Run if world.leads else Follower)(Path(found)), goes_on
