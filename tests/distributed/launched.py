@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class Torchrun:
 
     def __init__(self, size: int, folder: Path, *arguments: object, restarts: int = 0, **variables: str):
         """Start `monograph` with so many ranks in a folder."""
-        self.out, self.err = folder / "out", folder / "err"
+        self.out, self.err = folder / "torchrun.out", folder / "torchrun.err"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
             "--max-restarts", str(restarts), "-m", "monograph", *map(str, arguments),
@@ -80,6 +81,13 @@ class Torchrun:
         except OSError:
             return []
         return [int(pid) for pid in found if b"monograph" in _command_line(int(pid))]
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+        """Wait for something that the ranks do."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None, self.err.read_text()
+            time.sleep(0.02)
 
     def wait(self, timeout_s: float) -> int:
         """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""

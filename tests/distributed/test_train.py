@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     with_texts(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
     launch = Torchrun(2, tmp_path, "train", *LONG, "train.parallel=ddp")
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), launch)
+    launch.until(lambda: len(rows(tmp_path / "run")) > 3)
     launch.process.send_signal(signal.SIGTERM)
     launch.wait(LONGEST_S)
     assert launch.err.read_text().count("saved at update") == 1
@@ -77,14 +76,6 @@ def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(tmp_path: P
     assert len(said) == 2, said
     assert "20 updates in a row" in said[0] and said[1].startswith("error: ended before with exit code 5: 20 updates")
     assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 5
-
-
-def wait_for(condition: object, launch: Torchrun) -> None:
-    end = time.monotonic() + LONGEST_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end and launch.process.poll() is None, launch.err.read_text()
-        time.sleep(0.05)
-    time.sleep(0.5)
 
 
 REFUSALS = {

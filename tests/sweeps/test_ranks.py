@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,7 @@ def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None
         alone = server.run(tmp_path, "sweep", *SETTINGS, "--out", "alone", "--json")
     assert alone.code == 0, alone.err
     launch = Torchrun(5, tmp_path, "sweep", *SETTINGS, "--out", "shared", "--json", restarts=2)
-    end = time.monotonic() + LONGEST_S
-    while not [*tmp_path.glob("shared/members/*/metrics.jsonl")]:
-        assert time.monotonic() < end and launch.process.poll() is None, launch.err.read_text()
-        time.sleep(0.02)
+    launch.until(lambda: any(tmp_path.glob("shared/members/*/metrics.jsonl")))
     os.kill(launch.workers()[1], signal.SIGKILL)
     assert launch.wait(LONGEST_S) == 0, launch.err.read_text()
     one, many = json.loads(alone.out), json.loads(launch.out.read_text())

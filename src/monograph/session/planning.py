@@ -192,15 +192,15 @@ def fitting_choices(
     Raises:
         OutOfDeviceMemory: by the plan nothing fits.
     """
-    train, plan, rows = settings.train, None, -(-rows // ranks)
+    train, plan, share = settings.train, None, -(-rows // ranks)
     found: dict[str, Any] = {
-        "train.micro_batch": rows,
+        "train.micro_batch": share,
         "train.remat": "none",
         "train.compile": "whole",
         "train.memory": "device",
     }
     if config:
-        plan = planned(*_of_rank(settings, config, machine, rows, ranks), tokens)
+        plan = planned(*_of_rank(settings, config, machine, share, ranks), tokens)
         found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
         # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
         graph_holds = plan.work.compile

@@ -231,6 +231,8 @@ def make_engine(made: Made, device: torch.device, world: World | None = None) ->
         return Streamed(made.model, placement=made.placement or Placement(device), **shared)
     if world is None or world.alone:
         return Resident(settle(made.model, device, trained=device.type != "cpu").to(device), **shared)
+    share = -(-int(train.tokens_per_update) // (made.settings.data.sequence_length * world.size))
+    shared["micro_batch"] = min(shared["micro_batch"], share)
     if mixing := mixing_rows(made.model):
         raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
     if train.parallel == "fsdp":
