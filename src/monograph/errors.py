@@ -11,11 +11,11 @@ import traceback
 class MonographError(Exception):
     """Base of every error that is shown to a person as one line; the command line exits with `exit_code`.
 
-    told: whether another process of the same run says it.
+    told: whether another process of the same run says it; None: all of them raise it, and the first one does.
     """
 
     exit_code = 1
-    told = False
+    told: bool | None = None
 
 
 class UsageError(MonographError):

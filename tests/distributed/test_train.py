@@ -92,6 +92,15 @@ def test_one_process_is_refused(setting: str, server: CommandServer, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
+def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    launch = Torchrun(2, tmp_path, "train", *TINY)
+    assert launch.wait(LONGEST_S) == 1
+    [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
+    assert "2 processes were started, which would each train the same run: add train.parallel=ddp" in said
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("command", ["profile", "plan", "sweep"])
 def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_path: Path) -> None:
     with_texts(tmp_path)

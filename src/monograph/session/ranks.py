@@ -56,12 +56,10 @@ def require_launched(settings: Settings, own: Place | None) -> None:
             f"{TORCHRUN.format(2)} ... train.parallel={parallel}"
         )
     if parallel == "none" and own is not None and own.size > 1:
-        error = UsageError(
+        raise UsageError(
             f"{origin}: train.parallel = none, but {own.size} processes were started, which would each train the same "
             "run: add train.parallel=ddp or train.parallel=fsdp"
         )
-        error.told = own.rank > 0
-        raise error
 
 
 def require_one_device(settings: Settings, command: str, processes: bool = False) -> None:
@@ -72,9 +70,7 @@ def require_one_device(settings: Settings, command: str, processes: bool = False
     """
     own = place()
     if own and own.size > 1 and not processes:
-        error = UsageError(f"{own.size} processes were started: `monograph {command}` is one; leave torchrun out")
-        error.told = own.rank > 0
-        raise error
+        raise UsageError(f"{own.size} processes were started: `monograph {command}` is one; leave torchrun out")
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
         raise UsageError(
