@@ -21,7 +21,7 @@ from monograph.loop import train
 from monograph.measure.yardsticks import yardsticks
 from monograph.run.progress import Progress
 from monograph.session.choices import sized
-from monograph.session.named import make_schedule
+from monograph.session.learning import make_schedule
 from monograph.session.setup import make_engine, make_model, open_corpus
 
 MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to

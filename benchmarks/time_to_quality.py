@@ -44,7 +44,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
-from monograph.session.session import FINAL
+from monograph.session.learning import FINAL
 
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256

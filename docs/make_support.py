@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from monograph.config import load
-from monograph.config.keys import NOT_BUILT
 from monograph.device import Device, named
 from monograph.errors import UsageError
 from monograph.graph.capture import obstacle_to_replay
@@ -42,6 +41,17 @@ BESIDE_ADAPTERS = {
     "optim.name": ("adamw", "muon", *(f"adamw:{state}" for state in STATES[1:])),
     "optim.ema": ("none", "0.9"),
 }
+BESIDE_RANKS = {
+    "train.precision": PRECISIONS,
+    "train.remat": REMATS,
+    "train.compile": SCOPES,
+    "train.memory": ("device", "stream"),
+    "data.packing": ("packed", "padded"),
+    "optim.name": ("adamw", *(f"adamw:{state}" for state in STATES[1:]), "muon"),
+    "optim.ema": ("none", "0.9"),
+    "lora.rank": ("16",),
+}
+SHARDED = "[law 13](../tests/laws/test_sharded_is_single.py)"
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {
     "a CPU": Device("a CPU", "cpu", 0, 0, 1, has_bf16=True),
@@ -125,19 +135,22 @@ def adapters() -> str:
     return "\n".join(lines)
 
 
-def missing() -> str:
-    """What is refused whatever it stands beside."""
-    lines = ["| key | works | otherwise |", "|---|---|---|"]
-    for key, what in NOT_BUILT.items():
-        works = ", ".join("not set" if value is None else f"`{value}`" for value in what.works)
-        lines.append(f"| `{key}` | {works} | {what.sentence} |")
+def ranks() -> str:
+    """What stands beside several devices."""
+    kinds = ("ddp", "fsdp")
+    lines = [f"| beside `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
+    for key, values in BESIDE_RANKS.items():
+        for value in values:
+            base = {"model.init": "FOLDER"} if key == "lora.rank" else {}
+            found = [refusal(**{"train.parallel": kind, key: value, **base}) for kind in kinds]
+            lines.append(f"| `{key}={value}` | {' | '.join(each or SHARDED for each in found)} |")
     return "\n".join(lines)
 
 
 def page(text: str) -> str:
     """The page with the tables made anew, in the order of its markers."""
     head, *rest = text.split(BEGIN)
-    tables = (combinations(), replays(), precisions(), states(), adapters(), missing())
+    tables = (combinations(), replays(), precisions(), states(), adapters(), ranks())
     return head + "".join(
         f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}" for table, part in itertools.zip_longest(tables, rest)
     )

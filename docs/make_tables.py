@@ -1,4 +1,4 @@
-"""Writes the README's table of what works and what is refused, from the list of keys and the list of refusals.
+"""Writes the README's table of what works and what holds it, from the list of keys.
 
 Usage: python docs/make_tables.py          (rewrites README.md between the markers; tests/test_readme.py compares)
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
-from monograph.config.keys import NOT_BUILT, SECTIONS, Fraction, Width
+from monograph.config.keys import SECTIONS, Fraction, Width
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
@@ -17,6 +17,7 @@ ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
 BLOCKS = "tests/laws/test_scopes.py"
 STREAMED = "tests/laws/test_streamed_is_resident.py"
+SHARDED = "tests/laws/test_sharded_is_single.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
 SCALED = "tests/graph/test_precision.py"
@@ -30,7 +31,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
     | {"offload": "tests/graph/test_offload.py"},
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
-    "train.parallel": {"none": ACCUMULATED},
+    "train.parallel": {"none": ACCUMULATED, "ddp": SHARDED, "fsdp": SHARDED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_answers.py"),
@@ -49,24 +50,18 @@ LAW = {
     RECOMPUTED: "law 3",
     PACKED: "law 9",
     STREAMED: "law 4",
+    SHARDED: "law 13",
     TRANSFERRED: "law 14",
 }
 
 
 def table() -> str:
-    """One row per key that offers a choice: what works and what holds it, what is refused and in which words."""
-    lines = ["| key | works, and what holds it | refused, exit code 2 |", "|---|---|---|"]
+    """One row per key that offers a choice: its values, and what holds each."""
+    lines = ["| key | values, and what holds them |", "|---|---|"]
     for key, behind in BEHIND.items():
         works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
-        refused = [f"`{value}`" for value in values(key) if value not in behind]
-        words = f"{', '.join(refused)}: {refusal(key)}" if refused else ""
-        lines.append(f"| `{key}` | {works} | {words} |")
+        lines.append(f"| `{key}` | {works} |")
     return "\n".join(lines)
-
-
-def refusal(key: str) -> str:
-    """What a person is told who asks for what is not built; a value that slips through is called what it is."""
-    return NOT_BUILT[key].sentence if key in NOT_BUILT else "taken without a word and without effect, which is a fault"
 
 
 def values(key: str) -> list[str]:

@@ -16,7 +16,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.session.named import make_clip
+from monograph.session.learning import make_clip
 from monograph.step import Clip
 from monograph.step.clip import WINDOW, looked_at, remember_, stands_out
 

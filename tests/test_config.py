@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.config import KEYS, Settings, classify, load
-from monograph.config.keys import NOT_BUILT, SECTIONS, DataSection, ModelSection
+from monograph.config.keys import SECTIONS, DataSection, ModelSection
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
 
@@ -126,14 +126,6 @@ def test_a_toml_that_is_not_text_is_refused() -> None:
     Path("bad.toml").write_bytes(b"[train]\nseed = \xff")
     with pytest.raises(UsageError, match="bad.toml: not UTF-8 text .byte 15"):
         load(Path("bad.toml"), {}, {})
-
-
-@pytest.mark.parametrize("key", NOT_BUILT)
-def test_what_is_not_built_is_refused_with_a_sentence(key: str) -> None:
-    assert "not built yet" in refusal(**{key.replace(".", "__"): {"train.parallel": "ddp"}[key]})
-    for works in NOT_BUILT[key].works:
-        if works is not None:
-            assert load(None, {key: works}, {}).values()[key] == works
 
 
 def test_a_stronger_source_replaces_the_other_budget() -> None:

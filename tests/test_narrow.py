@@ -23,7 +23,7 @@ from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.narrow import dequantised, noise, quantised, stochastic, unpacked
 from monograph.resident import Resident
-from monograph.session.named import make_optimizer
+from monograph.session.learning import make_optimizer
 from monograph.step import Step
 from numerics import error_within, relative_error
 from reference import optimizers as reference

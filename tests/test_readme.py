@@ -18,7 +18,7 @@ from torch import nn
 
 import monograph as mono
 from monograph import cli
-from monograph.config.keys import DEFAULT_MINUTES, KEYS, NOT_BUILT
+from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.measure.report import write_report
 from monograph.model.families import FAMILIES
 from scripts import ROOT, script
@@ -195,13 +195,11 @@ def test_the_table_of_what_was_measured_is_made_from_the_results() -> None:
 
 def test_no_cell_is_silence() -> None:
     tables = script("docs/make_tables.py")
-    choices = {key for key in KEYS if tables.values(key)} | {*NOT_BUILT}
+    choices = {key for key in KEYS if tables.values(key)}
     assert choices == tables.BEHIND.keys()
     for key, behind in tables.BEHIND.items():
         assert all("def test_" in (ROOT / path).read_text() for path in behind.values())
-        works = NOT_BUILT[key].works if key in NOT_BUILT else tables.values(key)
-        assert {value for value in behind if value != "not set"} <= {*works}, key
-        assert not NOT_BUILT.get(key) or {*works} - {"auto", None} <= behind.keys(), key
+        assert behind.keys() == {*tables.values(key)}, key
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Run: pytest tests/test_story.py (data, sweep, train, kill, stream, resume, compare, generate, export, finetune)."""
+"""Run: pytest tests/test_story.py
+
+Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from commands.forked import Command, CommandServer
 from commands.inputs import TINY, over, with_texts
 from commands.test_new_tokens import with_tokens
 from dialogues import TEMPLATES, said, write_chats
+from distributed.launched import Torchrun
 from monograph import Sampling, checkpointing, generate, load
 from monograph.data.tokenizer import Tokenizer
 from monograph.run.folder import Run
@@ -45,6 +49,9 @@ def test_the_story(tmp_path: Path) -> None:
 
         # stream: it goes on with its weights on the host, and is killed again
         killed(monograph.start(tmp_path, "train", "--resume", "train.memory=stream"), run, "checkpoints/step-0000003*")
+
+        # two ranks: it goes on by two processes, which are killed too
+        by_two(tmp_path, run)
 
         # resume
         done = monograph.run(tmp_path, "train", "--resume", "--json")
@@ -94,6 +101,13 @@ def test_the_story(tmp_path: Path) -> None:
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def by_two(here: Path, run: Path) -> None:
+    """Go on with the newest run by two processes until it has a checkpoint more."""
+    ranks = Torchrun(2, here, "train", "--resume", "last", "train.parallel=ddp")
+    ranks.until(lambda: any(run.glob("checkpoints/step-0000004*")))
+    ranks.stop()
 
 
 def finetune(monograph: CommandServer, here: Path) -> None:

@@ -164,8 +164,8 @@ def _spelled(name: str) -> str:
 
 
 def default_device() -> torch.device:
-    """The first CUDA card, with its index so that it equals the device of tensors on it; otherwise the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """This process's CUDA card, the first unless it chose another, with its index as tensors on it; else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe(device: torch.device | None = None) -> Device:

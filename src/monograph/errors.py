@@ -21,9 +21,13 @@ def host_is_full(error: BaseException) -> bool:
 
 
 class MonographError(Exception):
-    """Base of every error that is shown to a person as one line; the command line exits with `exit_code`."""
+    """Base of every error that is shown to a person as one line; the command line exits with `exit_code`.
+
+    told: whether another process of the same run says it; None: all of them raise it, and the first one does.
+    """
 
     exit_code = 1
+    told: bool | None = None
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -76,6 +80,18 @@ class Stopped(MonographError):
     """A signal asked the run to stop, and it did so after saving."""
 
     exit_code = 75
+
+
+class PeerLost(MonographError):
+    """Another process of the same run is gone, and this one cannot go on without it."""
+
+
+class Ended(MonographError):
+    """The run ended before with an error that starting it again does not mend."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def bug_report(arguments: list[str]) -> str:

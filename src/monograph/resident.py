@@ -16,7 +16,6 @@ from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_i
 from monograph.graph import capture as graph
 from monograph.graph import recompute
 from monograph.graph.inspect import buffers_kept
-from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import WARM_UP
@@ -240,7 +239,7 @@ class Resident:
             for name, view in plane.views(flat)
         }
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
-        return EngineState(kept_state(self.model), optimizer, {"index": step.index, **counters})
+        return EngineState(step.state(), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors.

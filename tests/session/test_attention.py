@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from batches import packed, ragged, tiny_llama
+from monograph.distributed.world import World
 from monograph.session import attention
 from monograph.session.attention import choose_kernel, chosen
 
@@ -19,7 +20,7 @@ TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 def session(model, device="cuda", kernel=None, micro_batch=2):
     engine = SimpleNamespace(step=SimpleNamespace(device=torch.device(device)), model=model, micro_batch=micro_batch)
     settings = SimpleNamespace(train=SimpleNamespace(precision="fp8"))
-    return SimpleNamespace(engine=engine, settings=settings, kernel=kernel)
+    return SimpleNamespace(engine=engine, settings=settings, kernel=kernel, world=World())
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from batches import tiny_llama
 from monograph.data.place import calibration_file
 from monograph.device import named
+from monograph.distributed.world import World
 from monograph.graph.remat import Remat
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Work
@@ -45,7 +46,7 @@ class Run:
             SimpleNamespace(step=step, micro_batch=micro_batch),
             planned,
         )
-        self.run = SimpleNamespace(log=lambda row: None)
+        self.run, self.world = SimpleNamespace(log=lambda row: None), World()
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)

@@ -9,6 +9,7 @@ import pytest
 from batches import packed, tiny_llama
 from monograph import compat
 from monograph.data.tokenizer import Tokenizer
+from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session.opening import Opening
 from monograph.session.story import Story
@@ -21,11 +22,13 @@ class Run:
         self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
-        self.session = self
+        self.session, self.world = self, World()
         self.spent_s, self.recent_s = 0.0, seconds_per_update
         while (update := round(self.spent_s / seconds_per_update)) < self.updates:
             self.spent_s += seconds_per_update
             Story.keep_time(self, update + 1)  # type: ignore[arg-type]
+
+    _too_late = Story._too_late
 
     def shorten(self, updates: int) -> None:
         self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]
@@ -58,7 +61,9 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     assert engine.capture(packed(6), "eager", "blocks") is None
     graphs = compat.captured_graphs()
     settings = SimpleNamespace(train=SimpleNamespace(seed=0))
-    session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings)
+    session = SimpleNamespace(
+        engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings, world=World()
+    )
     telling = SimpleNamespace(session=session, opening=Opening("alpha", "alpha", (), ()))
     assert Story._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))

@@ -20,7 +20,7 @@ from monograph.model import hub
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.session.choices import branched, settings_of, sized, write_config
-from monograph.session.named import make_optimizer
+from monograph.session.learning import make_optimizer
 from monograph.session.planning import asked_of, shape_of
 from monograph.session.setup import require_possible
 from monograph.session.width import carried, proxy_of, transfer_of

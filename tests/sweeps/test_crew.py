@@ -20,7 +20,7 @@ from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.choices import write_config
-from monograph.session.named import make_schedule
+from monograph.session.learning import make_schedule
 from monograph.session.setup import make_engine, make_model
 from monograph.sweeps import crew
 from monograph.sweeps.crew import Crew

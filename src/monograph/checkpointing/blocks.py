@@ -75,6 +75,19 @@ def digests_of(descriptor: int, length: int) -> list[str]:
     return read_pieces(descriptor, (memoryview(bytearray(each)) for each in lengths))
 
 
+def write_at(descriptor: int, piece: memoryview, start: int) -> None:
+    """Write a piece into an open file at byte `start`."""
+    if len(piece):
+        _transfer(os.pwritev, descriptor, [piece], start)
+
+
+def digest_at(descriptor: int, index: int, length: int) -> bytes:
+    """The SHA-256 digest of one block of a file of so many bytes, in binary."""
+    block = memoryview(bytearray(min(BLOCK_BYTES, length - index * BLOCK_BYTES)))
+    _transfer(os.preadv, descriptor, [block], index * BLOCK_BYTES)
+    return hashlib.sha256(block).digest()
+
+
 def make_durable(folder: Path) -> None:
     """Make the folder's entries (creations, renames) survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

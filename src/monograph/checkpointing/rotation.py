@@ -37,9 +37,10 @@ FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"
 
 Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # file name -> its length in bytes and its pieces
+Write = Callable[[Path, Iterator[memoryview]], list[str]]
 
 
-def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write | None = None) -> Path:
     """Write a checkpoint so that at every moment, whatever happens, the newest valid one is the previous or this one.
 
     Its update becomes the head of the run: afterwards the `keep` newest complete checkpoints up to it remain. Later
@@ -50,6 +51,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         checkpoints: the run's folder of checkpoints, made if it is not there.
         checkpoint: tensors may live on a device, be strided or share storage; they must not change during the call.
         keep: how many to keep, at least 1; with 1 there is nothing to fall back on if that one is damaged later.
+        write: creates a file from its pieces instead of `blocks.write_file`.
 
     Returns:
         The checkpoint's folder, durable.
@@ -68,12 +70,12 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
         STATE: (len(text), iter([memoryview(text)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
-    temporary = checkpoints / (TEMPORARY + final.name)
+    temporary = unfinished(checkpoints, checkpoint.update)
     try:
         _make(checkpoints)
         _remove_leftovers(checkpoints)
         _require_space(checkpoints, files)
-        _write(temporary, checkpoint, files)
+        _write(temporary, checkpoint, files, write or blocks.write_file)
         _publish(temporary, final)
     except OSError as error:
         _remove(temporary)
@@ -89,6 +91,11 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     with suppress(OSError):
         _prune(final, checkpoint.update, keep)
     return final
+
+
+def unfinished(checkpoints: Path, update: int) -> Path:
+    """Where the checkpoint of an update is until it is whole."""
+    return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
 def newest(
@@ -134,11 +141,9 @@ def _make(checkpoints: Path) -> None:
     blocks.make_durable(checkpoints.parent)  # also if it was there: a save killed right here may have made it
 
 
-def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded) -> None:
+def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
     temporary.mkdir()
-    entries = {
-        name: FileEntry(length, blocks.write_file(temporary / name, pieces)) for name, (length, pieces) in files.items()
-    }
+    entries = {name: FileEntry(length, write(temporary / name, pieces)) for name, (length, pieces) in files.items()}
     manifest = Manifest(checkpoint.run, checkpoint.update, entries)
     blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
     blocks.make_durable(temporary)

@@ -41,12 +41,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(_with_resume_value(given))
         sys.stdout.flush()
     except _BadCommandLine as error:
-        code = _fail(_wrong_arguments(error), UsageError.exit_code)
+        code = UsageError.exit_code if _follows() else _fail(_wrong_arguments(error), UsageError.exit_code)
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        if not stop.told:
+            print(stop, file=sys.stderr)
         code = stop.exit_code
     except MonographError as error:
-        code = _fail(str(error), error.exit_code)
+        told = _follows() if error.told is None else error.told
+        code = error.exit_code if told else _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         interrupts.while_ending()
         code = _fail("interrupted", 130)
@@ -57,6 +59,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         code = _unforeseen(error, given)
     sys.exit(code)
+
+
+def _follows() -> bool:
+    """Whether a launcher started others like this process, and another is the first of them."""
+    launched = {"MASTER_ADDR", "WORLD_SIZE"} <= os.environ.keys()
+    return launched and os.environ["WORLD_SIZE"] != "1" and os.environ.get("RANK", "0") != "0"
 
 
 def _run(arguments: list[str]) -> int:

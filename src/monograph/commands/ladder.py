@@ -18,7 +18,7 @@ from monograph.run.results import results_folder
 from monograph.session import choices
 from monograph.session.ladder import Ladder
 from monograph.session.rungs import RUNGS, Climbed, Rung, Way
-from monograph.session.story import standard_json
+from monograph.session.summary import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
 

@@ -33,6 +33,7 @@ from monograph.planner import (
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
 from monograph.session.planning import asked_of, cut_micro_batch, shape_of
+from monograph.session.ranks import require_one_device
 from monograph.session.tokens import planned_words, said
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -48,6 +49,7 @@ def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
     """Print the choice, its memory by origin and what else was weighed; with `json` the same as one object."""
+    require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
     if memory_bytes is not None:

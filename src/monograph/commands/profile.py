@@ -23,8 +23,10 @@ from monograph.run.progress import Progress
 from monograph.run.results import results_folder
 from monograph.session import choices
 from monograph.session.planning import cut_micro_batch
+from monograph.session.ranks import require_one_device
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
+from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
+from monograph.session.warming import prepare
 from monograph.stream import Streamed
 
 DEFAULT_ROOT = Path("profiles")
@@ -65,6 +67,7 @@ def sized(settings: Settings, progress: Progress) -> Settings:
     Raises:
         UsageError: the text comes by standard input, or this machine cannot do what is asked.
     """
+    require_one_device(settings, "profile")
     require_possible(settings, describe())
     source = settings.data.source
     if "-" in ([source] if isinstance(source, str) else source):

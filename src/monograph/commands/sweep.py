@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from monograph import __version__
 from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
+from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
 from monograph.loop import train
 from monograph.run.crowd import CrowdBlock
 from monograph.run.journal import Journals
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
-from monograph.session.choices import discard
+from monograph.session import ranks
 from monograph.session.invocation import command, show
 from monograph.session.setup import repeatable
 from monograph.sweeps import asked
@@ -31,10 +32,36 @@ EVERY = 10  # updates whose numbers are read together
 
 def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
     """Train the members, or go on; compare them; see the command line's help."""
-    progress = Progress()
-    progress.header(f"monograph {__version__}   {describe().summary}")
+    world = World(place())
+    progress = ranks.progress_of(world)
+    progress.header(f"monograph {__version__}   {describe().summary}{ranks.said(world)}")
     repeatable(default_device())
     keep_compiled()
+    if world.leads:
+        sweep = _sweep_of(world, arguments, samples, verify, out)
+    folder = world.agreed(str(sweep.run.folder.absolute()) if world.leads else None)
+    if not world.leads:
+        sweep = Sweep.open(Path(folder))
+    with (
+        sweep.run.lock() if world.leads else nullcontext(),
+        ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
+    ):
+        board = Board(sweep, progress, world)
+        if not world.agreed(board.over):
+            _train(board, progress)
+            world.gather()
+        code = _told(board, verify, progress, json) if world.leads else 0
+        world.agreed(None)
+        world.leave()
+    return code
+
+
+def _sweep_of(
+    world: World, arguments: Sequence[str], samples: int | None, verify: int | None, out: Path | None
+) -> Sweep:
+    """The sweep that is asked for, new or to go on with; also where the launcher started its ranks again."""
+    known = world.recall("sweep") if world.again else None
+    out = Path(known) if known else out
     if asked.continued(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
@@ -42,30 +69,22 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         found = asked.asked(arguments, samples)
         _require_member(verify, len(found.points))
         sweep = Sweep.create(out, *found)
-    with sweep.run.lock(), _beginning(sweep):
-        board = Board(sweep, progress)
-        if not board.over:
-            _train(board, progress)
-        result = board.finish()
-        if verify is not None:
-            result["verify"] = verified(board.outcomes[verify], progress)
-    _next(sweep, result, verify, progress)
+    world.remember("sweep", str(sweep.run.folder.absolute()))
+    return sweep
+
+
+def _told(board: Board, verify: int | None, progress: Progress, json: bool) -> int:
+    """Compare the members and say what came of it; the exit code."""
+    board.outcomes = board.read()
+    result = board.finish()
+    if verify is not None:
+        result["verify"] = verified(board.outcomes[verify], progress)
+    _next(board.sweep, result, verify, progress)
     if json:
         print(jsonlib.dumps(result))
     if result["best"] is None:
-        raise Diverged(f"every member of {sweep.run.folder} diverged: lower optim.lr")
+        raise Diverged(f"every member of {board.sweep.run.folder} diverged: lower optim.lr")
     return 0 if verify is None or result["verify"]["equal"] else 1
-
-
-@contextmanager
-def _beginning(sweep: Sweep) -> Iterator[None]:
-    """A sweep that fails before it is decided how it trains was none."""
-    try:
-        yield
-    except Exception:
-        if "groups" not in sweep.record:
-            discard(sweep.run)
-        raise
 
 
 def _require_member(verify: int | None, members: int) -> None:
@@ -74,16 +93,18 @@ def _require_member(verify: int | None, members: int) -> None:
 
 
 def _train(board: Board, progress: Progress) -> None:
-    board.prepare(default_device(), describe())
+    with board.world.first():
+        if not board.world.leads:  # which has decided who trains with whom
+            board.sweep.record |= Sweep.open(board.sweep.run.folder).record
+        board.prepare(default_device(), describe())
     with board.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         try:
-            for timing, updates in zip(board.timings, board.updates, strict=True):
-                for members in timing.group.crews():
-                    if board.all_over(members):
-                        continue
-                    with board.sweep.holding(members) as runs:
-                        crew = timing.crew(members, runs, updates, progress)
-                        _round(crew, updates, board, block, stop, progress)
+            for timing, updates, members in board.crews:
+                if board.all_over(members):
+                    continue
+                with board.sweep.holding(members) as runs:
+                    crew = timing.crew(members, runs, updates, progress)
+                    _round(crew, updates, board, block, stop, progress)
         finally:
             board.keep_time()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
+from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
+from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.measure.memory import peak_memory_bytes
@@ -19,13 +19,15 @@ from monograph.run.folder import Run
 from monograph.run.journal import Journal
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
-from monograph.session import choices
-from monograph.session.invocation import command, show
+from monograph.session import choices, ranks
+from monograph.session.invocation import show
 from monograph.session.planning import cut_micro_batch
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, prepare, repeatable, require_possible
-from monograph.session.story import Story, finished, standard_json
+from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
+from monograph.session.story import Story
+from monograph.session.summary import finished, standard_json
+from monograph.session.warming import prepare
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
 
@@ -34,60 +36,80 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or go on training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
-    progress = Progress()
-    progress.header(f"monograph {__version__}   {describe().summary}")
+    world = ranks.meet(settings, resumed=resume is not None)
+    progress = ranks.progress_of(world)
+    progress.header(f"monograph {__version__}   {describe().summary}{ranks.said(world)}")
     repeatable(default_device())
     keep_compiled()
-    parent = choices.parent_named(from_) if from_ else None
-    folder = Run.open(resume) if resume else Run.create(out)
-    with folder.lock(new=not resume), _beginning(folder, new=not resume):
-        if parent:
+    parent = choices.parent_named(from_) if from_ and world.leads else None
+    folder, resumed = ranks.folder_of(world, out, resume)
+
+    def unbegun() -> bool:
+        return not resumed and not folder.checkpoints.exists()
+
+    with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
+        if resumed:
+            settings = choices.settings_of(folder, settings if resume else Settings())
+            ranks.require_launched(settings, world.own)
+        elif parent:
             settings = choices.branched(parent[0], settings)
             choices.record_parent(folder, *parent)
-        elif resume:
-            settings = choices.settings_of(folder, settings)
-        summary = finished(folder) if resume else None
+        summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
             progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
-            show(progress, "next", "train", "--from", folder.handle)
+            if world.leads:
+                show(progress, "next", "train", "--from", folder.handle)
         else:
-            session = _open(folder, settings, progress)
+            session = _open(folder, ranks.agreed(world, settings), world, progress)
             story = Story(session, progress)
             _loop(session, story, progress)
-            summary = story.finish()
-    if json:
+            summary = story.finish() if world.leads else {}
+        world.leave()
+    if json and world.leads:
         print(jsonlib.dumps(standard_json(summary)))
     return 0
 
 
-def _open(folder: Run, settings: Settings, progress: Progress) -> Session:
-    def warn(line: str) -> None:
-        progress.line("warning", line)
-
+def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> Session:
     require_possible(settings, describe())
     settings = choices.sized(settings)
     if cut := cut_micro_batch(settings):
         progress.line("note", cut)
-    if not folder.begun:
+    if world.leads and not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)
         choices.write_config(folder, settings)
-    session = open_session(folder, settings, open_corpus(settings, progress), default_device(), progress)
-    if not folder.tokenizer.exists():
+    settings = ranks.agreed(world, settings)
+    with world.first():
+        text = open_corpus(settings, progress)
+    session = open_session(folder, settings, text, default_device(), progress, world)
+    if world.leads and not folder.tokenizer.exists():
         choices.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = lambda line: progress.line("memory", line)
     session.engine.step.announce = lambda line: progress.line("note", line)
-    if resumed := folder.metrics_offset or any(folder.checkpoints.glob("step-*")):
-        session.restore(checkpointing.newest(folder.checkpoints, warn), progress)
+    if resumed := world.agreed(folder.metrics_offset > 0 or any(folder.checkpoints.glob("step-*"))):
+        session.restore(_newest(world, folder, progress), progress)
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := choices.recorded_parent(folder):
-        session.branch(begun := checkpointing.newest(parent[0].checkpoints, warn, at=parent[1]))
+        session.branch(begun := _newest(world, parent[0], progress, at=parent[1]))
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
     prepare(session, progress)
     if not resumed:
         choices.fix_length(session, progress)
-        choices.write_config(folder, session.settings)
+        if world.leads:
+            choices.write_config(folder, session.settings)
         session.save()
     return session
+
+
+def _newest(world: World, run: Run, progress: Progress, at: int | None = None) -> Checkpoint:
+    """The newest sound checkpoint, or the one of an update: on all ranks the one that rank 0 found."""
+
+    def warn(line: str) -> None:
+        progress.line("warning", line)
+
+    found = checkpointing.newest(run.checkpoints, warn, at) if world.leads else None
+    update = world.agreed(found.update if found else None)
+    return found or checkpointing.newest(run.checkpoints, warn, update)
 
 
 def _loop(session: Session, story: Story, progress: Progress) -> None:
@@ -110,11 +132,12 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 loss = journal.last["train_loss"]
                 block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=journal.skipped)
                 since, began = 0, clock()
-            paused, due = clock(), done % int(settings.train.save_every) == 0 or last
-            saving = due or stop.requested or stop.save_requested
-            if journal.is_lost or (saving and session.non_finite()):
+            stopping, asked, lost = session.world.any(stop.requested is not None, stop.save_requested, journal.is_lost)
+            saving = done % int(settings.train.save_every) == 0 or stopping or asked or last
+            if lost or (saving and session.non_finite()):
                 journal = go_back(session, journal, progress, block.note)
                 continue
+            paused = clock()
             if done % int(settings.train.eval_every) == 0 and not last:
                 journal.flush()
                 story.evaluate(block, done, limit=CURVE_ROWS)
@@ -127,20 +150,10 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 stop.save_requested = False
                 session.save()
             began += clock() - paused
-            if stop.requested and not last:
-                again = command("train", "--resume", session.run.handle)
+            if stopping and not last:
+                again = ranks.again(session.world, session.run)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun
                 require_end(session, journal)
                 break
         story.end(block)
-
-
-@contextmanager
-def _beginning(folder: Run, new: bool) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        if new and not folder.checkpoints.exists():
-            choices.discard(folder)
-        raise

@@ -68,6 +68,13 @@ def allow_variants(most: int = 64) -> None:
     config.recompile_limit = max(config.recompile_limit, most)
 
 
+def one_graph_under_ddp() -> None:
+    """Let a step that DDP calls be one graph; torch would cut it where DDP's buckets of gradients end."""
+    import torch._dynamo.config as config
+
+    config.optimize_ddp = False
+
+
 @functools.cache
 def quiet_selective_recompute() -> None:
     """Drop torch's warning, at every capture, of results that are kept and then overwritten: none such is kept here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -174,7 +174,9 @@ class TrainSection(Section):
         "auto, device or stream",
         "where weights live; stream: on the host, fetched stage by stage",
     )
-    parallel: Literal["none", "ddp", "fsdp"] = _key("none", "none", "how several devices share the work")
+    parallel: Literal["none", "ddp", "fsdp"] = _key(
+        "none", "none, ddp or fsdp", "how several devices share the work, a process each; see docs/distributed.md"
+    )
     eval_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between evaluations")
     save_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between checkpoints")
     keep: Annotated[int, Field(ge=1)] = _key(
@@ -210,16 +212,3 @@ SECTIONS: dict[str, type[Section]] = {
 }  # fmt: skip
 KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 DEFAULT_MINUTES = 3.0
-
-
-class NotBuilt(NamedTuple):
-    """A value that the contract promises and no room serves yet; `works` are the values that one does."""
-
-    works: tuple[Any, ...]
-    sentence: str
-
-
-# The one list of what is refused for now: a room that lands deletes its line.
-NOT_BUILT: dict[str, NotBuilt] = {
-    "train.parallel": NotBuilt(("none",), "training on several devices is not built yet; leave it at none"),
-}

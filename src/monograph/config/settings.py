@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from monograph.config.keys import (
     DEFAULT_MINUTES,
     KEYS,
-    NOT_BUILT,
     SECTIONS,
     DataSection,
     LoraSection,
@@ -25,7 +24,7 @@ from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
 # What may differ when a run goes on: where and in which graphs it is trained, which changes no equation.
-ANYWHERE = ("train.memory", "train.compile")
+ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
 # At most one key of each group is in force: the one whose origin ranks highest.
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
@@ -77,7 +76,7 @@ class Settings(BaseModel):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the values, in hex: equal for equal settings, whatever their origin, and where it is trained."""
-        anywhere = self.resolve(dict.fromkeys(ANYWHERE, "auto"), "fingerprint")
+        anywhere = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 
     def _lines(self, origins: bool) -> Iterator[str]:
@@ -125,9 +124,6 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
         if isinstance(value, str) and get_origin(field.annotation) is Literal:
             hint = did_you_mean(value, get_args(field.annotation))
         raise UsageError(f"{origin}: {key} = {_shown(value)}: expected {expected}{hint}") from None
-    refused = NOT_BUILT.get(key)
-    if refused and checked not in refused.works:
-        raise UsageError(f"{origin}: {key} = {_shown(value)}: {refused.sentence}")
     return checked
 
 

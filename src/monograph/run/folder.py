@@ -23,7 +23,9 @@ from monograph.errors import DiskFull, InputRefused, RunInUse
 from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, serial
 
 DEFAULT_ROOT = Path("runs")
-_BEFORE_IT_BEGAN = {"run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial"}
+_BEFORE_IT_BEGAN = {
+    "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
+}  # fmt: skip
 _RECORD = b'{"serial": '  # how run.lock begins
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then

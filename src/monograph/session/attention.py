@@ -30,7 +30,8 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         Precision(session.settings.train.precision).dtype,
         engine.step.device,
     )
-    session.kernel = chosen(times, session.kernel)
+    session.kernel = session.world.agreed(chosen(times, session.kernel))
+    assert session.kernel
     model.use_attention(model.attention, session.kernel)
     if times:
         progress.line("attention", compared(times, session.kernel))

@@ -32,8 +32,8 @@ from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
-# A branched run has its parent's settings but for these: how long, and what follows from that.
-_OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates"}
+# A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
+_OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates", "train.parallel"}
 
 
 def sized(settings: Settings, *, built: bool = True) -> Settings:
@@ -160,6 +160,9 @@ def settings_of(run: Run, given: Settings) -> Settings:
             continue
         if key == "train.memory":
             own = own.resolve(_moved(str(value), own), given.origins[key])
+            continue
+        if key == "train.parallel":  # the same updates by more ranks or fewer
+            own = own.resolve({key: value}, given.origins[key])
             continue
         if key == "optim.transfer" and same_transfer(value, mine):
             continue

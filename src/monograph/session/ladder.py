@@ -29,8 +29,9 @@ from monograph.run.progress import Progress
 from monograph.session import choices
 from monograph.session.rungs import FEWER, Climbed, Rung, Way, unfuse
 from monograph.session.session import Session
-from monograph.session.setup import make_model, open_corpus, open_session, prepare
+from monograph.session.setup import make_model, open_corpus, open_session
 from monograph.session.speed import calibrate
+from monograph.session.warming import prepare
 
 RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
 LEAST, MOST, WARM = 8, 1000, 2  # updates of a rung, and those of them that are not timed

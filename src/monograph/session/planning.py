@@ -19,11 +19,12 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import lora_of, require_with_lora
-from monograph.session.named import make_clip, make_optimizer
+from monograph.session.learning import make_clip, make_optimizer, optimizer_name
 from monograph.session.tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
+FP32_BYTES, COPIES = 4, 4  # of a parameter: weight, gradient, two moments
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
@@ -113,6 +114,7 @@ def require_together(settings: Settings) -> None:
             f"not {train.compile if key == 'compile' else train.remat}"
         )
     require_with_lora(settings)
+    require_with_ranks(settings)
     name, precision = settings.optim.name, train.precision
     if train.memory == "stream" and name.endswith(":all-bf16"):
         raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
@@ -121,6 +123,40 @@ def require_together(settings: Settings) -> None:
             f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
             "take bf16 or fp8"
         )
+
+
+def require_with_ranks(settings: Settings) -> None:
+    """Refuse what several devices cannot do together.
+
+    Raises:
+        UsageError: naming both.
+    """
+    train, name = settings.train, settings.optim.name
+    if train.parallel == "none":
+        return
+    beside: dict[str, tuple[bool, str]] = {
+        "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
+        "train.precision = fp8": (train.precision == "fp8", "take bf16"),
+        f"optim.name = {name}": (
+            name.endswith(":all-bf16"),
+            "gradients are of the weights' dtype: take :bf16",
+        ),
+    }
+    if train.parallel == "fsdp":
+        beside |= {
+            f"optim.name = {name}": (
+                not name.startswith(("auto", "adamw")) or name.endswith(("8bit", "all-bf16")),
+                "a rank has some rows of each matrix: take adamw or adamw:bf16, or ddp",
+            ),
+            "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
+            f"train.remat = {train.remat}": (
+                train.remat not in ("auto", "none", "full"),
+                "what to keep is found on a whole model: take none or full",
+            ),
+            "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
+        }
+    if odd := [(what, instead) for what, (is_so, instead) in beside.items() if is_so]:
+        raise UsageError(f"train.parallel = {train.parallel} does not go with {odd[0][0]}: {odd[0][1]}")
 
 
 def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tuple[int, ...] = ()) -> Asked:
@@ -137,7 +173,7 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tu
     """
     require_together(settings)
     train, optim, lora = settings.train, settings.optim, lora_of(settings, tokens)
-    name = planner.optimizer(fresh=settings.model.init is None) if optim.name == "auto" else optim.name
+    name = optimizer_name(settings, fresh=settings.model.init is None)
     fixed = settings.resolve({"optim.name": name, "optim.lr": 1e-3 if optim.lr == "auto" else optim.lr}, "plan")
     return Asked(
         config,
@@ -147,8 +183,8 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tu
         name,
         None if train.micro_batch == "auto" else train.micro_batch,
         (planner.precision(device) if train.precision == "auto" else train.precision,),
-        planner.scopes(config.num_hidden_layers) if train.compile == "auto" else (train.compile,),
-        _remats(device) if train.remat == "auto" else (train.remat,),
+        _scopes(settings, config) if train.compile == "auto" else (train.compile,),
+        _remats(settings, device) if train.remat == "auto" else (train.remat,),
         settings.data.packing == "packed",
         make_clip(settings),
         lora,
@@ -156,36 +192,60 @@ def asked_of(settings: Settings, config: LlamaConfig, device: Device, tokens: tu
 
 
 def fitting_choices(
-    config: LlamaConfig | None, rows: int, settings: Settings, machine: Device, tokens: tuple[int, ...] = ()
+    config: LlamaConfig | None,
+    rows: int,
+    settings: Settings,
+    machine: Device,
+    tokens: tuple[int, ...] = (),
+    ranks: int = 1,
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Micro-batch, recomputation, what one graph holds: as pinned, as the plan chooses for a Llama, else all at once.
 
-    What another module would need nobody knows.
+    What another module would need nobody knows. Of several ranks it is one rank's share of the rows that is planned;
+    no plan is returned of one that has some rows of each weight.
 
     Raises:
         OutOfDeviceMemory: by the plan nothing fits.
     """
-    train, plan = settings.train, None
+    train, plan, share = settings.train, None, -(-rows // ranks)
     found: dict[str, Any] = {
-        "train.micro_batch": rows,
+        "train.micro_batch": share,
         "train.remat": "none",
         "train.compile": "whole",
         "train.memory": "device",
     }
     if config:
-        plan = planned(settings, config, machine, tokens)
+        plan = planned(*_of_rank(settings, config, machine, share, ranks), tokens)
         found |= {"train.micro_batch": plan.work.rows, "train.remat": plan.work.remat}
         # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
         graph_holds = plan.work.compile
-        found["train.compile"] = planner.scopes(config.num_hidden_layers)[0] if graph_holds == "none" else graph_holds
+        found["train.compile"] = _scopes(settings, config)[0] if graph_holds == "none" else graph_holds
     if train.memory == "stream" or isinstance(plan, StreamCandidate):
         found |= {"train.memory": "stream", "train.compile": "blocks"}
-    if train.remat == "offload":  # what leaves the device crosses between graphs
+    if train.remat == "offload" or train.parallel == "fsdp":  # what leaves the device, or comes, is between graphs
         found["train.compile"] = "blocks"
     pinned = {key: getattr(train, key.removeprefix("train.")) for key in found}
     if pinned["train.micro_batch"] != "auto":  # no more rows than the update has, or the rest would be empty ones
         pinned["train.micro_batch"] = min(pinned["train.micro_batch"], rows)
+    plan = None if train.parallel == "fsdp" else plan
     return {key: found[key] if value == "auto" else value for key, value in pinned.items()}, plan
+
+
+def _of_rank(
+    settings: Settings, config: LlamaConfig, machine: Device, rows: int, ranks: int
+) -> tuple[Settings, LlamaConfig, Device]:
+    """What is planned for a rank that computes so many rows of an update, on a device with what sharding spares.
+
+    DDP has a second copy of the gradients. FSDP2 has a rank's share of weights, gradients and moments, and two blocks
+    whole, in whose place all but the share is taken to be free.
+    """
+    parallel, weights = settings.train.parallel, FP32_BYTES * config.parameter_count()
+    if parallel == "none":
+        return settings, config, machine
+    share = {"train.tokens_per_update": rows * settings.data.sequence_length, "train.memory": "device"}
+    spared = -weights if parallel == "ddp" else int(COPIES * weights * (1 - 1 / ranks))
+    memory, free = machine.memory_bytes + spared, machine.free_memory_bytes + spared
+    return settings.resolve(share, "plan"), config, replace(machine, memory_bytes=memory, free_memory_bytes=free)
 
 
 def planned(settings: Settings, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Candidate:
@@ -210,5 +270,11 @@ def planned(settings: Settings, config: LlamaConfig, machine: Device, tokens: tu
     return best
 
 
-def _remats(device: Device) -> tuple[str | float, ...]:
+def _scopes(settings: Settings, config: LlamaConfig) -> tuple[Compile, ...]:
+    return ("blocks",) if settings.train.parallel == "fsdp" else planner.scopes(config.num_hidden_layers)
+
+
+def _remats(settings: Settings, device: Device) -> tuple[str | float, ...]:
+    if settings.train.parallel == "fsdp":
+        return "none", "full"
     return REMATS if device.type == "cuda" else REMATS[:-1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
 from monograph.data.batches import Batch
 from monograph.device import clock
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
@@ -44,13 +47,12 @@ def go_back(session: Session, journal: Journal, progress: Progress, say: Callabl
         Diverged: it was done `MOST` times before, or there is no such checkpoint: with what is not finite.
     """
     journal.flush()
-    last, streak, skip = journal.last["update"], max(1, journal.streak), session.batches.skip
-    try:
-        if len(skip) >= MOST:
-            raise NoValidCheckpoint("")
-        sound = checkpointing.newest(session.run.checkpoints, lambda line: None, until=last - streak)
-    except NoValidCheckpoint:
-        raise _diverged(session, journal) from None
+    # A rank that took part in a resume has not seen the updates before it.
+    last, streak = session.world.agreed([journal.last["update"], max(1, journal.streak)])
+    skip = session.batches.skip
+    sound = _sound(session, last - streak) if len(skip) < MOST else None
+    if sound is None:
+        raise _diverged(session, journal)
     end, rows = session.batches.rows_consumed, session.batches.rows_per_window
     spent_s = session.spent_s
     session.restore(sound, progress)
@@ -61,8 +63,20 @@ def go_back(session: Session, journal: Journal, progress: Progress, say: Callabl
     session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
     session.save()
-    say(f"nothing finite in updates {last - streak + 1} to {last}: back to {sound.update}, past their rows")
+    say(f"updates {last - streak + 1} to {last} were skipped: back to {sound.update}, past their rows")
     return Journal(session.run, journal.every)
+
+
+def _sound(session: Session, until: int) -> Checkpoint | None:
+    """The newest sound checkpoint of that update or an earlier one, on all ranks the one that rank 0 found."""
+    found = None
+    if session.world.leads:
+        with suppress(NoValidCheckpoint):
+            found = checkpointing.newest(session.run.checkpoints, lambda line: None, until=until)
+    update = session.world.agreed(found.update if found else None)
+    if found is None and update is not None:
+        found = checkpointing.newest(session.run.checkpoints, lambda line: None, at=update)
+    return found
 
 
 def require_end(session: Session, journal: Journal) -> None:
@@ -76,16 +90,20 @@ def require_end(session: Session, journal: Journal) -> None:
 
 
 def _diverged(session: Session, journal: Journal) -> Diverged:
-    times = len(session.batches.skip)
+    times, last = len(session.batches.skip), journal.last
     past = f", rows passed over {counted(times, 'time')} before" if times else ""
+    finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
     return Diverged(
-        f"{counted(journal.streak, 'update')} in a row, up to {journal.last['update']}, skipped as not finite{past}: "
-        f"{autopsy(session)}; lower optim.lr, and look for bad data around there; the last checkpoint is sound"
+        f"{counted(journal.streak, 'update')} in a row, up to {last['update']}, skipped as "
+        f"{'spikes' if finite else 'not finite'}{past}: {autopsy(session)}; lower optim.lr, and look for bad data "
+        "around there; the last checkpoint is sound"
     )
 
 
 def autopsy(session: Session) -> str:
     """What is not finite in the last window, computed once more without a graph, in words."""
+    if not session.world.alone:
+        return "one process alone would say where"
     rows = session.batches.rows_per_window
     window = next(session.open_batches(session.batches.rows_consumed - rows))
     graph.release(session.engine.step)

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from monograph import __version__, checkpointing
+from monograph import __version__
 from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.data.place import calibration_file
 from monograph.device import clock, describe
+from monograph.distributed.checkpoint import not_finite, save
+from monograph.distributed.world import World
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
 from monograph.graph.frozen import parameter_count
@@ -36,7 +38,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session import randomness
-from monograph.session.named import FINAL, make_schedule
+from monograph.session.learning import FINAL, make_schedule
 from monograph.stream import Streamed
 
 
@@ -55,6 +57,7 @@ class Session:
         planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
         kernel: what computes attention, where it was measured; None before that, and where it was not.
+        world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
         elapsed_s: seconds spent in earlier processes of the same run.
@@ -77,6 +80,7 @@ class Session:
     planned: Candidate | None = None
     eager_reason: str | None = None
     kernel: Kernel | None = None
+    world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
 
@@ -136,12 +140,12 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        checkpointing.save(self.run.checkpoints, checkpoint, max(keep, self.settings.train.keep))
+        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.settings.train.keep))
 
     def non_finite(self) -> list[str]:
-        """Names of the parameters of a checkpoint that are not finite; no update makes one so."""
+        """Names of the parameters of a checkpoint that are not finite on some rank; no update makes one so."""
         state, names = self.engine.state().model, dict(self.engine.model.named_parameters())
-        return [name for name in names if name in state and not bool(state[name].isfinite().all())]
+        return not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
@@ -178,7 +182,9 @@ class Session:
         data = state["data"]
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
-        self.length, self.engine.micro_batch = state["length"], state["micro_batch"]
+        self.length = state["length"]
+        share = -(-self.batches.rows_per_window // self.world.size)
+        self.engine.micro_batch = min(state["micro_batch"] or share, share)
         self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
         then, now = state["versions"], _versions()
@@ -250,6 +256,8 @@ class Session:
         """
         step, planned = self.engine.step, self.planned
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
+            return
+        if not self.world.alone:  # beside which DDP has its own
             return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from torch import nn
 from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
-from monograph.device import Device, clock, compiler_obstacle, describe
+from monograph.device import Device, describe
+from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
-from monograph.graph import capture as graph
-from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.graph.windows import settle
@@ -34,15 +33,14 @@ from monograph.run.recipe import Recipe, is_weight_file
 from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
-from monograph.session.attention import choose_kernel
-from monograph.session.named import make_clip, make_optimizer
+from monograph.session.learning import make_clip, make_optimizer, optimizer_name
 from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
+from monograph.session.ranks import agreed
 from monograph.session.session import Session
 from monograph.session.tokens import said, words_of
+from monograph.session.warming import mixing_rows
 from monograph.session.width import require_rate, transfer_of
 from monograph.stream import Placement, Streamed
-
-BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
@@ -141,20 +139,27 @@ class Made(NamedTuple):
         return make_optimizer(self.settings, _shape(self.model))
 
 
-def open_session(run: Run, settings: Settings, text: Corpus, device: torch.device, progress: Progress) -> Session:
-    """The session of a run at its beginning."""
-    made = make_model(settings, text, describe(), device)
+def open_session(
+    run: Run, settings: Settings, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
+) -> Session:
+    """The session of a run at its beginning; of several ranks rank 0 makes the choices."""
+    world = world or World()
+    made = make_model(settings, text, describe(), device, world.size) if world.leads else None
+    settings = agreed(world, made.settings if made else settings)
+    made = made or make_model(settings, text, describe(), device, world.size)
     for line in made.notes:
         progress.line("tokens", line)
     settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
-    engine = make_engine(made, device)
+    engine = make_engine(made, device, world)
     randomness.seed(train.seed)
-    return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned)
+    return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned, world=world)
 
 
-def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.device | None = None) -> Made:
+def make_model(
+    settings: Settings, text: Corpus, machine: Device, device: torch.device | None = None, ranks: int = 1
+) -> Made:
     """Build the model and fix every remaining automatic value but the number of updates.
 
     Where it has adapters, its frozen weights go to `device`, each as soon as it is what is kept of it.
@@ -169,7 +174,7 @@ def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.
     words, before = words_of(settings, text.tokenizer), shape_before(recipe)
     if before:
         tokens = words.trained(before.vocab_size) if words else ()
-        fitting = fitting_choices(with_rows(before, words), rows, settings, machine, tokens)
+        fitting = fitting_choices(with_rows(before, words), rows, settings, machine, tokens, ranks)
     model, loss = build(recipe)
     known = model.config.vocab_size if isinstance(model, Llama) else 0
     tokens, notes = words.trained(known) if words else (), said(settings, words, known)
@@ -181,9 +186,9 @@ def make_model(settings: Settings, text: Corpus, machine: Device, device: torch.
     config = _shape(model)
     if config:
         _require_fit(config, text, settings)
-    name = planner.optimizer(fresh=recipe.init is None) if optim.name == "auto" else optim.name
+    name = optimizer_name(settings, fresh=recipe.init is None)
     lr = usual_rate(settings, name.partition(":")[0]) if optim.lr == "auto" else optim.lr
-    choices, plan = fitting if before else fitting_choices(config, rows, settings, machine, tokens)
+    choices, plan = fitting if before else fitting_choices(config, rows, settings, machine, tokens, ranks)
     fixed: dict[str, Any] = {
         "optim.name": name,
         "optim.lr": lr,
@@ -207,29 +212,32 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
     return model.config if isinstance(model, Llama) else None
 
 
-def make_engine(made: Made, device: torch.device) -> Resident:
-    """The engine of one model, whose weights are on the device or come to it."""
-    train, clip = made.settings.train, make_clip(made.settings)
+def make_engine(made: Made, device: torch.device, world: World | None = None) -> Resident:
+    """The engine of one model, whose weights are on the device or come to it.
+
+    Raises:
+        UsageError: several ranks, and a module whose running statistics would be another one's on each.
+    """
+    train = made.settings.train
+    shared: dict[str, Any] = {
+        "loss": made.loss,
+        "optim": made.optimizer,
+        "clip": make_clip(made.settings),
+        "precision": Precision(train.precision),
+        "remat": named(train.remat),
+        "micro_batch": int(train.micro_batch),
+    }
     if train.memory == "stream":
-        return Streamed(
-            made.model,
-            loss=made.loss,
-            optim=made.optimizer,
-            clip=clip,
-            precision=Precision(train.precision),
-            remat=named(train.remat),
-            micro_batch=int(train.micro_batch),
-            placement=made.placement or Placement(device),
-        )
-    return Resident(
-        settle(made.model, device, trained=device.type != "cpu").to(device),
-        loss=made.loss,
-        optim=made.optimizer,
-        clip=clip,
-        precision=Precision(train.precision),
-        remat=named(train.remat),
-        micro_batch=int(train.micro_batch),
-    )
+        return Streamed(made.model, placement=made.placement or Placement(device), **shared)
+    if world is None or world.alone:
+        return Resident(settle(made.model, device, trained=device.type != "cpu").to(device), **shared)
+    share = -(-int(train.tokens_per_update) // (made.settings.data.sequence_length * world.size))
+    shared["micro_batch"] = min(shared["micro_batch"], share)
+    if mixing := mixing_rows(made.model):
+        raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
+    if train.parallel == "fsdp":
+        return Sharded(made.model, world=world, **shared)
+    return Replicated(settle(made.model, device).to(device), world=world, **shared)
 
 
 def repeatable(device: torch.device) -> None:
@@ -243,49 +251,6 @@ def repeatable(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # The part of it that would cost time; the module is a class in disguise, which type checkers do not see.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def prepare(session: Session, progress: Progress) -> None:
-    """One eager trial step, then capture; what cannot be captured trains eagerly, and the reason is said once."""
-    with session.undisturbed():
-        _prepare(session, progress)
-
-
-def _prepare(session: Session, progress: Progress) -> None:
-    engine, train = session.engine, session.settings.train
-    window = next(session.open_batches(0))
-    with progress.stage("trial", "one eager step") as stage:
-        trial = engine.trial(window)
-        expected = math.log(session.corpus.vocab_size)
-        stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {counted(trial.gradients, 'finite gradient')}"
-    if without := [name for name in trial.without_gradient if not starts_still(name)]:
-        progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
-    if left := engine.step.left_in_bf16:
-        layers = counted(len(left), "linear layer")
-        progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
-    rows = session.batches.rows_per_window
-    mixing = [name for name, module in engine.model.named_modules() if isinstance(module, BATCH_STATISTICS)]
-    if mixing and (engine.micro_batch or rows) < rows:
-        progress.line(
-            "note",
-            f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
-            "its statistics, and so the gradient, depend on train.micro_batch",
-        )
-    choose_kernel(session, window, progress)
-    if train.compile == "none":
-        session.eager_reason = "train.compile = none"
-    elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
-        session.eager_reason = obstacle
-    else:
-        scope: graph.Scope = "blocks" if train.compile == "blocks" else "whole"
-        with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
-            began = clock()
-            session.eager_reason = engine.capture(window, scope=scope)
-            session.compile_s = clock() - began
-            replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
-            stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
-    if session.eager_reason:
-        progress.line("eager", f"training without a graph: {session.eager_reason}")
 
 
 def _require_fit(config: LlamaConfig, corpus: Corpus, settings: Settings) -> None:

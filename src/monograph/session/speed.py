@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from monograph.data.place import calibration_file
 from monograph.device import clock, describe, synchronize
+from monograph.distributed.world import World
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.model.llama import Llama
@@ -23,10 +24,10 @@ def calibrate(session: Session) -> float:
     engine, window = session.engine, next(session.open_batches(0))
 
     with session.undisturbed():
-        return seconds_per_update(engine, lambda: engine.rehearse(window))
+        return float(session.world.agreed(seconds_per_update(engine, lambda: engine.rehearse(window), session.world)))
 
 
-def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
+def seconds_per_update(engine: Resident, update: Callable[[], object], world: World | None = None) -> float:
     """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
 
     A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
@@ -35,10 +36,12 @@ def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
         engine: whose counters stay as they are.
         update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
             the same.
+        world: the ranks that update together, of which rank 0 says how often.
     """
     kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50):
+    world = world or World()
+    while world.agreed(len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)):
         synchronize(engine.step.device)
         began = clock()
         update()
@@ -52,7 +55,7 @@ def seconds_per_update(engine: Resident, update: Callable[[], object]) -> float:
 def remember(session: Session, seconds: float) -> None:
     """Keep what an update takes on this machine, so that the next plan knows it."""
     engine, settings = session.engine, session.settings
-    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
+    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
         return
     machine, rows = describe(), session.batches.rows_per_window
     tokens = lora_of(session.recipe.lora).tokens if session.recipe.lora else ()

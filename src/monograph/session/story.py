@@ -12,7 +12,6 @@ from typing import Any
 from monograph import compat
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
-from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
@@ -23,7 +22,6 @@ from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
 from monograph.planner import updates_for
-from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.adapting import adapter_params
 from monograph.session.choices import most_updates
@@ -118,18 +116,23 @@ class Story:
 
     def keep_time(self, update: int) -> None:
         """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
+        if ends := self.session.world.number(self._too_late(update)):
+            self.session.shorten(ends)
+            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+
+    def _too_late(self, update: int) -> int:
+        """After how many updates a run ends that is too slow, 0 of another."""
         session = self.session
         if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
-            return
+            return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
         until = END_SHARE * session.budget_s
         per_update = max(spent / update, self.recent_s)
-        if spent + per_update * (session.updates - update) > LATE * until:
-            left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
-            ends = update + updates_for(left, per_update, session.updates - update)
-            session.shorten(ends)
-            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+        if spent + per_update * (session.updates - update) <= LATE * until:
+            return 0
+        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
+        return update + updates_for(left, per_update, session.updates - update)
 
     def end(self, block: TrainingBlock) -> None:
         """The last evaluation, over all held-out rows, and the last sample."""
@@ -173,6 +176,7 @@ class Story:
         last: dict[str, Any] = next((row for row in reversed(session.run.rows()) if "train_loss" in row), {})
         rate = sorted(self.rates)[len(self.rates) // 2] if self.rates else None
         config, peak = session.model_config, machine.peak_flops.get(session.settings.train.precision)
+        peak = peak * session.world.size if peak else None
         length, adapters = session.settings.data.sequence_length, adapter_params(session)
         use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
         return {
@@ -236,23 +240,26 @@ class Story:
             show(self.progress, "next" if index == 0 else "", *arguments)
 
     def _write(self, n: int, tokens: int) -> list[str]:
-        model = self.session.engine.model
-        if not isinstance(model, Llama):
+        engine = self.session.engine
+        if not isinstance(engine.model, Llama):
             return []
-        training = model.training
+        training, step = engine.model.training, engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
-        step = self.session.engine.step
-        with step.averaged(), step.assembled(), graph.set_aside(step):
+        with step.averaged(), step.assembled() as model, graph.set_aside(step):
+            if not isinstance(model, Llama) or not self.session.world.leads:
+                return []
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             texts = [completion.text for completion in written]
-        model.train(training)
+        engine.model.train(training)
         return texts
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
         # What answers are worth depends on what they answer, which no compressor is told.
         if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
+            return {}
+        if not self.session.world.leads:
             return {}
         kept = corpus.folder / "yardsticks.json"
         try:
@@ -270,22 +277,6 @@ class Story:
 
     def _skipped(self, rows: list[dict[str, Any]]) -> int:
         return sum(1 for row in rows if row.get("skipped"))
-
-
-def finished(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
-    last: dict[str, Any] = {}
-    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
-        last = next(reversed(run.rows()), {})
-    summary: dict[str, Any] | None = last.get("summary")
-    if summary and not (run.checkpoints / f"step-{summary['update']:08d}").is_dir():
-        return None
-    return summary
-
-
-def standard_json(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with null for NaN and infinities, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _free() -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute, siblings
 from monograph.graph.inspect import parts
+from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -55,6 +56,7 @@ class Step(Deciding):
 
     CAPTURED: tuple[str, ...] = ("forward", "apply", "evaluate")
     CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("apply",)
+    gradient_scale = 1.0  # by which gradients are divided elsewhere: the number of ranks, where they are averaged
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class Step(Deciding):
         total = torch.ones((), device=self.device)
         if batches and counts[0] is not None:
             total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
-        self.seed.copy_(reciprocal(total) * self.loss_scale)
+        self.seed.copy_(reciprocal(total) * self.loss_scale * self.gradient_scale)
 
     def settle(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
@@ -169,6 +171,10 @@ class Step(Deciding):
             with self.context():
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
+
+    def state(self) -> dict[str, Tensor]:
+        """The model's tensors that training changes, by name; tied ones once."""
+        return kept_state(self.model)
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
@@ -198,17 +204,21 @@ class Step(Deciding):
             self.holds_average = False
 
     @contextmanager
-    def assembled(self) -> Iterator[None]:
-        """In the block the module can be called as it is, all of its weights in one place. Only to look at."""
-        yield
+    def assembled(self) -> Iterator[nn.Module]:
+        """The module as it can be called on its own, all of its weights in one place. Only to look at."""
+        yield self.model
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
         with unlinked(self.planes), self.context():
-            loss, loss_sum, count = self.forward(batch, self.seed)
+            loss, loss_sum, count = self.run(batch)
         loss.backward()
         self.loss_sum += loss_sum
         self.count += count
+
+    def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(what is differentiated, loss, count) of a micro-batch."""
+        return self.forward(batch, self.seed)
 
     # The functions named in CAPTURED are what `graph.capture` replaces by compiled ones. They are called in the step's
     # context: autocast entered inside a captured function keeps it out of torch's cache between runs.

@@ -150,14 +150,14 @@ class StreamedStep(Step):
             stage.version += 1
 
     @contextmanager
-    def assembled(self) -> Iterator[None]:
-        """In the block the module is what it was made as: at home, its weights in fp32. Only to look at."""
+    def assembled(self) -> Iterator[nn.Module]:
+        """See `Step.assembled`: the module is what it was made as, at home, its weights in fp32."""
         self.changed_at_home()
         split_ones = [each for each in self.store.stored if each.splits]
         for each in split_ones:
             each.plane.hold(each.plane.state["ema"] if self.holds_average else each.master())
         try:
-            yield
+            yield self.model
         finally:
             for each in split_ones:
                 each.plane.hold(each.plane.param)

@@ -17,6 +17,7 @@ from monograph.run.recipe import Recipe
 from monograph.run.register import SWEEP, runs_in
 from monograph.session import choices
 from monograph.session.adapting import usual_rate
+from monograph.session.ranks import require_one_device
 from monograph.session.width import WIDTH, proxy_of, transfer_of
 from monograph.sweeps.members import ORIGIN
 
@@ -27,7 +28,7 @@ STEPS = range(-4, 4)
 # What a sweep does not take over from a run: what it varies, how long the run was, and what followed from that.
 _NOT_TAKEN = {
     *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
-    "train.micro_batch", "train.compile", "train.remat",
+    "train.micro_batch", "train.compile", "train.remat", "train.parallel",
 }  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     fixed, axes = axes_of(overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
     settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
+    require_one_device(settings, "sweep", processes=True)
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
     if settings.optim.transfer != "none":

@@ -9,6 +9,7 @@ import torch
 
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock
+from monograph.distributed.world import World
 from monograph.evaluation import evaluate_members
 from monograph.measure.quantities import count, counted, duration
 from monograph.measure.sweep_report import write_sweep_report
@@ -19,7 +20,7 @@ from monograph.session.setup import open_corpus, require_possible
 from monograph.sweeps import results
 from monograph.sweeps.crew import Crew
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.members import TEXT, Member, groups_of, members_of, short
+from monograph.sweeps.members import TEXT, Member, groups_of, members_of, short, spread
 from monograph.sweeps.results import Outcome
 from monograph.sweeps.widths import CURVE_ROWS, Timing, lengths
 
@@ -35,17 +36,28 @@ class Board:
         done: updates of members so far.
     """
 
-    def __init__(self, sweep: Sweep, progress: Progress):
-        """Read back what earlier processes did."""
-        self.sweep, self.progress = sweep, progress
+    def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
+        """Read back what earlier processes did; of several ranks each trains its share of the rounds."""
+        self.sweep, self.progress, self.world = sweep, progress, world or World()
         self.members = members_of(sweep.settings, sweep.points)
         self.groups = groups_of(self.members)
-        self.outcomes = [results.outcome(sweep, member) for member in self.members]
+        self.outcomes = self.read()
         self.timings: list[Timing] = []
         self.updates: list[int] = []
         self.rate, self.done = 0.0, 0
         self._began_s = clock()
         self._training_s = 0.0
+
+    def read(self) -> list[Outcome]:
+        """What is known of every member now, whoever trained it."""
+        return [results.outcome(self.sweep, member) for member in self.members]
+
+    @property
+    def crews(self) -> list[tuple[Timing, int, list[Member]]]:
+        """The rounds of this rank: of which group, for how many updates, with which members."""
+        pairs = zip(self.timings, self.updates, strict=True)
+        found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.crews()]
+        return found[self.world.rank :: self.world.size]
 
     @property
     def over(self) -> bool:
@@ -84,6 +96,7 @@ class Board:
             self.updates = lengths(
                 self.timings, self.sweep.settings, self.sweep.record.get("least_tokens", 0), self.progress
             )
+            spread(self.groups, self.world.size)
             self.sweep.record["groups"] = [
                 {"rounds": group.rounds, "updates": updates, "why": group.why}
                 for group, updates in zip(self.groups, self.updates, strict=True)
@@ -113,12 +126,9 @@ class Board:
 
     def block(self) -> CrowdBlock:
         """The live bar and table."""
-        per_member = [updates for group, updates in zip(self.groups, self.updates, strict=True) for _ in group.members]
-        self.done = sum(u for u, each in zip(per_member, self._in_groups(), strict=True) if each.over)
-        return CrowdBlock(self.progress.screen, sum(per_member), self.table, self.done)
-
-    def _in_groups(self) -> list[Outcome]:
-        return [self.outcomes[member.index] for group in self.groups for member in group.members]
+        per_member = {member.index: updates for _, updates, members in self.crews for member in members}
+        self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
+        return CrowdBlock(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
 
     def table(self) -> list[str]:
         """As it stands."""
@@ -185,7 +195,8 @@ class Board:
         record["elapsed_s"] = self.spent_s
         record["training_s"] = record.get("training_s", 0.0) + self._training_s
         self._began_s, self._training_s = clock(), 0.0
-        self.sweep.write()
+        if self.world.leads:
+            self.sweep.write()
 
     def finish(self) -> dict[str, Any]:
         """Compare, write tables and figures, say what came of it; the JSON object of the contract."""

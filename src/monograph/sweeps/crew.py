@@ -29,7 +29,7 @@ from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.session import choices, randomness
-from monograph.session.named import make_clip, make_schedule
+from monograph.session.learning import make_clip, make_schedule
 from monograph.session.session import Session
 from monograph.session.setup import Made, make_engine, make_model
 from monograph.sweeps.members import ORIGIN, Member

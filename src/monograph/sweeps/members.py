@@ -89,6 +89,17 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
     return list(groups.values())
 
 
+def spread(groups: Sequence[Group], ranks: int) -> None:
+    """Cut rounds in two, the largest first, until every rank has one, as far as there are members."""
+    while sum(len(group.rounds) for group in groups) < ranks:
+        group = max(groups, key=lambda each: max(each.rounds))
+        largest = max(group.rounds)
+        if largest == 1:
+            return
+        at = group.rounds.index(largest)
+        group.rounds[at : at + 1] = [largest - largest // 2, largest // 2]
+
+
 def described(knobs: Point) -> str:
     """`lr=0.001 seed=0`."""
     return " ".join(f"{short(key)}={shown(value)}" for key, value in knobs.items()) or "nothing varied"

@@ -10,7 +10,7 @@ from typing import Any
 from monograph.config.axes import SEED
 from monograph.evaluation.noise import Setting, Table, tabulate, written
 from monograph.run.folder import Run
-from monograph.session.story import finished, standard_json
+from monograph.session.summary import finished, standard_json
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.members import Member, described, short, shown
 

@@ -15,7 +15,7 @@ from monograph.loop import train
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import randomness
-from monograph.session.named import make_schedule
+from monograph.session.learning import make_schedule
 from monograph.session.setup import make_engine, make_model, open_corpus
 from monograph.sweeps.results import Outcome
 

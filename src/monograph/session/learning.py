@@ -1,4 +1,4 @@
-"""The schedule and the optimizer that a run's settings name."""
+"""The optimizer, its clipping and the schedule that a run's settings name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from monograph.session.width import transfer_of
 from monograph.step import Clip
 
 FINAL = 0.05  # of the peak learning rate, at the last update
+
+
+def optimizer_name(settings: Settings, fresh: bool) -> str:
+    """The optimizer's name, where it is left open the one for a model that is new or was trained before."""
+    if settings.optim.name != "auto":
+        return settings.optim.name
+    return "adamw" if settings.train.parallel == "fsdp" else planner.optimizer(fresh=fresh)
 
 
 def make_clip(settings: Settings) -> Clip | None:

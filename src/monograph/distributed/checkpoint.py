@@ -1,0 +1,115 @@
+"""Ranks write one checkpoint: each its rows, at their place in the files that one process would write.
+
+    bytes [begin + first row x row bytes, begin + last row x row bytes) of each tensor that ranks share out
+
+The rows of a tensor follow one another in a safetensors file, so no tensor is ever whole anywhere, and nothing is
+converted afterwards. All ranks must see the same folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing.folder import MODEL, OPTIMIZER
+from monograph.checkpointing.rotation import unfinished
+from monograph.distributed.shards import rows_of
+from monograph.distributed.world import World
+from monograph.errors import DiskFull
+from monograph.model import layout
+
+
+def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
+    """Save what all ranks hold together; every rank has to come here. See `monograph.checkpointing.save`.
+
+    What no rank has a part of is rank 0's. Where a rank cannot write, the checkpoint does not appear.
+
+    Raises:
+        DiskFull: on the rank that could not write.
+    """
+    shared = {
+        name: tensors
+        for name, tensors in ((MODEL, checkpoint.model), (OPTIMIZER, checkpoint.optimizer))
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    }
+
+    def write(path: Path, pieces: Iterator[memoryview]) -> list[str]:
+        tensors = shared.get(path.name)
+        return blocks.write_file(path, pieces) if tensors is None else _write(world, path, tensors)
+
+    if world.leads:
+        checkpointing.save(checkpoints, checkpoint, keep, write)
+    else:
+        for name, tensors in shared.items():
+            try:
+                _write(world, unfinished(checkpoints, checkpoint.update) / name, tensors)
+            except OSError as error:
+                part = f"rank {world.rank} cannot save its part of the checkpoint of update {checkpoint.update}"
+                raise DiskFull(f"{error.filename}: {part}: {error.strerror}; make room, then resume") from error
+    world.wait()
+
+
+def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not finite on some rank; a collective."""
+    own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
+    found = world.sum(torch.stack([(~each.isfinite().all()).long() for each in own])).tolist()
+    return [name for name, bad in zip(tensors, found, strict=True) if bad]
+
+
+def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Write a file together; the digest of each of its blocks.
+
+    Args:
+        world: the ranks.
+        path: of the file, in a folder that rank 0 has made.
+        tensors: by name.
+
+    Raises:
+        OSError: naming the path.
+    """
+    length, pieces = layout.encode(tensors)
+    prefix = next(pieces)
+    try:
+        if world.leads:
+            with open(path, "xb", buffering=0) as file:
+                file.truncate(length)
+        world.wait()
+        with open(path, "r+b", buffering=0) as file:
+            for start, piece in _own(world, prefix, length, tensors):
+                blocks.write_at(file.fileno(), piece, start)
+            os.fsync(file.fileno())
+            world.wait()
+            # A block may be of several ranks: who hashes it reads what all of them wrote.
+            count = -(-length // blocks.BLOCK_BYTES)
+            digests = torch.zeros(count, 32, dtype=torch.uint8)
+            for index in range(world.rank, count, world.size):
+                digests[index] = torch.tensor(list(blocks.digest_at(file.fileno(), index, length)), dtype=torch.uint8)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    return [bytes(each).hex() for each in world.sum(digests).tolist()]
+
+
+def _own(
+    world: World, prefix: memoryview, length: int, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[int, memoryview]]:
+    """What this rank writes of a file: (where it begins, bytes)."""
+    if world.leads:
+        yield 0, prefix
+    for entry in layout.entries(bytes(prefix), length):
+        tensor, start = tensors[entry.name], len(prefix) + entry.begin
+        if isinstance(tensor, DTensor):
+            rows = rows_of(world.rank, world.size, len(tensor))
+            yield (
+                start + rows.start * (entry.end - entry.begin) // max(1, len(tensor)),
+                layout.bytes_of(tensor.to_local()),
+            )
+        elif world.leads:
+            yield start, layout.bytes_of(tensor)

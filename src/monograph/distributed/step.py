@@ -1,0 +1,93 @@
+"""The step of one rank among several: its gradients are averaged with the others' by DDP or FSDP2.
+
+    gradient = 1/W sum over ranks of d/dp (W / N  sum of the rank's losses),   N = targets of all ranks
+
+which is the gradient of one process with all micro-batches. Shapes: W ranks; the window's units (micro-batches) go to
+ranks in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from monograph import compat
+from monograph.distributed.world import World
+from monograph.ops.philox import LOW32
+from monograph.step import Step
+
+
+class RankStep(Step):
+    """What DDP and FSDP2 have in common.
+
+    Attributes:
+        world: the ranks.
+        left: micro-batches of the present window that are still to come.
+    """
+
+    def __init__(self, model: nn.Module, *, world: World, **others: Any):
+        """Prepare a step; `others` are `Step`'s own."""
+        self.world, self.left, self.unit = world, 0, 0
+        super().__init__(model, sum_over_ranks=world.sum, **others)
+        self.gradient_scale = float(world.size)
+        self.recorder = None  # a replay would hold collectives
+
+    def count_window(self, batches: Sequence[Any]) -> None:
+        """See `Step.count_window`."""
+        self.left, self.unit = len(batches), 0
+        super().count_window(batches)
+
+    def joining(self) -> AbstractContextManager[None]:
+        """The context of the micro-batch that is next; a hook for how often gradients are averaged."""
+        return nullcontext()
+
+    def _micro_step(self, batch: Any) -> None:
+        # What a module draws (dropout) depends on the unit alone, not on who computes it nor on how many there are.
+        number = self.unit * self.world.size + self.world.rank
+        torch.manual_seed(hash((self.optim.seed, self.index, number)) & LOW32)
+        self.left, self.unit = self.left - 1, self.unit + 1
+        with self.joining():
+            super()._micro_step(batch)
+
+    def total(self) -> None:
+        """Sum loss and count over the ranks, once before the update."""
+        totals = self.world.sum(torch.stack([self.loss_sum, self.count.double()]))
+        self.loss_sum.copy_(totals[0])
+        self.count.copy_(totals[1])
+
+
+class ReplicatedStep(RankStep):
+    """Every rank has the whole model, and DDP averages the gradients: all that `Step` can do, a copy of it each."""
+
+    def __init__(self, model: nn.Module, **others: Any):
+        """Prepare a step; see `RankStep`."""
+        super().__init__(model, **others)
+        compat.one_graph_under_ddp()
+        # Not gradient_as_bucket_view: gradients are views of the planes already.
+        self.parallel = DistributedDataParallel(_Whole(self))
+
+    def joining(self) -> AbstractContextManager[None]:
+        """Gradients are averaged with the window's last micro-batch, all at once."""
+        return self.parallel.no_sync() if self.left else nullcontext()
+
+    def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Step.run`; what follows from it is watched by DDP."""
+        found: tuple[Tensor, Tensor, Tensor] = self.parallel(batch, self.seed)
+        return found
+
+
+class _Whole(nn.Module):
+    """Forward pass and loss of a step as one module."""
+
+    def __init__(self, step: ReplicatedStep):
+        super().__init__()
+        self.model = step.model
+        self.__dict__["step"] = step
+
+    def forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.step.forward(batch, seed)  # type: ignore[union-attr, operator, no-any-return]

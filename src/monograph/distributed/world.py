@@ -1,0 +1,195 @@
+"""The processes that train one run together: who they are, what they agree on, what they sum."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from monograph.errors import UsageError
+
+# How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
+PATIENCE = timedelta(days=7)
+PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, as its launcher says.
+
+    Attributes:
+        rank: its number among all; size: how many there are; local: its number on its machine.
+        attempt: how often the launcher has started all of them again; again: whether it or SLURM has.
+        host, port: where rank 0's machine listens; shared: whether the launcher does, for all attempts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    attempt: int = 0
+    again: bool = False
+    host: str = ""
+    port: int = 0
+    shared: bool = False
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by the variables of torchrun, or those of SLURM's srun; None where neither started it.
+
+    Raises:
+        UsageError: several machines, and a restart would find the addresses of the attempt before.
+    """
+    requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        found = Place(
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment.get("LOCAL_RANK", 0)),
+            attempt,
+            attempt > 0 or requeued,
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+        several = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]) != environment["WORLD_SIZE"]
+        if several and found.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise UsageError(
+                "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
+                "or a restart waits for processes that are gone"
+            )
+        return found
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return Place(
+            int(environment["SLURM_PROCID"]),
+            int(environment["SLURM_STEP_NUM_TASKS"]),
+            int(environment["SLURM_LOCALID"]),
+            again=requeued,
+            host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            port=int(environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000),
+        )
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
+    name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
+    return f"{name}{numbers or ''}"
+
+
+class World:
+    """All processes of a run, and this one's place among them; alone, every method is the identity."""
+
+    def __init__(self, own: Place | None = None):
+        """Meet the others.
+
+        Args:
+            own: this process's place, None where it is alone.
+        """
+        self.own, self.alone, self._asked = own, own is None, 0
+        own = own or Place()
+        self.rank, self.size, self.attempt, self.again = own.rank, own.size, own.attempt, own.again
+        if self.alone:
+            return
+        listens = not own.shared and own.rank == 0
+        self.store = dist.TCPStore(own.host, own.port, own.size, is_master=listens, wait_for_workers=False)
+        # torchrun's store outlives an attempt, and with it the addresses of processes that are gone (docs/log.md).
+        self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank its own alone
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone prints, logs and decides."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of a tensor of one shape and dtype, a new one; a collective."""
+        if self.alone:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Of each flag, whether it is set on some rank; a collective."""
+        if self.alone:
+            return list(flags)
+        return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
+
+    def number(self, value: int) -> int:
+        """Rank 0's whole number, on all ranks; a collective, so that it ends where a rank is gone."""
+        return int(self.sum(torch.tensor(value if self.leads else 0)))
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
+        if self.alone:
+            return value
+        self._asked += 1
+        key = f"agreed/{self._asked}"
+        if self.leads:
+            self._of_attempt.set(key, json.dumps(value))
+        else:
+            self._wait_for(key)
+        return json.loads(self._of_attempt.get(key))
+
+    def remember(self, what: str, text: str) -> None:
+        """Keep a text for as long as the launcher lives."""
+        if not self.alone:
+            self.store.set(f"monograph/{what}", text)
+
+    def recall(self, what: str) -> str | None:
+        """What was kept, also by an attempt before; None if nothing was, or another launcher did it."""
+        key = f"monograph/{what}"
+        return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """In the block rank 0 is alone, and the others come after it: what it keeps on disk, they find."""
+        if not self.leads:
+            self.agreed(None)
+        yield
+        if self.leads:
+            self.agreed(None)
+
+    def gather(self) -> None:
+        """Rank 0 waits, however long it takes, until every other has come here."""
+        if self.leads:
+            self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
+        else:
+            self._of_attempt.set(f"here/{self.rank}", "")
+
+    def _wait_for(self, *keys: str) -> None:
+        if keys:
+            self._of_attempt.wait([*keys], PATIENCE)
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        if not self.alone:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """End together: a rank that ended while others still compute would leave them waiting."""
+        if not self.alone:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def lost(error: BaseException | None) -> bool:
+    """Whether an error, or what it was made from, says that another process cannot be reached."""
+    if error is None:
+        return False
+    said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
+    return said or isinstance(error, dist.DistError) or lost(error.__cause__)

@@ -1,0 +1,183 @@
+"""One run by several processes: how they were started, which folder is theirs, and how they end alike.
+
+Rank 0 decides, prints and writes; the others do the same work and keep silent. They all see one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from monograph.config import Settings
+from monograph.config.settings import build, check
+from monograph.distributed.world import Place, World, lost, place
+from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
+from monograph.run.folder import Run
+from monograph.run.follower import Follower
+from monograph.run.progress import Progress
+from monograph.session.choices import discard
+from monograph.session.invocation import command
+
+ENDED = "exit.json"
+TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
+
+
+def meet(settings: Settings, resumed: bool) -> World:
+    """The ranks of this run, once all of them are there.
+
+    Args:
+        settings: as given.
+        resumed: whether a run goes on, whose own settings say more.
+
+    Raises:
+        UsageError: one process for `train.parallel`, or several without it.
+    """
+    own = place()
+    if not resumed:
+        require_launched(settings, own)
+    return World(own)
+
+
+def require_launched(settings: Settings, own: Place | None) -> None:
+    """Refuse one process where there should be several, and several that would each train the same run.
+
+    Raises:
+        UsageError: showing the command.
+    """
+    parallel, origin = settings.train.parallel, settings.origins.get("train.parallel", "default")
+    if parallel != "none" and own is None:
+        raise UsageError(
+            f"{origin}: train.parallel = {parallel} takes a process for each device: "
+            f"{TORCHRUN.format(2)} ... train.parallel={parallel}"
+        )
+    if parallel == "none" and own is not None and own.size > 1:
+        raise UsageError(
+            f"{origin}: train.parallel = none, but {own.size} processes were started, which would each train the same "
+            "run: add train.parallel=ddp or train.parallel=fsdp"
+        )
+
+
+def require_one_device(settings: Settings, command: str, processes: bool = False) -> None:
+    """Refuse several devices for what one does on one, and several processes unless each does something of its own.
+
+    Raises:
+        UsageError: naming the command.
+    """
+    own = place()
+    if own and own.size > 1 and not processes:
+        raise UsageError(f"{own.size} processes were started: `monograph {command}` is one; leave torchrun out")
+    if settings.train.parallel != "none":
+        origin = settings.origins.get("train.parallel", "default")
+        raise UsageError(
+            f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
+            f"`monograph {command}` uses one device: leave it out"
+        )
+
+
+def progress_of(world: World) -> Progress:
+    """What a person sees; of all ranks but one that is nothing."""
+    return Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
+
+
+def again(world: World, run: Run) -> str:
+    """The command line that goes on with a run."""
+    if world.alone:
+        return command("train", "--resume", run.handle)
+    return f"{TORCHRUN.format(world.size)} --resume {shlex.quote(run.handle)}"
+
+
+def said(world: World) -> str:
+    """How many ranks there are, for the first line."""
+    return "" if world.alone else f", {world.size} ranks"
+
+
+def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
+    """The run of all ranks, and whether it goes on: also where the launcher started them again.
+
+    Raises:
+        UsageError: the ranks were started again, and nothing says which run is theirs.
+        InputRefused: see `Run.create` and `Run.open`.
+    """
+    found, goes_on = "", resume is not None
+    if world.leads:
+        known = out or world.recall("run")
+        if resume:
+            run = Run.open(resume)
+        elif world.again and known is None:
+            raise UsageError("the ranks were started again: name the run's folder with --out, which a restart goes on")
+        elif world.again and Run(Path(str(known))).begun:
+            run, goes_on = Run(Path(str(known))), True
+        else:
+            run = Run.create(Path(known) if known else None)
+        found = str(run.folder if world.alone else run.folder.absolute())
+        world.remember("run", found)
+    found, goes_on = world.agreed([found, goes_on])
+    return (Run if world.leads else Follower)(Path(found)), goes_on
+
+
+def agreed(world: World, settings: Settings) -> Settings:
+    """Rank 0's settings, on all ranks."""
+    if world.alone:
+        return settings
+    values, origins = world.agreed([settings.pinned(), dict(settings.origins)])
+    checked = {key: check(key, value, origins[key], from_text=False) for key, value in values.items()}
+    return build(checked, origins)
+
+
+@contextmanager
+def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
+    """In the block an error is said by one rank, and its exit code kept for an attempt that would end with it again.
+
+    A run that was stopped before it began leaves no folder, unless other ranks may write there.
+
+    Raises:
+        Ended: the attempt before ended with an error that a restart does not mend.
+        PeerLost: another rank is gone.
+    """
+    _require_not_ended(world, run.folder / ENDED)
+    try:
+        yield
+    except Exception as error:
+        if world.alone:
+            if unbegun():
+                discard(run)
+        elif lost(error):
+            gone = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
+            gone.told = not world.leads
+            raise gone from error
+        elif isinstance(error, MonographError):
+            of_all = isinstance(error, Stopped)
+            error.told = (of_all and not world.leads) or not _first(run.folder / ENDED, error)
+        raise
+
+
+def _require_not_ended(world: World, kept: Path) -> None:
+    before: dict[str, Any] | None = None
+    if world.leads and world.attempt:
+        with suppress(OSError, ValueError):
+            before = json.loads(kept.read_text())
+    # What was only stopped, a launcher that starts it again means to go on.
+    before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
+    if world.leads and not before:
+        kept.unlink(missing_ok=True)
+    if before:
+        error = Ended(f"ended before with exit code {before['exit_code']}: {before['message']}", before["exit_code"])
+        error.told = not world.leads
+        raise error
+
+
+def _first(kept: Path, error: MonographError) -> bool:
+    """Keep how the run ended; False if another rank did."""
+    try:
+        with kept.open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"exit_code": error.exit_code, "message": str(error)}))
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk may be the very reason
+        return True
+    return True

@@ -1,0 +1,116 @@
+"""Starts the ranks of a test, and never waits for them for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """Of a rank, but for its number: one thread each, stacks shown by SIGABRT."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def ranks(program: Path, size: int, *arguments: object, timeout_s: float) -> list[str]:
+    """The output of each rank of a program, which must all end well in time."""
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, str(program), *map(str, arguments)]
+    started = [
+        subprocess.Popen(
+            command, env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    return ended(started, timeout_s)
+
+
+def ended(started: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
+    """The output of processes that end with code 0 in time; else an AssertionError with the output, and the stacks."""
+    until = time.monotonic() + timeout_s
+    while any(each.poll() is None for each in started) and time.monotonic() < until:
+        if any(each.poll() for each in started):  # one failed: the others would wait for it
+            break
+        time.sleep(0.05)
+    late = [each for each in started if each.poll() is None]
+    for each in late:
+        each.send_signal(signal.SIGABRT)
+    said = [each.communicate()[0] for each in started]
+    codes = [each.returncode for each in started]
+    stacks = "\n".join(f"---- rank {rank}, code {codes[rank]}\n{text}" for rank, text in enumerate(said))
+    assert not late and not any(codes), stacks
+    return said
+
+
+class Torchrun:
+    """A command under torchrun, as a person would start it; its workers can be killed."""
+
+    def __init__(self, size: int, folder: Path, *arguments: object, restarts: int = 0, **variables: str):
+        """Start `monograph` with so many ranks in a folder."""
+        self.out, self.err = folder / "torchrun.out", folder / "torchrun.err"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+            "--max-restarts", str(restarts), "-m", "monograph", *map(str, arguments),
+        ]  # fmt: skip
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment() | variables, stdout=out, stderr=err, start_new_session=True
+            )
+
+    def workers(self) -> list[int]:
+        """Processes of the ranks that are there now."""
+        try:
+            found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except OSError:
+            return []
+        return [int(pid) for pid in found if b"monograph" in _command_line(int(pid))]
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+        """Wait for something that the ranks do."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None, self.err.read_text()
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in self.workers():
+                os.kill(pid, signal.SIGABRT)
+            time.sleep(1)
+            raise AssertionError(f"did not end in {timeout_s} s\n{self.err.read_text()[-8000:]}") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End whatever is left of it."""
+        for pid in [*self.workers(), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

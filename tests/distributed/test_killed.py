@@ -1,0 +1,60 @@
+"""Run: pytest tests/distributed/test_killed.py (-m slow for twenty kills, and four ranks)
+
+Ranks that are killed and started again by torchrun end in the bits of a run that was never killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands.inputs import TINY, newest, over, rows, with_texts
+from distributed.launched import Torchrun
+
+UPDATES = 60
+ARGUMENTS = over(TINY, f"train.updates={UPDATES}", "train.save_every=1", "optim.name=adamw")
+KINDS = ["fsdp", "ddp"]
+CASES = [(2, "fsdp", 3)] + [
+    pytest.param(size, kind, 20, marks=pytest.mark.slow) for size in (2, 4) for kind in KINDS
+]  # fmt: skip
+LONGEST_ATTEMPT_S = 25.0
+
+
+def bits(run: Path) -> dict[str, Any]:
+    files = {path.name: path.read_bytes() for path in newest(run).glob("*.safetensors")}
+    losses = [(row["update"], row["train_loss"], row["grad_norm"]) for row in rows(run)]
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} | {"losses": losses}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("size", "kind", "kills"), CASES)
+def test_killed_ranks_end_in_the_same_bits(size: int, kind: str, kills: int, tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    arguments = ["train", *ARGUMENTS, f"train.parallel={kind}", "--out"]
+    assert Torchrun(size, tmp_path, *arguments, "whole").wait(120) == 0
+    draws, killed, moments = random.Random(f"{size} {kind}"), 0, []
+    launch = Torchrun(size, tmp_path, *arguments, "killed", restarts=2 * kills)
+    began, seen, end = time.monotonic(), [], time.monotonic() + LONGEST_ATTEMPT_S * (kills + 2)
+    delay = draws.uniform(0.5, 9)
+    while killed < kills and launch.process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+        workers = launch.workers()
+        if len(workers) == size and workers != seen:  # a new attempt
+            began, seen, delay = time.monotonic(), workers, draws.uniform(0.5, 9)
+        if seen and time.monotonic() - began > delay:
+            with suppress(ProcessLookupError):
+                os.kill(draws.choice(seen), signal.SIGKILL)
+                moments.append(round(delay, 1))
+                killed += 1
+            seen = []
+    assert launch.wait(LONGEST_ATTEMPT_S * 2) == 0, launch.err.read_text()[-4000:]
+    assert killed == kills, f"{killed} of {kills} kills, after {moments}"
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")

@@ -1,0 +1,85 @@
+"""Run: pytest tests/distributed/test_refused.py (what several ranks cannot do, said before any of it is done)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batches import ragged, tiny_llama
+from monograph.config import load
+from monograph.distributed.engine import Replicated
+from monograph.distributed.sharded import ShardedStep
+from monograph.distributed.shards import rows_of
+from monograph.errors import UsageError
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.remat import Remat
+from monograph.loss import token_loss
+from monograph.optim import AdamW, Muon
+from monograph.session import setup
+
+TWO: Any = SimpleNamespace(alone=False, size=2, rank=1)
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def adapted() -> nn.Module:
+    adapt(model := tiny_llama(), Lora(rank=2))
+    return model
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "optim.name = muon needs whole matrices": {"optim": Muon()},
+    "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
+    "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
+    "train.remat: with fsdp it is none or full": {"remat": Remat.Budget(0.5)},
+    "with lora.rank take train.parallel = ddp": {"model": adapted()},
+    "gain has no rows": {"model": Scaled()},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_rows_cannot_do(sentence: str) -> None:
+    step: Any = object.__new__(ShardedStep)
+    fields = {"optim": AdamW(), "remat": Remat.Off(), "model": tiny_llama()} | REFUSED[sentence]
+    step.__dict__.update(fields)
+    with pytest.raises(UsageError, match=sentence):
+        step._require_rows()
+
+
+def test_a_window_without_targets_must_be_shared_out_evenly() -> None:
+    engine: Any = object.__new__(Replicated)
+    engine.world, engine.micro_batch, engine._row_dim = TWO, 2, 0
+    engine.step = SimpleNamespace(device=torch.device("cpu"))
+    window = {"tokens": ragged(8)["tokens"]}
+    assert [len(part["tokens"]) for part in engine._micro_batches(window)] == [2, 2]
+    with pytest.raises(UsageError, match="a window of 7 rows without `targets`.*give a multiple of 4 rows"):
+        next(engine._micro_batches({"tokens": window["tokens"][:7]}))
+
+
+def test_statistics_over_the_rows_of_a_rank() -> None:
+    settings = load(None, {"train.parallel": "ddp", "train.tokens_per_update": 512, "train.micro_batch": 2}, {})
+    settings = settings.resolve({"optim.lr": 1e-3, "optim.name": "adamw", "train.precision": "fp32"}, "plan")
+    settings = settings.resolve({"train.remat": "none"}, "plan")
+    made: Any = SimpleNamespace(
+        model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), loss=token_loss, optimizer=AdamW(), settings=settings
+    )
+    with pytest.raises(UsageError, match="1 normalises over the rows of one rank"):
+        setup.make_engine(made, torch.device("cpu"), TWO)
+
+
+def test_rows_are_shared_out_as_torch_chunks_them() -> None:
+    for rows in (0, 1, 2, 3, 7, 8, 257):
+        for size in (1, 2, 3, 4, 8):
+            own = [torch.arange(rows)[rows_of(rank, size, rows)] for rank in range(size)]
+            chunks = [part for part in torch.arange(rows).chunk(size) if len(part)] if rows else []
+            assert [part.tolist() for part in own if len(part)] == [part.tolist() for part in chunks]

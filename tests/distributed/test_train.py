@@ -1,0 +1,128 @@
+"""Run: pytest tests/distributed/test_train.py (the command line under torchrun, and what it refuses without)."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, rows, sound, with_texts
+from distributed.launched import Torchrun
+from monograph.distributed.world import Place, first_host, place
+from monograph.errors import UsageError
+
+LONGEST_S = 120
+
+
+@pytest.fixture(scope="module")
+def server() -> object:
+    with CommandServer() as forks:
+        yield forks
+
+
+def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: Path) -> None:
+    """One log, one JSON, and every other command takes the run as it takes any."""
+    with_texts(tmp_path)
+    settings = over(TINY, "optim.name=adamw", "train.eval_every=3")
+    assert server.run(tmp_path, "train", *settings, "--out", "alone").code == 0
+    launch = Torchrun(2, tmp_path, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
+    assert launch.wait(LONGEST_S) == 0, launch.err.read_text()
+    [line] = launch.out.read_text().splitlines()
+    assert json.loads(line)["update"] == 8
+    alone, shared = rows(tmp_path / "alone"), rows(tmp_path / "shared")
+    assert [row["update"] for row in shared] == [*range(1, 9)]
+    for one, other in zip(alone, shared, strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
+    for one, other in zip(*(rows(tmp_path / name, "eval_loss") for name in ("alone", "shared")), strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6)
+    assert len(rows(tmp_path / "shared", "sample")) == len(rows(tmp_path / "alone", "sample")) == 3
+    assert (tmp_path / "shared/report.html").is_file()
+    for command in (["check"], ["evaluate"], ["generate"]):
+        done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
+        assert done.code == 0, done.err
+
+
+def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    launch = Torchrun(2, tmp_path, "train", *LONG, "train.parallel=ddp")
+    launch.until(lambda: len(rows(tmp_path / "run")) > 3)
+    launch.process.send_signal(signal.SIGTERM)
+    launch.wait(LONGEST_S)
+    assert launch.err.read_text().count("saved at update") == 1
+    assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 75
+    saved = sound(tmp_path / "run")
+    assert 0 < saved == len(rows(tmp_path / "run")) < 400
+    refused = server.run(tmp_path, "train", "--resume", "run")
+    assert refused.code == 2 and "train.parallel = ddp takes a process for each device: torchrun" in refused.err
+    alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none")
+    alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)
+    alone.signal(signal.SIGTERM)
+    assert alone.wait().code == 75
+    assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, sound(tmp_path / "run") + 1)]
+
+
+def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(tmp_path: Path) -> None:
+    """torchrun itself ends with 1 whatever the code was, and starts what failed again."""
+    with_texts(tmp_path)
+    (tmp_path / "own.py").write_text(POISON)
+    settings = over(OWN, "train.updates=100", "model.init=own.py:build", "train.parallel=ddp")
+    launch = Torchrun(2, tmp_path, "train", *settings, "--out", "run", restarts=1)
+    assert launch.wait(LONGEST_S) == 1
+    said = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
+    assert len(said) == 2, said
+    assert "20 updates in a row" in said[0] and said[1].startswith("error: ended before with exit code 5: 20 updates")
+    assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 5
+
+
+REFUSALS = {
+    "train.parallel=ddp": "torchrun --standalone --nproc-per-node 2 -m monograph train ... train.parallel=ddp",
+    "train.parallel=two": "expected none, ddp or fsdp",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_one_process_is_refused(setting: str, server: CommandServer, tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    done = server.run(tmp_path, "train", *TINY, setting)
+    assert done.code == 2 and REFUSALS[setting] in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    launch = Torchrun(2, tmp_path, "train", *TINY)
+    assert launch.wait(LONGEST_S) == 1
+    [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
+    assert "2 processes were started, which would each train the same run: add train.parallel=ddp" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "sweep"])
+def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    done = server.run(tmp_path, command, *TINY, "train.parallel=fsdp")
+    assert done.code == 2 and f"`monograph {command}` uses one device" in done.err
+
+
+def test_who_this_is_comes_from_torchrun_or_slurm() -> None:
+    torchrun = {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+        "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }  # fmt: skip
+    assert place(torchrun) == Place(3, 4, 1, 2, True, "a", 1, False)
+    slurm = {
+        "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[03-04,9]",
+        "SLURM_JOB_ID": "123456", "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+    assert place(slurm) == Place(5, 16, 1, 0, True, "gpu03", 23456)
+    assert place(slurm | torchrun) == place(torchrun)
+    assert place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None and place({}) is None
+    shared = torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        place(shared)
+    assert place(shared | {"LOCAL_WORLD_SIZE": "4"}) is not None
+    assert [first_host(nodes) for nodes in ("big1,gpu[1-2]", "gpu[007,009]", "one")] == ["big1", "gpu007", "one"]

@@ -1,0 +1,270 @@
+"""What each rank of law 13's test runs: every case against one process, errors written by rank 0 as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from batches import large_batch_gradient, packed, ragged, tiny_llama
+from monograph import checkpointing, compat
+from monograph.checkpointing import Checkpoint, blocks
+from monograph.distributed.checkpoint import save
+from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.world import World, place
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
+from monograph.loop import EngineState
+from monograph.optim import AdamW, Group, Muon
+from monograph.resident import Resident
+from numerics import relative_error
+
+ENGINES = {"ddp": Replicated, "fsdp": Sharded}
+ROWS = 2  # of a micro-batch
+SMALL_BLOCK = 10_000  # bytes: a file has many, most of them written by several ranks
+
+
+def windows(size: int) -> dict[str, int]:
+    """Rows of a window: so many micro-batches for W ranks, the last of the third cut short, the last for one rank."""
+    return {"W": ROWS * size, "2W": 2 * ROWS * size, "2W+1": ROWS * (2 * size + 1) - 1, "1": 1}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradient(engine: Any) -> Tensor:
+    """As one flat vector in the order of the module's parameters."""
+    views = {name: view for plane in engine.step.planes for name, view in plane.views(plane.grad)}
+    return torch.cat([whole(views[name]).flatten() for name, _ in engine.model.named_parameters()])
+
+
+def model(dtype: torch.dtype, tied: bool) -> Any:
+    return tiny_llama(dtype, tie_word_embeddings=tied)
+
+
+def gradients(world: World) -> dict[str, Any]:
+    """Relative error of the gradient, and the ratio of its norm, of every case."""
+    found = {}
+    for kind, dtype, tied in itertools.product(ENGINES, (torch.float32, torch.float64), (False, True)):
+        engine = ENGINES[kind](model(dtype, tied), world=world, micro_batch=ROWS)
+        for (name, rows), each in itertools.product(windows(world.size).items(), ("usual", "other")):
+            other_way(engine, each == "other")
+            batch = ragged(rows, seed=rows)
+            exact = large_batch_gradient(model(dtype, tied), batch)
+            engine.step.discard()
+            engine.accumulate(batch)
+            found[f"{kind} {dtype} tied={tied} {name} {each}"] = compared(gradient(engine), exact)
+    return found
+
+
+def other_way(engine: Any, other: bool) -> None:
+    """Average with every micro-batch under DDP, with the last one alone under FSDP2."""
+    if isinstance(engine, Sharded):
+        last = engine.step
+        engine.step.joining = lambda: last.root.set_requires_gradient_sync(not (other and last.left)) or nullcontext()
+    elif other:
+        engine.step.joining = nullcontext
+    else:
+        engine.step.__dict__.pop("joining", None)
+
+
+def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
+    return {"error": relative_error(found, exact), "norm": float(found.norm() / exact.norm())}
+
+
+def wrong_ways(world: World) -> dict[str, float]:
+    """Errors of what looks right and is not: law 13's bound has to fail for each."""
+    found = {}
+    batch = ragged(windows(world.size)["2W+1"], seed=3)
+    exact = large_batch_gradient(model(torch.float64, False), batch)
+    for kind, way in itertools.product(ENGINES, ("counted alone", "averaged and not scaled", "summed every time")):
+        engine = ENGINES[kind](model(torch.float64, False), world=world, micro_batch=ROWS)
+        if way == "counted alone":
+            engine.step.sum_over_ranks = lambda total: total
+        elif way == "averaged and not scaled":
+            engine.step.gradient_scale = 1.0
+        elif kind == "ddp":
+            engine.step.gradient_scale, engine.step.joining = 1.0, nullcontext
+            engine.step.parallel.register_comm_hook(None, summed)
+        else:
+            continue
+        engine.accumulate(batch)
+        found[f"{kind} {way}"] = relative_error(gradient(engine), exact)
+    return found
+
+
+def summed(_, bucket):  # its annotations would be looked at, and be text
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def trajectories(world: World) -> dict[str, dict[str, float]]:
+    """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number and tensor."""
+    found = {}
+    options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS}
+    for kind, ema in itertools.product(ENGINES, (None, 0.9)):
+        optim = AdamW(lr=1e-3, ema=ema)
+        one = Resident(model(torch.float64, True), optim=optim, **options)
+        many = ENGINES[kind](model(torch.float64, True), world=world, optim=optim, **options)
+        worst = dict.fromkeys(("loss", "grad_norm", "count", "tokens"), 0.0)
+        for index in range(30):
+            window = ragged((7, 9, 16)[index % 3], seed=index)
+            if index == 4:
+                window["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
+            alone, shared = one_update(one, window), one_update(many, window)
+            for name in worst:
+                a, b = float(getattr(alone, name)), float(getattr(shared, name))
+                if index != 4:
+                    worst[name] = max(worst[name], abs(a - b) / abs(a))
+            assert int(alone.skipped) == int(shared.skipped) == (index >= 4)
+        for at, name in enumerate(("sum", "targets")):
+            a, b = (float(engine.evaluate(ragged(13, seed=99))[at]) for engine in (one, many))
+            worst[name] = abs(a - b) / a
+        state = {**many.state().model, **many.state().optimizer}
+        exact = {**one.state().model, **one.state().optimizer}
+        assert state.keys() == exact.keys()
+        worst["state"] = max(relative_error(whole(tensor), exact[name]) for name, tensor in state.items())
+        found[f"{kind} ema={ema}"] = worst
+    return found
+
+
+# What stands beside ddp, and with a star beside fsdp too: the dtype of the weights, and the engine's options.
+BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16*": (torch.float32, {"precision": Precision("bf16")}),
+    "fp16*": (torch.float32, {"precision": Precision("fp16")}),
+    "recomputed*": (torch.float64, {"remat": Remat.Full()}),
+    "pointwise": (torch.float64, {"remat": Remat.Pointwise()}),
+    "budget": (torch.float64, {"remat": Remat.Budget(0.3)}),
+    "offloaded": (torch.float64, {"remat": Remat.Offload()}),
+    "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
+    "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
+    "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
+    "muon": (torch.float64, {"optim": Muon()}),
+    "packed*": (torch.float64, {}),
+    "adapters": (torch.float64, {}),
+}
+
+
+def combinations(world: World) -> dict[str, dict[str, float]]:
+    """Three clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
+    found = {}
+    for (name, (dtype, options)), kind in itertools.product(BESIDE.items(), ENGINES):
+        if kind == "fsdp" and "*" not in name:
+            continue
+        models = [model(dtype, True) for _ in range(2)]
+        if name == "adapters":
+            for each in models:
+                adapt(each, Lora(rank=4), seed=0)
+        windows_of = packed if name == "packed*" else ragged
+        one = Resident(models[0], clip=0.5, micro_batch=ROWS, **options)
+        many = ENGINES[kind](models[1], world=world, clip=0.5, micro_batch=ROWS, **options)
+        worst = 0.0
+        for index in range(3):
+            window = windows_of(7, seed=index)
+            alone, shared = one_update(one, window), one_update(many, window)
+            for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
+                worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
+        exact = {**one.state().model, **one.state().optimizer}
+        state = {**many.state().model, **many.state().optimizer}
+        assert state.keys() == exact.keys()
+        errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
+        found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
+    return found
+
+
+def one_update(engine: Any, window: dict[str, Tensor]) -> Any:
+    engine.accumulate(window)
+    return engine.update()
+
+
+def saved(world: World, folder: Path) -> dict[str, str]:
+    """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
+    found = {}
+    blocks.BLOCK_BYTES = SMALL_BLOCK
+    for kind, ema in itertools.product(ENGINES, (None, 0.9)):
+        name = f"{kind} ema={ema}"
+        optim = AdamW(lr=1e-2, ema=ema)
+        engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
+        before = [path for path in folder.glob(f"*/{name}") if path.is_dir()]
+        if before:
+            last = checkpointing.newest(max(before, key=lambda path: path.stat().st_mtime_ns), print)
+            engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
+        else:
+            for index in range(3):
+                one_update(engine, ragged(7, seed=index))
+        state = engine.state()
+        here = folder / f"{world.size} ranks" / name
+        record = {"engine": state.scalars}
+        save(world, here, Checkpoint(engine.index, state.model, state.optimizer, record), keep=2)
+        if world.leads:
+            checkpointing.verify(here / "step-00000003")
+            manifest = (here / "step-00000003" / "MANIFEST.json").read_bytes()
+            found[name] = hashlib.sha256(manifest).hexdigest()
+    return found
+
+
+def captured(world: World) -> dict[str, Any]:
+    """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
+    found = {}
+    cases = (("ddp", "whole", Remat.Off()), ("ddp", "blocks", Remat.Full()), ("fsdp", "blocks", Remat.Full()))
+    for kind, scope, remat in cases:
+        optim = AdamW(ema=0.9)
+        one = Resident(model(torch.float64, True), micro_batch=ROWS, clip=0.5, optim=optim)
+        many = ENGINES[kind](
+            model(torch.float64, True), world=world, micro_batch=ROWS, clip=0.5, optim=optim, remat=remat
+        )
+        many.trial(ragged(7))
+        assert many.capture(ragged(7), scope=scope) is None
+        graphs, worst = compat.captured_graphs(), 0.0
+        for index in range(4):
+            window = ragged(7 + index, seed=index)
+            alone, shared = one_update(one, window), one_update(many, window)
+            pairs = [(alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)]
+            pairs.append((one.evaluate(window)[0], many.evaluate(window)[0]))
+            worst = max(worst, *(abs(float(a) - float(b)) / abs(float(a)) for a, b in pairs))
+        recompiles = compat.captured_graphs() - graphs
+        found[f"{kind} {scope}"] = {"error": worst, "recompiles": recompiles, "breaks": compat.graph_breaks()}
+    return found
+
+
+def assembled(world: World) -> dict[str, float]:
+    """The model as it is sampled from, averaged weights included, beside one process's."""
+    found = {}
+    for kind in ENGINES:
+        optim = AdamW(lr=1e-2, ema=0.5)
+        one = Resident(model(torch.float64, True), micro_batch=ROWS, optim=optim)
+        many = ENGINES[kind](model(torch.float64, True), world=world, micro_batch=ROWS, optim=optim)
+        for index in range(3):
+            one_update(one, ragged(7, seed=index)), one_update(many, ragged(7, seed=index))
+        tokens = ragged(2)["tokens"]
+        with torch.no_grad(), one.step.averaged(), many.step.averaged(), many.step.assembled() as module:
+            if world.leads:
+                found[kind] = relative_error(module(tokens), one.model(tokens))
+    return found
+
+
+PROGRAMS = {
+    "equations": (gradients, wrong_ways, trajectories, assembled),
+    "combinations": (combinations,),
+    "captured": (captured,),
+}
+
+if __name__ == "__main__":
+    ours = World(place())
+    if sys.argv[1] == "saved":
+        results: dict[str, Any] = saved(ours, Path(sys.argv[3]))
+    else:
+        results = {each.__name__: each(ours) for each in PROGRAMS[sys.argv[1]]}
+    if ours.leads:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    ours.leave()

@@ -1,0 +1,96 @@
+# Run: pytest tests/laws/test_sharded_is_single.py      (-m slow for four ranks and compiled steps)
+"""Law 13: what DDP and FSDP2 compute on several ranks is what one process computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launched import ranks
+from laws import sharded
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing.folder import read_manifest
+from monograph.loop import EngineState
+from monograph.optim import AdamW
+from monograph.resident import Resident
+
+PROGRAM = Path(__file__).with_name("sharded.py")
+BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}
+
+
+def run(program: str, size: int, folder: Path, timeout_s: float, *more: object) -> dict[str, Any]:
+    out = folder / "results.json"
+    ranks(PROGRAM, size, program, out, *more, timeout_s=timeout_s)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("equations", request.param, tmp_path_factory.mktemp("ranks"), timeout_s=240)
+
+
+@pytest.mark.timeout(280)
+def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
+    """Ragged rows, windows that are not shared out evenly, tied and untied, averaged once and with every part."""
+    assert len(found["gradients"]) == 2 * 2 * 2 * 4 * 2
+    for case, result in found["gradients"].items():
+        bound = BOUND[case.split()[1]]
+        assert result["error"] <= bound, case
+        assert abs(result["norm"] - 1) <= bound, case  # a sum for an average would be W
+
+
+def test_the_wrong_ways_fail(found: dict[str, Any]) -> None:
+    assert len(found["wrong_ways"]) == 5
+    assert min(found["wrong_ways"].values()) > 0.1
+
+
+def test_thirty_updates_are_those_of_one_process(found: dict[str, Any]) -> None:
+    """Losses, norms, counts, evaluations, weights, moments and averages; a window without a target is refused alike."""
+    for case, errors in found["trajectories"].items():
+        assert max(errors.values()) <= 1e-12, (case, errors)
+
+
+def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> None:
+    assert max(found["assembled"].values()) <= 1e-12
+
+
+def test_what_stands_beside_it_is_that_of_one_process(tmp_path: Path) -> None:
+    """Precisions, recomputation, what optimizers keep, Muon, packed rows, adapters: each cell of docs/support.md."""
+    for case, errors in run("combinations", 2, tmp_path, timeout_s=240)["combinations"].items():
+        assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
+
+
+def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained and saved by four ranks, loaded and saved by one, by two, and by the engine of one process.
+
+    The manifests vouch for each byte.
+    """
+    four, one, two = (run("saved", size, tmp_path, 120, tmp_path) for size in (4, 1, 2))
+    assert four == one == two
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", sharded.SMALL_BLOCK)
+    for name, digest in four.items():
+        engine = Resident(sharded.model(torch.float32, False), optim=AdamW(ema=0.9 if "0.9" in name else None))
+        last = checkpointing.newest(tmp_path / "2 ranks" / name, pytest.fail)
+        engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
+        state = engine.state()
+        checkpoint = Checkpoint(3, state.model, state.optimizer, {"engine": state.scalars})
+        folder = checkpointing.save(tmp_path / "alone" / name, checkpoint)
+        assert hashlib.sha256((folder / "MANIFEST.json").read_bytes()).hexdigest() == digest, name
+        assert len(read_manifest(folder).files["optimizer.safetensors"].sha256) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_captured_steps_are_those_of_one_process(tmp_path: Path) -> None:
+    for case, result in run("captured", 2, tmp_path, timeout_s=380)["captured"].items():
+        assert result["error"] <= 1e-12, case
+        assert (result["recompiles"], result["breaks"]) == (0, 0), case
