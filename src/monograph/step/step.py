@@ -79,8 +79,7 @@ class Step(Deciding):
                 is the same equation.
             optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
-            clip: largest Euclidean norm of an update's gradient, None for no clipping; a `Clip` says also what becomes
-                of an update that stands out.
+            clip: largest norm of an update's gradient, None for no clipping; a `Clip` may also skip what stands out.
             precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled: see
                 `Precision.rescale_`; an update whose scaled gradient overflows is skipped as every non-finite one is.
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
