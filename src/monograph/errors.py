@@ -89,7 +89,7 @@ class PeerLost(MonographError):
 class Ended(MonographError):
     """The run ended before with an error that starting it again does not mend."""
 
-    def __init__(self, message: str, exit_code: int):
+    def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
         self.exit_code = exit_code
 

@@ -243,13 +243,18 @@ def assembled(world: World) -> dict[str, float]:
     for kind in ENGINES:
         optim = AdamW(lr=1e-2, ema=0.5)
         one = Resident(model(torch.float64, True), micro_batch=ROWS, optim=optim)
-        many = ENGINES[kind](model(torch.float64, True), world=world, micro_batch=ROWS, optim=optim)
+        shared = model(torch.float64, True)
+        shared.register_buffer("beside", torch.arange(4.0), persistent=False)
+        many = ENGINES[kind](shared, world=world, micro_batch=ROWS, optim=optim)
         for index in range(3):
             one_update(one, ragged(7, seed=index)), one_update(many, ragged(7, seed=index))
         tokens = ragged(2)["tokens"]
         with torch.no_grad(), one.step.averaged(), many.step.averaged(), many.step.assembled() as module:
             if world.leads:
                 found[kind] = relative_error(module(tokens), one.model(tokens))
+                assert (
+                    module.beside.tolist() == [0, 1, 2, 3] and module.lm_head.weight is module.model.embed_tokens.weight
+                )
     return found
 
 

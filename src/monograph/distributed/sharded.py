@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from monograph.device import default_device, describe
 from monograph.distributed.shards import rows_planes
@@ -94,15 +93,16 @@ class ShardedStep(RankStep):
         Every rank has to come here. It is on the host where the device has no room for it.
         """
         whole, own = copy.deepcopy(self._empty), self.model.state_dict()
-        if self.world.leads:
-            needed = sum(tensor.nbytes for tensor in whole.parameters())
-            fits = needed < ROOM * describe(self.device).free_memory_bytes
-            whole.to_empty(device=self.device if fits else "cpu")
-        for name, tensor in whole.state_dict().items():
-            each = own[name]
-            full = each.full_tensor() if isinstance(each, DTensor) else each
+        needed = sum(parameter.nbytes for parameter in whole.parameters())
+        device = self.device if needed < ROOM * describe(self.device).free_memory_bytes else torch.device("cpu")
+        for name, empty in list(whole.named_parameters()):
+            full = own[name].full_tensor()
             if self.world.leads:
-                tensor.copy_(full)
+                _replace(whole, empty, nn.Parameter(full.to(device), empty.requires_grad))
+        if self.world.leads:
+            whole.to(device)
+            for name, buffer in self.model.named_buffers():
+                whole.get_buffer(name).copy_(buffer)
         yield whole
 
 
@@ -117,6 +117,14 @@ class _Summed(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         step: Step = self.__dict__["step"]
         return pair(step.loss(self.model, batch))  # captured, it is another one
+
+
+def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in the place of another, wherever it is tied to."""
+    for owner in module.modules():
+        for name, held in owner._parameters.items():
+            if held is old:
+                owner._parameters[name] = new
 
 
 def hollow(model: nn.Module) -> nn.Module:

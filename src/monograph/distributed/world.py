@@ -42,8 +42,12 @@ class Place:
     shared: bool = False
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
     """This process's place by the variables of torchrun, or those of SLURM's srun; None where neither started it.
+
+    Args:
+        environment: the variables.
+        srun: whether tasks that srun started are ranks; they may as well be runs of their own.
 
     Raises:
         UsageError: several machines, and a restart would find the addresses of the attempt before.
@@ -68,7 +72,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
                 "or a restart waits for processes that are gone"
             )
         return found
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if srun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Place(
             int(environment["SLURM_PROCID"]),
             int(environment["SLURM_STEP_NUM_TASKS"]),

@@ -37,7 +37,7 @@ def meet(settings: Settings, resumed: bool) -> World:
     Raises:
         UsageError: one process for `train.parallel`, or several without it.
     """
-    own = place()
+    own = place(srun=settings.train.parallel != "none")
     if not resumed:
         require_launched(settings, own)
     return World(own)

@@ -229,7 +229,7 @@ def make_engine(made: Made, device: torch.device, world: World | None = None) ->
     }
     if train.memory == "stream":
         return Streamed(made.model, placement=made.placement or Placement(device), **shared)
-    if world is None or world.alone:
+    if world is None or train.parallel == "none":
         return Resident(settle(made.model, device, trained=device.type != "cpu").to(device), **shared)
     share = -(-int(train.tokens_per_update) // (made.settings.data.sequence_length * world.size))
     shared["micro_batch"] = min(shared["micro_batch"], share)
