@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
-REFUSALS = {"DiskFull", "InputRefused", "RunInUse"}
+REFUSALS = {"DiskFull", "InputRefused", "RunInUse", "UsageError"}
 SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line says in one line, with exit code 7
 
 
