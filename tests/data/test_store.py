@@ -213,4 +213,5 @@ def test_after_a_fault_at_any_operation_the_next_start_is_right(quick_folder, mo
             # Whatever was left half-made was never taken for the whole, so there was nothing to mend.
             assert stored.notes == ()
             assert not list((outcome.folder / "cache" / "corpora").glob("*.building"))
+    print(f"{mode}: {struck} faults, none lost")
     assert struck > 5

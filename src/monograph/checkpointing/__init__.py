@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, load, load_state, verify
-from monograph.checkpointing.rotation import newest, save
+from monograph.checkpointing.rotation import newest, remove_leftovers, save
 
-__all__ = ["Checkpoint", "CheckpointDamaged", "load", "load_state", "newest", "save", "verify"]
+__all__ = ["Checkpoint", "CheckpointDamaged", "load", "load_state", "newest", "remove_leftovers", "save", "verify"]

@@ -73,7 +73,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
     temporary = unfinished(checkpoints, checkpoint.update)
     try:
         _make(checkpoints)
-        _remove_leftovers(checkpoints)
+        remove_leftovers(checkpoints)
         _require_space(checkpoints, files)
         _write(temporary, checkpoint, files, write or blocks.write_file)
         _publish(temporary, final)
@@ -136,6 +136,12 @@ def newest(
     raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000")
 
 
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what a process left that was killed while it saved or pruned; the caller holds the run's lock."""
+    for path in checkpoints.glob(TEMPORARY + "*"):
+        _remove(path)
+
+
 def _make(checkpoints: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     blocks.make_durable(checkpoints.parent)  # also if it was there: a save killed right here may have made it
@@ -160,7 +166,7 @@ def _publish(temporary: Path, final: Path) -> None:
 
 def _prune(saved: Path, head: int, keep: int) -> None:
     """Remove what is not among the `keep` newest up to the one just saved, or is visibly incomplete."""
-    _remove_leftovers(saved.parent)
+    remove_leftovers(saved.parent)
     kept = {head}
     for update, folder in _found(saved.parent):
         if folder == saved:
@@ -186,11 +192,6 @@ def _found(checkpoints: Path) -> list[tuple[int, Path]]:
     """Updates and folders, newest first; of the same update the one in place before the replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir()]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
-
-
-def _remove_leftovers(checkpoints: Path) -> None:
-    for path in checkpoints.glob(TEMPORARY + "*"):
-        _remove(path)
 
 
 def _remove(folder: Path) -> None:

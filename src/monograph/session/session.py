@@ -158,6 +158,7 @@ class Session:
         except KeyError as error:
             place = f"{self.run.checkpoints}: the state of update {checkpoint.update}"
             raise InputRefused(f"{place} lacks {error}") from None
+        checkpointing.remove_leftovers(self.run.checkpoints)
         if changed:
             progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
 
