@@ -23,6 +23,7 @@ from monograph.compat.inductor import (
     native,
     onednn_matmul,
     quiet_profiler,
+    remove_cut_off_libraries,
     scaled_mm,
 )
 from monograph.compat.operators import (
@@ -64,6 +65,7 @@ __all__ = [
     "quiet_layout_of_stacked_gradients",
     "quiet_profiler",
     "quiet_selective_recompute",
+    "remove_cut_off_libraries",
     "scaled_mm",
     "stored_by_graph",
     "sums_gradients",

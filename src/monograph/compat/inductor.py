@@ -4,9 +4,39 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+_SETTLED_S = 60.0  # a younger file may be another process's that is being written
+
+
+@functools.cache
+def remove_cut_off_libraries() -> None:
+    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says; once.
+
+    A process that is killed while it compiles leaves such files, and every later one would stumble over them, or take
+    the processor for one without vector instructions, as the library that tries those out is one of them.
+    """
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    for path in Path(cache_dir()).glob("*/*.so"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _SETTLED_S and _cut_off(path):
+                path.unlink()
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether a 64-bit ELF file ends before its table of sections does, which is at its end."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return True
+    begin, (entry, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    return header[:4] != b"\x7fELF" or path.stat().st_size < begin + entry * count
 
 
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:

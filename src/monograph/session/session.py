@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from monograph import __version__
+from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
@@ -158,7 +158,8 @@ class Session:
         except KeyError as error:
             place = f"{self.run.checkpoints}: the state of update {checkpoint.update}"
             raise InputRefused(f"{place} lacks {error}") from None
-        checkpointing.remove_leftovers(self.run.checkpoints)
+        if self.world.leads:
+            checkpointing.remove_leftovers(self.run.checkpoints)
         if changed:
             progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
 
