@@ -146,6 +146,13 @@ def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: P
         assert files[0] == files[1]
 
 
+def test_members_whose_checkpoints_are_gone_begin_anew_and_it_is_said(server: CommandServer, here: Path) -> None:
+    assert server.run(here, "sweep", *SHORT, "train.seed=0,1", "--out", "s", figures=0).code == 0
+    shutil.rmtree(here / "s/members/001/checkpoints")
+    done = server.run(here, "sweep", "--out", "s", figures=0)
+    assert done.code == 0 and "warning   no update of which every member has a sound checkpoint" in done.err, done.err
+
+
 def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, here: Path) -> None:
     command = server.start(here, "sweep", *LONG, figures=0)
     command.until(lambda: (here / "s/members/005/metrics.jsonl").exists())

@@ -112,7 +112,10 @@ def _train(board: Board, progress: Progress) -> None:
 def _round(crew: Crew, updates: int, board: Board, block: CrowdBlock, stop: StopSignal, progress: Progress) -> None:
     """Train members that train at once, from where they stand to their end."""
     engine, settings = crew.engine, crew.sessions[0].settings
+    stood = any(session.run.metrics_offset for session in crew.sessions)
     if not go_on(crew, board.ended(crew.members), progress):
+        if stood:
+            progress.line("warning", "no update of which every member has a sound checkpoint: they begin anew")
         crew.save()
     journals = Journals([session.run for session in crew.sessions], EVERY)
     began, since = clock(), engine.index
