@@ -14,7 +14,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import Diverged
 from monograph.run.folder import Run
 from monograph.run.journal import PATIENCE
-from monograph.session.rewind import MOST
+from monograph.session.rewind import BETWEEN, MOST, in_a_row
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -108,6 +108,14 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
     checkpoint = checkpointing.newest(Path("run/checkpoints"), print)
     assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.model.values())
     assert len(checkpoint.state["data"]["skip"]) == MOST
+
+
+def test_what_is_in_a_row() -> None:
+    far = BETWEEN * ROWS
+    assert in_a_row([(0, 80)], ROWS) == 1
+    assert in_a_row([(0, 80), (80, 160), (160, 240)], ROWS) == 3
+    assert in_a_row([(0, 80), (80, 160), (160 + far, 240 + far)], ROWS) == 1
+    assert in_a_row([(0, 80), (80 + far, 160 + far), (159 + 2 * far, 240 + 2 * far)], ROWS) == 2
 
 
 def test_a_run_that_is_too_short_to_go_back_ends_with_a_reason() -> None:

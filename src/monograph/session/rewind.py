@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from monograph import checkpointing
@@ -17,7 +18,8 @@ from monograph.run.journal import Journal
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
-MOST = 3  # times that a run goes back: what comes a fourth time is no accident of its data
+MOST = 3  # times in a row that a run goes back: what comes a fourth time is no accident of its data
+BETWEEN = 100  # updates that were made between two such times, and they are not in a row
 
 
 def windows(session: Session) -> Iterator[Batch]:
@@ -44,27 +46,33 @@ def go_back(session: Session, journal: Journal, progress: Progress, say: Callabl
         The journal of what comes now.
 
     Raises:
-        Diverged: it was done `MOST` times before, or there is no such checkpoint: with what is not finite.
+        Diverged: it was done `MOST` times in a row before, or there is no such checkpoint: with what is not finite.
     """
     journal.flush()
     # A rank that took part in a resume has not seen the updates before it.
     last, streak = session.world.agreed([journal.last["update"], max(1, journal.streak)])
-    skip = session.batches.skip
-    sound = _sound(session, last - streak) if len(skip) < MOST else None
+    skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
+    led_there = end - 2 * streak * rows
+    sound = _sound(session, last - streak) if in_a_row([*skip, (led_there, end)], rows) <= MOST else None
     if sound is None:
         raise _diverged(session, journal)
-    end, rows = session.batches.rows_consumed, session.batches.rows_per_window
     spent_s = session.spent_s
     session.restore(sound, progress)
     session.elapsed_s, session.training_since_s = spent_s, clock()
     position = session.batches.state()
-    stretch = (max(position["rows"], end - 2 * streak * rows), end)
+    stretch = (max(position["rows"], led_there), end)
     session.batches.close()
     session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
     session.save()
     say(f"updates {last - streak + 1} to {last} were skipped: back to {sound.update}, past their rows")
     return Journal(session.run, journal.every)
+
+
+def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
+    """How many of the last stretches of rows follow one another with fewer than `BETWEEN` updates between them."""
+    pairs = zip(stretches[::-1], stretches[-2::-1], strict=False)
+    return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
 
 
 def _sound(session: Session, until: int) -> Checkpoint | None:
