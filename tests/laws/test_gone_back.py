@@ -64,10 +64,9 @@ def test_gone_back_is_never_having_seen_them(place: str) -> None:
     start("run", SETTINGS)
     [row] = gone_back("run")
     sound = BAD_FROM // SAVED_EVERY * SAVED_EVERY
-    end = BAD_FROM + PATIENCE if place == "loss" else sound + SAVED_EVERY  # a weight is seen when it is to be saved
+    end = BAD_FROM + PATIENCE
     assert (row["update"], row["rewound_from"]) == (sound, end)
-    streak = PATIENCE if place == "loss" else end - BAD_FROM
-    assert row["passed_over_rows"] == [max(sound, end - 2 * streak) * ROWS, end * ROWS]
+    assert row["passed_over_rows"] == [sound * ROWS, end * ROWS]
     found = fingerprint(Path("run"))
     assert [each["update"] for each in found["rows"] if "train_loss" in each] == list(range(1, UPDATES + 1))
     assert not any(each.get("skipped") for each in found["rows"])
@@ -100,14 +99,24 @@ def test_killed_after_it_went_back_it_goes_on_there() -> None:
 def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> None:
     write_module(FOR_GOOD, weight)
     sound = BAD_FROM // SAVED_EVERY * SAVED_EVERY
-    streak, last = (SAVED_EVERY, sound + SAVED_EVERY) if weight else (PATIENCE, sound + PATIENCE)
+    last = sound + PATIENCE
     where = "parameter head.weight holds non-finite values" if weight else "every module's output is finite; look at"
-    said = f"{streak} updates in a row, up to {last}, skipped as not finite, rows passed over {MOST} times before: "
+    said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, rows passed over {MOST} times before: "
     with pytest.raises(Diverged, match=f"{said}the loss is nan: {where}"):
         start("run", SETTINGS)
     checkpoint = checkpointing.newest(Path("run/checkpoints"), print)
     assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.model.values())
     assert len(checkpoint.state["data"]["skip"]) == MOST
+
+
+def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Updates that are skipped are not saved: their checkpoints would take the place of the one before them."""
+    write_module((BAD_FROM, BAD_FROM + PATIENCE))
+    start("run", SETTINGS | {"train.save_every": 3, "train.keep": 2})
+    [row] = gone_back("run")
+    assert row["update"] == BAD_FROM // 3 * 3
+    said = f"updates 26 to 45 were skipped: back to update {row['update']}, passing over 168 rows"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_in_a_row() -> None:

@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 
 from monograph.config import Settings, load
+from monograph.data.tokenizer import Tokenizer
+from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
-from monograph.session import choices
+from monograph.session import choices, ranks
 from monograph.session.choices import (
     branched,
+    mended_tokenizer,
     parent_named,
     record_parent,
     recorded_parent,
     settings_of,
     sized,
     write_config,
+    write_tokenizer,
 )
 
 SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
@@ -181,3 +185,29 @@ def test_a_small_text_ends_before_the_time_does(
     )
     choices.fix_length(session, progress)
     assert session.length == updates and session.budget_s == 60 and told["plan"].endswith(said), told
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> None:
+    tokenizer = Tokenizer.bytes()
+    write_tokenizer(run, tokenizer)
+    whole = run.tokenizer.read_bytes()
+    assert not mended_tokenizer(run, tokenizer) and run.tokenizer.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    changed = {"flipped": bytes(flipped), "cut": whole[:99], "gone": None}[damage]
+    run.tokenizer.unlink()
+    if changed is not None:
+        run.tokenizer.write_bytes(changed)
+    assert changed != whole and mended_tokenizer(run, tokenizer)
+    assert Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest
+
+
+def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
+    alone, two = World(), SimpleNamespace(alone=False, size=2)
+    as_file, shared = settings(SHAPE | FIXED), settings(SHAPE | FIXED | {"train.parallel": "ddp"})
+    assert ranks.again(alone, run, as_file).endswith(f"train --resume {run.folder}")
+    assert ranks.again(two, run, shared).endswith(f"monograph train --resume {run.folder} train.parallel=ddp")
+    write_config(run, shared)
+    assert ranks.again(two, run, shared).endswith(f"monograph train --resume {run.folder}")
+    assert ranks.again(alone, run, as_file).endswith(f"train --resume {run.folder} train.parallel=none")

@@ -27,7 +27,7 @@ def run(run: str | None, *, json: bool) -> int:
     """Say what was found, one fact a line; with `json`, the same as numbers whose names have their units."""
     found, lines, error = (*_machine(), None) if run is None else _run(Run.open(run))
     for name, text in lines.items():
-        print(f"{name:<14}{text}")
+        print(f"{name:<16}{text}")
     if json:
         print(jsonlib.dumps({"schema": "monograph.check/1", **found}))
     if error:

@@ -88,6 +88,8 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     session.engine.step.announce = lambda line: progress.line("note", line)
     if resumed := world.agreed(folder.metrics_offset > 0 or any(folder.checkpoints.glob("step-*"))):
         session.restore(_newest(world, folder, progress), progress)
+        if world.leads and choices.mended_tokenizer(folder, session.corpus.tokenizer):
+            progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := choices.recorded_parent(folder):
         session.branch(begun := _newest(world, parent[0], progress, at=parent[1]))
@@ -132,10 +134,14 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 loss = journal.last["train_loss"]
                 block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=journal.skipped)
                 since, began = 0, clock()
-            stopping, asked, lost = session.world.any(stop.requested is not None, stop.save_requested, journal.is_lost)
-            saving = done % int(settings.train.save_every) == 0 or stopping or asked or last
+            stopping, asked, lost, skipping = session.world.any(
+                stop.requested is not None, stop.save_requested, journal.is_lost, journal.streak > 0
+            )
+            # What was saved before updates are skipped is what a run goes back to.
+            due = done % int(settings.train.save_every) == 0 and not skipping
+            saving = due or stopping or asked or last
             if lost or (saving and session.non_finite()):
-                journal = go_back(session, journal, progress, block.note)
+                journal = go_back(session, journal, progress)
                 continue
             paused = clock()
             if done % int(settings.train.eval_every) == 0 and not last:
@@ -151,7 +157,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
                 session.save()
             began += clock() - paused
             if stopping and not last:
-                again = ranks.again(session.world, session.run)
+                again = ranks.again(session.world, session.run, settings)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun
                 require_end(session, journal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 _SETTLED_S = 60.0  # a younger file may be another process's that is being written
+_WRITTEN_S = 2.0  # and is whole after this
+# How the dynamic linker names such a file.
+_NAMED = re.compile(r"(/[^\s:]+\.so): (?:file too short|invalid ELF header|cannot read file data)")
 
 
 @functools.cache
@@ -27,6 +31,21 @@ def remove_cut_off_libraries() -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _SETTLED_S and _cut_off(path):
                 path.unlink()
+
+
+def mend_cut_off_library(error: BaseException) -> bool:
+    """Remove the library in Inductor's cache that an error says is cut off; whether it is worth trying again."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    found = _NAMED.search(str(error))
+    path = Path(found[1]).resolve() if found else None
+    if path is None or not path.is_relative_to(Path(cache_dir()).resolve()):
+        return False
+    with suppress(OSError):
+        time.sleep(_WRITTEN_S)
+        if _cut_off(path):
+            path.unlink()
+    return True
 
 
 def _cut_off(path: Path) -> bool:

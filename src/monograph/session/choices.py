@@ -235,6 +235,15 @@ def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
+def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
+    """Write the tokenizer of a run's text again where the run's own file is not it; whether that was so."""
+    with suppress(InputRefused):
+        if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
+            return False
+    write_tokenizer(run, tokenizer)
+    return True
+
+
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Write down where a run branches from, for a process that goes on before its first checkpoint."""
     write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))

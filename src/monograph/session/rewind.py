@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from monograph import checkpointing
@@ -28,7 +28,7 @@ def windows(session: Session) -> Iterator[Batch]:
         yield window
 
 
-def go_back(session: Session, journal: Journal, progress: Progress, say: Callable[[str], None]) -> Journal:
+def go_back(session: Session, journal: Journal, progress: Progress) -> Journal:
     """Take up the last checkpoint from before the updates that were not finite, and pass over what led there.
 
     What is passed over are the rows of those updates and of as many before them, but none that the checkpoint had seen.
@@ -39,8 +39,7 @@ def go_back(session: Session, journal: Journal, progress: Progress, say: Callabl
         session: whose last updates, so many that they are no accident, changed nothing, or whose weights something
             else than an update made infinite.
         journal: of these updates.
-        progress: for lines about the checkpoint.
-        say: takes the line that tells it.
+        progress: takes the line that tells it.
 
     Returns:
         The journal of what comes now.
@@ -65,7 +64,9 @@ def go_back(session: Session, journal: Journal, progress: Progress, say: Callabl
     session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
     session.save()
-    say(f"updates {last - streak + 1} to {last} were skipped: back to {sound.update}, past their rows")
+    passed = counted(stretch[1] - stretch[0], "row")
+    told = f"updates {last - streak + 1} to {last} were skipped: back to update {sound.update}, passing over {passed}"
+    progress.line("warning", told)
     return Journal(session.run, journal.every)
 
 
