@@ -27,7 +27,6 @@ from monograph.optim import Optimizer, unlinked
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update, accumulate, update
 
-MOST_ATTEMPTS = 20  # libraries that a killed compiler left, and are made again
 IGNORE = -100  # torch's default ignore_index
 T = TypeVar("T")
 
@@ -74,7 +73,6 @@ class Resident:
             raise UsageError(f"micro_batch = {micro_batch}: expected rows, at least 1, or None for all at once")
         self.micro_batch, self._row_dim = micro_batch, row_dim
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
-        self._attempts = 0
         self.announce: Callable[[str], None] = lambda line: None
 
     @property
@@ -124,8 +122,7 @@ class Resident:
             graph.release(step)
             step.discard()
             self._captured = None
-            if self._attempts < MOST_ATTEMPTS and compat.mend_cut_off_library(error):
-                self._attempts += 1
+            if compat.mend_cut_off_library(error):
                 return self.capture(window, backend, scope)
             if not isinstance(error, graph.CaptureFailed):
                 raise

@@ -68,7 +68,7 @@ def test_check_names_the_file_and_every_command_is_one_line(
     found = json.loads(done.out.splitlines()[-1])["files"]
     assert done.code == 3 and done.err.count("\n") == 1 and name in done.err, done.err
     assert [each["name"] for each in found if each["fault"]] == [name]
-    assert f"{name:<14}damaged: " in done.out
+    assert f"{name:<16}damaged: " in done.out
     for arguments in (["generate", "runs/run", "--max-tokens", "1"], ["evaluate", "runs/run"], ["train", "--resume"]):
         done = server.run(here, *arguments, figures=0)
         assert done.code in (0, 2, 3) and "bug: " not in done.err and "Traceback" not in done.err, done.err
@@ -130,4 +130,4 @@ def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     found = json.loads(done.out.splitlines()[-1])
     assert done.code == 4 and done.err.count("\n") == 1 and "no checkpoint is sound" in done.err
     assert "{" not in done.err and all(each["fault"] for each in found["checkpoints"]) and found["checkpoints"]
-    assert f"{newest(run).name:<14}damaged: " in done.out
+    assert f"{newest(run).name:<16}damaged: " in done.out

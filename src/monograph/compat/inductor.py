@@ -41,11 +41,12 @@ def mend_cut_off_library(error: BaseException) -> bool:
     path = Path(found[1]).resolve() if found else None
     if path is None or not path.is_relative_to(Path(cache_dir()).resolve()):
         return False
+    time.sleep(_WRITTEN_S)
     with suppress(OSError):
-        time.sleep(_WRITTEN_S)
         if _cut_off(path):
             path.unlink()
-    return True
+            return True
+    return False
 
 
 def _cut_off(path: Path) -> bool:
