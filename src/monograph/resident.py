@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from monograph import compat
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
 from monograph.graph import capture as graph
 from monograph.graph import recompute
@@ -122,8 +121,6 @@ class Resident:
             graph.release(step)
             step.discard()
             self._captured = None
-            if compat.mend_cut_off_library(error):
-                return self.capture(window, backend, scope)
             if not isinstance(error, graph.CaptureFailed):
                 raise
             return str(error)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json as jsonlib
 from pathlib import Path
 
-from monograph import __version__, checkpointing, compat
-from monograph.checkpointing import Checkpoint
+from monograph import __version__, compat
 from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
+from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
@@ -50,7 +50,6 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
         if resumed:
             settings = choices.settings_of(folder, settings if resume else Settings())
-            ranks.require_launched(settings, world.own)
         elif parent:
             settings = choices.branched(parent[0], settings)
             choices.record_parent(folder, *parent)
@@ -60,6 +59,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             if world.leads:
                 show(progress, "next", "train", "--from", folder.handle)
         else:
+            ranks.require_launched(settings, world.own)
             session = _open(folder, ranks.agreed(world, settings), world, progress)
             story = Story(session, progress)
             _loop(session, story, progress)
@@ -71,6 +71,9 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
 
 
 def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> Session:
+    def warn(line: str) -> None:
+        progress.line("warning", line)
+
     require_possible(settings, describe())
     settings = choices.sized(settings)
     if cut := cut_micro_batch(settings):
@@ -87,12 +90,12 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     session.engine.announce = lambda line: progress.line("memory", line)
     session.engine.step.announce = lambda line: progress.line("note", line)
     if resumed := world.agreed(folder.metrics_offset > 0 or any(folder.checkpoints.glob("step-*"))):
-        session.restore(_newest(world, folder, progress), progress)
+        session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and choices.mended_tokenizer(folder, session.corpus.tokenizer):
             progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := choices.recorded_parent(folder):
-        session.branch(begun := _newest(world, parent[0], progress, at=parent[1]))
+        session.branch(begun := newest(world, parent[0].checkpoints, warn, at=parent[1]))
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
     prepare(session, progress)
     if not resumed:
@@ -101,17 +104,6 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
             choices.write_config(folder, session.settings)
         session.save()
     return session
-
-
-def _newest(world: World, run: Run, progress: Progress, at: int | None = None) -> Checkpoint:
-    """The newest sound checkpoint, or the one of an update: on all ranks the one that rank 0 found."""
-
-    def warn(line: str) -> None:
-        progress.line("warning", line)
-
-    found = checkpointing.newest(run.checkpoints, warn, at) if world.leads else None
-    update = world.agreed(found.update if found else None)
-    return found or checkpointing.newest(run.checkpoints, warn, update)
 
 
 def _loop(session: Session, story: Story, progress: Progress) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SETTLED_S = 60.0  # a younger file may be another process's that is being written
-_WRITTEN_S = 2.0  # and is whole after this
-# How the dynamic linker names such a file.
-_NAMED = re.compile(r"(/[^\s:]+\.so): (?:file too short|invalid ELF header|cannot read file data)")
+_WRITTEN_S = 2.0  # what another process is writing is whole after this
 
 
 @functools.cache
@@ -27,36 +23,24 @@ def remove_cut_off_libraries() -> None:
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    for path in Path(cache_dir()).glob("*/*.so"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _SETTLED_S and _cut_off(path):
-                path.unlink()
-
-
-def mend_cut_off_library(error: BaseException) -> bool:
-    """Remove the library in Inductor's cache that an error says is cut off; whether it is worth trying again."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    found = _NAMED.search(str(error))
-    path = Path(found[1]).resolve() if found else None
-    if path is None or not path.is_relative_to(Path(cache_dir()).resolve()):
-        return False
-    time.sleep(_WRITTEN_S)
-    with suppress(OSError):
-        if _cut_off(path):
-            path.unlink()
-            return True
-    return False
+    found = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
+    if found:
+        time.sleep(_WRITTEN_S)
+    for path in filter(_cut_off, found):
+        path.unlink(missing_ok=True)
 
 
 def _cut_off(path: Path) -> bool:
-    """Whether a 64-bit ELF file ends before its table of sections does, which is at its end."""
-    with path.open("rb") as file:
-        header = file.read(64)
+    """Whether a 64-bit ELF file, if it is there, ends before its table of sections does, which is at its end."""
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
     if len(header) < 64:
         return True
     begin, (entry, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
-    return header[:4] != b"\x7fELF" or path.stat().st_size < begin + entry * count
+    return header[:4] != b"\x7fELF" or size < begin + entry * count
 
 
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:

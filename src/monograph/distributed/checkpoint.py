@@ -9,7 +9,7 @@ converted afterwards. All ranks must see the same folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
 from monograph.distributed.shards import rows_of
 from monograph.distributed.world import World
-from monograph.errors import DiskFull
+from monograph.errors import DiskFull, NoValidCheckpoint
 from monograph.model import layout
 
 
@@ -54,6 +54,26 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                 part = f"rank {world.rank} cannot save its part of the checkpoint of update {checkpoint.update}"
                 raise DiskFull(f"{error.filename}: {part}: {error.strerror}; make room, then resume") from error
     world.wait()
+
+
+def newest(
+    world: World, checkpoints: Path, warn: Callable[[str], None], at: int | None = None, until: int | None = None
+) -> Checkpoint:
+    """Load what `monograph.checkpointing.newest` finds on rank 0, on every rank, all of which have to come here.
+
+    Raises:
+        NoValidCheckpoint: rank 0 finds none; on every rank.
+    """
+    found, fault = None, ""
+    if world.leads:
+        try:
+            found = checkpointing.newest(checkpoints, warn, at, until)
+        except NoValidCheckpoint as error:
+            fault = str(error)
+    update, fault = world.agreed([found.update if found else None, fault])
+    if update is None:
+        raise NoValidCheckpoint(fault)
+    return found or checkpointing.newest(checkpoints, warn, update)
 
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:

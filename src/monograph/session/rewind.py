@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
-from monograph import checkpointing
-from monograph.checkpointing import Checkpoint
 from monograph.data.batches import Batch
 from monograph.device import clock
+from monograph.distributed.checkpoint import newest
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
 from monograph.graph import capture as graph
 from monograph.measure.quantities import counted
@@ -52,9 +50,12 @@ def go_back(session: Session, journal: Journal, progress: Progress) -> Journal:
     last, streak = session.world.agreed([journal.last["update"], max(1, journal.streak)])
     skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
     led_there = end - 2 * streak * rows
-    sound = _sound(session, last - streak) if in_a_row([*skip, (led_there, end)], rows) <= MOST else None
-    if sound is None:
+    if in_a_row([*skip, (led_there, end)], rows) > MOST:
         raise _diverged(session, journal)
+    try:
+        sound = newest(session.world, session.run.checkpoints, lambda line: None, until=last - streak)
+    except NoValidCheckpoint:
+        raise _diverged(session, journal) from None
     spent_s = session.spent_s
     session.restore(sound, progress)
     session.elapsed_s, session.training_since_s = spent_s, clock()
@@ -76,23 +77,11 @@ def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
     return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
 
 
-def _sound(session: Session, until: int) -> Checkpoint | None:
-    """The newest sound checkpoint of that update or an earlier one, on all ranks the one that rank 0 found."""
-    found = None
-    if session.world.leads:
-        with suppress(NoValidCheckpoint):
-            found = checkpointing.newest(session.run.checkpoints, lambda line: None, until=until)
-    update = session.world.agreed(found.update if found else None)
-    if found is None and update is not None:
-        found = checkpointing.newest(session.run.checkpoints, lambda line: None, at=update)
-    return found
-
-
 def require_end(session: Session, journal: Journal) -> None:
     """A run that is over has learned something.
 
     Raises:
-        Diverged: the second half of its updates or more were not finite, too few to go back before.
+        Diverged: the second half of its updates or more were skipped, too few to go back before.
     """
     if 2 * journal.streak >= session.updates:
         raise _diverged(session, journal)

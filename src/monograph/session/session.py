@@ -165,14 +165,14 @@ class Session:
 
     def _restore(self, checkpoint: Checkpoint) -> list[str]:
         state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
+        if state["settings"] != self.settings.fingerprint:
+            raise InputRefused(f"{self.run.config}: not what the run was begun with: {instead}")
         tokenizer = self.corpus.tokenizer.digest
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on "
                 f"(text, tokenizer or form changed): {instead}"
             )
-        if state["settings"] != self.settings.fingerprint:
-            raise InputRefused(f"{self.run.config}: not what the run was begun with: {instead}")
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
