@@ -43,16 +43,19 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     for command in (["check"], ["evaluate"], ["generate"]):
         done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
         assert done.code == 0, done.err
+    over_already = server.run(tmp_path, "train", "--resume", "shared")
+    assert over_already.code == 0 and "came to its end after 8 updates" in over_already.err, over_already.err
 
 
 def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:
     with_texts(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
-    launch = Torchrun(2, tmp_path, "train", *LONG, "train.parallel=ddp")
+    launch = Torchrun(2, tmp_path, "train", *LONG, "train.parallel=ddp", restarts=20)
     launch.until(lambda: len(rows(tmp_path / "run")) > 3)
     launch.process.send_signal(signal.SIGTERM)
     launch.wait(LONGEST_S)
-    assert launch.err.read_text().count("saved at update") == 1
+    said = launch.err.read_text()
+    assert said.count("saved at update") == said.count("--nproc-per-node 2 --max-restarts 20 -m monograph train") == 1
     assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 75
     saved = sound(tmp_path / "run")
     assert 0 < saved == len(rows(tmp_path / "run")) < 400
@@ -106,6 +109,18 @@ def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_p
     with_texts(tmp_path)
     done = server.run(tmp_path, command, *TINY, "train.parallel=fsdp")
     assert done.code == 2 and f"`monograph {command}` uses one device" in done.err
+
+
+@pytest.mark.parametrize(
+    "command", [["check"], ["generate", "text"], ["plan"], ["data", "show"], ["compare", "a", "b"]]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_process_does_is_refused_to_several(
+    command: list[str], rank: int, server: CommandServer, tmp_path: Path
+) -> None:
+    launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": str(rank)}
+    done = server.run(tmp_path, *command, env=launched)
+    assert done.code == 2 and (f"`monograph {command[0]}` is one" in done.err) == (rank == 0)
 
 
 def test_who_this_is_comes_from_torchrun_or_slurm() -> None:

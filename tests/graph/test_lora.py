@@ -102,8 +102,9 @@ def test_what_cannot_have_an_adapter_is_refused():
         use(model, [name for name, _ in model.named_parameters()])
     fused = tiny_llama()
     fuse_siblings(fused, ragged(2)["tokens"])
-    with pytest.raises(UsageError, match="is no plain linear layer but Sibling"):
-        adapt(fused, Lora(4, targets=("q_proj",)))
+    with pytest.raises(UsageError, match="unfuse_siblings"):
+        adapt(fused, SMALL)
+    assert all(p.requires_grad for p in fused.parameters())
     unfuse_siblings(fused)
     assert len(adapt(fused, SMALL)) == 14
 

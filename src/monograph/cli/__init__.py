@@ -13,7 +13,7 @@ import typer
 import typer.main
 
 from monograph import interrupts
-from monograph.cli.typed import app
+from monograph.cli.typed import app, launched
 from monograph.errors import (
     DiskFull,
     InputRefused,
@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except MonographError as error:
         told = _follows() if error.told is None else error.told
         code = error.exit_code if told else _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         interrupts.while_ending()
-        code = _fail("interrupted", 130)
+        code = _fail("; ".join(["interrupted", *interrupt.args]), 130)
     except BrokenPipeError:
         # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _follows() -> bool:
     """Whether a launcher started others like this process, and another is the first of them."""
-    launched = {"MASTER_ADDR", "WORLD_SIZE"} <= os.environ.keys()
-    return launched and os.environ["WORLD_SIZE"] != "1" and os.environ.get("RANK", "0") != "0"
+    return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def _run(arguments: list[str]) -> int:

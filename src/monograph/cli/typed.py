@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ AxisArguments = Annotated[
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, a Hugging Face folder or a .pth file")]
 Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
+SHARED = (None, "train", "sweep")  # what several processes do together
 
 
 @app.callback(invoke_without_command=True)
@@ -50,7 +52,15 @@ def _monograph(
     if version:
         print(f"monograph {__version__}")
         raise typer.Exit
+    if (command := context.invoked_subcommand) not in SHARED and launched() > 1:
+        raise UsageError(f"{launched()} processes were started: `monograph {command}` is one; leave the launcher out")
     _help_if_bare(context)
+
+
+def launched() -> int:
+    """How many processes a launcher such as torchrun has started of this command."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() and "MASTER_ADDR" in os.environ else 1
 
 
 @data_app.callback(invoke_without_command=True)

@@ -87,12 +87,16 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         folder.rows()
         return folder.metrics_digest(saved.get("metrics_offset")) if "metrics_sha256" in saved else None
 
+    def lock() -> None:
+        if serial(folder.folder) <= 0 or record(folder.folder) == {}:
+            raise InputRefused(f"{folder.lock_file}: does not say which run this is")
+
     found = sorted(folder.checkpoints.glob("step-*"))
     checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
     sound = [path for path in found if checkpoints[path.name] is None]
     saved = checkpointing.load_state(sound[-1]) if sound else {}
     files = {
-        "run.lock": _fault(lambda: serial(folder.folder) > 0 and record(folder.folder) != {}, True),
+        "run.lock": _fault(lock),
         "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
@@ -111,10 +115,12 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     return {"run": str(folder.folder), **listed}, lines, error
 
 
-def _fault(read: Callable[[], object], recorded: object = None) -> str | None:
-    """What is wrong with a file: the error when it is read, or that `read` does not give what was recorded."""
+def _fault(read: Callable[[], object], recorded: str | None = None) -> str | None:
+    """What is wrong with a file: the error when it is read, or that `read` does not give the digest recorded."""
     try:
         found = read()
     except MonographError as error:
         return str(error)
-    return None if recorded in (None, found) else "not what it was when the newest sound checkpoint was saved"
+    if recorded in (None, found):
+        return None
+    return f"not what it was when the newest sound checkpoint was saved: expected sha256 {recorded}, found {found}"

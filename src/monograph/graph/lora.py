@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.inspect import unique_state
+from monograph.graph.siblings import families
 from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
 from monograph.graph.token_rows import ROWS, merge_rows, put_rows, tables
 from monograph.graph.windows import keep, kept_dtype
@@ -123,8 +124,10 @@ def adapt(
 
     Raises:
         UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
-            weight; adapters there already; tokens' rows that cannot be trained, see `put_rows`.
+            weight; adapters there already; fused siblings; tokens' rows that cannot be trained, see `put_rows`.
     """
+    if families(module):
+        raise UsageError("an adapter stands beside one layer: unfuse_siblings(model) first")
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = targeted(module, lora.targets)

@@ -63,15 +63,12 @@ def require_launched(settings: Settings, own: Place | None) -> None:
         )
 
 
-def require_one_device(settings: Settings, command: str, processes: bool = False) -> None:
-    """Refuse several devices for what one does on one, and several processes unless each does something of its own.
+def require_one_device(settings: Settings, command: str) -> None:
+    """Refuse several devices for what one does on one.
 
     Raises:
         UsageError: naming the command.
     """
-    own = place()
-    if own and own.size > 1 and not processes:
-        raise UsageError(f"{own.size} processes were started: `monograph {command}` is one; leave torchrun out")
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
         raise UsageError(
@@ -92,7 +89,10 @@ def again(world: World, run: Run, settings: Settings) -> str:
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
-    return " ".join([TORCHRUN.format(world.size), "--resume", shlex.quote(run.handle), *changed])
+    launcher = TORCHRUN.format(world.size)
+    if (restarts := os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0":
+        launcher = launcher.replace(" -m", f" --max-restarts {restarts} -m")
+    return " ".join([launcher, "--resume", shlex.quote(run.handle), *changed])
 
 
 def said(world: World) -> str:
@@ -137,15 +137,20 @@ def agreed(world: World, settings: Settings) -> Settings:
 def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
     """In the block an error is said by one rank, and its exit code kept for an attempt that would end with it again.
 
-    A run that was stopped before it began leaves no folder, unless other ranks may write there.
+    A run that an error ended before it began leaves no folder, unless other ranks may write there.
 
     Raises:
+        KeyboardInterrupt: interrupted; with the command that goes on, where there is one.
         Ended: the attempt before ended with an error that a restart does not mend.
         PeerLost: another rank is gone.
     """
     _require_not_ended(world, run.folder / ENDED)
     try:
         yield
+    except KeyboardInterrupt:
+        if not (world.alone and run.begun):
+            raise
+        raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
     except Exception as error:
         if world.alone:
             if unbegun():

@@ -166,7 +166,10 @@ class Session:
     def _restore(self, checkpoint: Checkpoint) -> list[str]:
         state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
         if state["settings"] != self.settings.fingerprint:
-            raise InputRefused(f"{self.run.config}: not what the run was begun with: {instead}")
+            raise InputRefused(
+                f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
+                f"found {self.settings.fingerprint}): {instead}"
+            )
         tokenizer = self.corpus.tokenizer.digest
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(

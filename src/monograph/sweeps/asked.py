@@ -60,7 +60,7 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     fixed, axes = axes_of(overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
     settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
-    require_one_device(settings, "sweep", processes=True)
+    require_one_device(settings, "sweep")
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
     if settings.optim.transfer != "none":
