@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
+from monograph.data.batches import Batches
 from monograph.data.rows import Rows
 from monograph.device import synchronize
 from monograph.graph.precision import Precision
@@ -155,8 +156,8 @@ def monograph(task: Task) -> None:
         precision=Precision(task.precision),
         micro_batch=shape.micro_batch,
     )
-    batches = task.rows.batches(task.rows_per_update * shape.length)
-    window = next(task.rows.batches(task.rows_per_update * shape.length))
+    batches = Batches(task.rows, task.rows_per_update * shape.length)
+    window = next(Batches(task.rows, task.rows_per_update * shape.length))
     if task.compiled and (obstacle := engine.capture(window)):
         raise SystemExit(f"the step cannot be captured: {obstacle}")
     task.first = list(pieces(window))

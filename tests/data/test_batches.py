@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from monograph.data.batches import Batches
 from monograph.errors import UsageError
 
 
@@ -32,21 +33,21 @@ def test_a_window_is_int64_tensors_of_all_rows_of_an_update(small):
 def test_an_epoch_is_every_row_once_in_an_order_of_its_own(small):
     rows = small().train
     everything = sorted(rows.window(np.arange(len(rows)))["tokens"].tolist())
-    batches = rows.batches(32 * 7, seed=3, epochs=2)
+    batches = Batches(rows, 32 * 7, seed=3, epochs=2)
     drawn = [row.tolist() for batch in batches for row in batch["tokens"]]
     assert len(drawn) == 2 * len(rows) == batches.rows_consumed
     first, second = drawn[: len(rows)], drawn[len(rows) :]
     assert sorted(first) == sorted(second) == everything
-    assert first != second and rows_of(rows.batches(32, seed=4), len(rows)) != first
+    assert first != second and rows_of(Batches(rows, 32, seed=4), len(rows)) != first
 
 
 def test_the_last_window_is_what_is_left(small):
     rows = small().train
-    sizes = [len(batch["tokens"]) for batch in rows.batches(32 * 4, epochs=1)]
+    sizes = [len(batch["tokens"]) for batch in Batches(rows, 32 * 4, epochs=1)]
     assert sizes == [4] * (len(rows) // 4) + [len(rows) % 4] * (len(rows) % 4 > 0)
-    assert [len(batch["tokens"]) for batch in rows.batches(32 * 9999, epochs=1)] == [len(rows)]
-    assert list(rows.batches(32, epochs=1, start=len(rows))) == []
-    assert list(rows.batches(32, epochs=0)) == []
+    assert [len(batch["tokens"]) for batch in Batches(rows, 32 * 9999, epochs=1)] == [len(rows)]
+    assert list(Batches(rows, 32, epochs=1, start=len(rows))) == []
+    assert list(Batches(rows, 32, epochs=0)) == []
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -59,13 +60,13 @@ def test_the_last_window_is_what_is_left(small):
 def test_resumed_is_uninterrupted_whatever_the_window(small, seed, before, sizes, epoch):
     rows = small(sequence_length=32).train
     start = max(0, epoch * len(rows) - 5)  # so that windows cross from one epoch to the next
-    first = rows.batches(sizes[0], seed=seed, start=start)
+    first = Batches(rows, sizes[0], seed=seed, start=start)
     seen = rows_of(first, before)
     state = first.state()
     assert state == {"seed": seed, "rows": start + len(seen)} and first.rows_consumed == start + len(seen)
-    resumed = rows.batches(sizes[1], seed=state["seed"], start=state["rows"])
+    resumed = Batches(rows, sizes[1], seed=state["seed"], start=state["rows"])
     seen += rows_of(resumed, 3)
-    uninterrupted = rows.batches(32, seed=seed, start=start)
+    uninterrupted = Batches(rows, 32, seed=seed, start=start)
     assert rows_of(uninterrupted, len(seen)) == seen
 
 
@@ -92,7 +93,7 @@ def test_an_error_in_the_background_comes_in_its_turn(small, monkeypatch):
 
     windows = []
     monkeypatch.setattr(rows, "window", window)
-    batches = rows.batches(64)
+    batches = Batches(rows, 64)
     next(batches), next(batches)
     with pytest.raises(OSError, match="disk gone"):
         next(batches)
@@ -152,7 +153,7 @@ def test_impossible_settings_are_refused(small):
     with pytest.raises(UsageError, match="negative"):
         corpus.batches(64, start=-1)
     with pytest.raises(UsageError, match="nothing was held out"):
-        corpus.held_out.batches(64)
+        Batches(corpus.held_out, 64)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import pytest
 
 from monograph.config.arguments import classify
 from monograph.data import store
+from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
 from monograph.data.sources import find, weighted
 from monograph.errors import InputRefused, UsageError
@@ -98,8 +99,8 @@ def test_epochs_see_what_the_weights_say(mixed):
     rows = mixed("@0.5", "@2").train
     texts, records = (each.rows for each in rows.shares)
     every = [tuple(row) for row in rows.window(np.arange(len(rows)))["tokens"].tolist()]
-    first = Counter(drawn(rows.batches(32 * 7, epochs=1)))
-    second = Counter(drawn(rows.batches(32 * 7, epochs=2, start=rows.per_epoch)))
+    first = Counter(drawn(Batches(rows, 32 * 7, epochs=1)))
+    second = Counter(drawn(Batches(rows, 32 * 7, epochs=2, start=rows.per_epoch)))
     wanted = Counter(every[texts:])
     for epoch in (first, second):
         assert sum(epoch.values()) == rows.per_epoch
@@ -112,12 +113,12 @@ def test_epochs_see_what_the_weights_say(mixed):
 
 def test_resumed_is_uninterrupted_among_weighted_records(mixed):
     rows = mixed("@0.5", "@2").train
-    whole = drawn(rows.batches(32, seed=3), 3 * rows.per_epoch)
+    whole = drawn(Batches(rows, 32, seed=3), 3 * rows.per_epoch)
     for place in (1, rows.per_epoch - 3, rows.per_epoch + rows.per_epoch // 2, 2 * rows.per_epoch):
-        before = rows.batches(32 * 5, seed=3)
+        before = Batches(rows, 32 * 5, seed=3)
         seen = drawn(before, place // 5)
         state = before.state()
-        after = drawn(rows.batches(32 * 8, seed=state["seed"], start=state["rows"]), 4)
+        after = drawn(Batches(rows, 32 * 8, seed=state["seed"], start=state["rows"]), 4)
         assert seen + after == whole[: len(seen) + len(after)]
 
 

@@ -7,15 +7,13 @@ The fast set of combinations has every pair of choices, the slow one every combi
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
-from batches import copied, flat_gradient, packed, ragged, tiny_llama
-from laws.test_cross import POLICIES, ROWS, SCOPES, SPLITS, gradient, possible
-from monograph.ensemble import Ensemble
+from batches import copied, packed, ragged, tiny_llama
+from laws.together import ROWS, check, cross, gradient, members_are_alone, pairwise, separate_gradient
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
@@ -119,25 +117,7 @@ def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, spread):
 
 # ---- with laws 1, 2, 3, 9 and 10 -----------------------------------------------------------------------------------
 
-CROSS = [
-    (precision, policy, scope, split, base)
-    for precision, policy, scope, split, base in itertools.product(PRECISIONS, POLICIES, SCOPES, SPLITS, BASES)
-    if possible(precision, policy, scope, split)
-]
-
-
-def pairwise():
-    """A part of the cross that has every pair of choices: each time the combination with the most new ones."""
-    seen, chosen = set(), []
-
-    def pairs(each):
-        return set(itertools.combinations(enumerate(each), 2))
-
-    while new := max(CROSS, key=lambda each: len(pairs(each) - seen)):
-        if not pairs(new) - seen:
-            return chosen
-        seen |= pairs(new)
-        chosen.append(new)
+CROSS = cross(PRECISIONS, BASES)
 
 
 def engine(precision, policy, split, base, optim=AdamW(lr=1e-2)):  # noqa: B008 - it is frozen
@@ -147,59 +127,24 @@ def engine(precision, policy, split, base, optim=AdamW(lr=1e-2)):  # noqa: B008 
     )  # fmt: skip
 
 
-def separate_gradient(batch, base):
-    """The slow, obviously correct path: float64, every document a row of its own, one dense loss, one backward pass."""
+def exact_gradient(base):
     model = adapted_llama(Lora(4, 6.0, base=base)).double()
-    losses, count = [], 0
-    for row in range(ROWS):
-        for part in (slice(0, 10), slice(10, None)):
-            targets = batch["targets"][row, part]
-            logits = model(batch["tokens"][row : row + 1, part])[0] @ model.lm_head.weight.T
-            losses.append(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
-            count += int((targets != -100).sum())
-    (torch.stack(losses).nansum() / count).backward()
-    return flat_gradient(model)
+    return separate_gradient(model, model.lm_head.weight, packed(ROWS))
 
 
-def check(precision, policy, scope, split, base):
-    batch = packed(ROWS)
-    exact = separate_gradient(batch, base)
-    naive = relative_error(gradient(engine(precision, Remat.Off(), ROWS, base), batch), exact)
-    mine = engine(precision, policy, split, base)
-    frozen = {name: p.detach().clone() for name, p in mine.model.named_parameters() if not p.requires_grad}
-    if scope != "none":
-        assert mine.capture(batch, "aot_eager", scope) is None
-    assert relative_error(gradient(mine, batch), exact) <= 2 * naive + 1e-6  # laws 1, 2 and 9
-    if scope == "none":  # law 3: bits
-        assert torch.equal(gradient(mine, batch), gradient(engine(precision, Remat.Off(), split, base), batch))
-    # Law 10: taken up after two updates, bits of the third.
-    for seed in range(2):
-        mine.accumulate(packed(ROWS, seed))
-        mine.update()
-    kept = copied(mine.state())
-    assert set(kept.model) == {name for name, p in mine.model.named_parameters() if p.requires_grad}
-    resumed = engine(precision, policy, split, base)
-    resumed.load_state(kept)
-    if scope != "none":
-        assert resumed.capture(batch, "aot_eager", scope) is None
-    for each in (mine, resumed):
-        each.accumulate(packed(ROWS, 2))
-        each.update()
-    for one, two in zip(mine.state().model.values(), resumed.state().model.values(), strict=True):
-        assert torch.equal(one, two)
-    assert not any(torch.equal(kept.model[name], now) for name, now in mine.state().model.items())
-    assert all(torch.equal(p, frozen[name]) for name, p in mine.model.named_parameters() if name in frozen)
+def laws_hold(precision, policy, scope, split, base):
+    check(lambda policy, split: engine(precision, policy, split, base), exact_gradient(base), policy, scope, split)
 
 
-@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), pairwise())
+@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), pairwise(CROSS))
 def test_every_pair(precision, policy, scope, split, base):
-    check(precision, policy, scope, split, base)
+    laws_hold(precision, policy, scope, split, base)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), CROSS)
 def test_every_combination(precision, policy, scope, split, base):
-    check(precision, policy, scope, split, base)
+    laws_hold(precision, policy, scope, split, base)
 
 
 OPTIMIZERS = {
@@ -238,29 +183,13 @@ def test_accumulated_is_large_batch(split, precision, bound):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_member_of_an_ensemble_is_alone(base):
-    """Law 5, in fp64: two members of one base, their adapters apart, after two updates."""
-
-    def members():
-        found = [adapted_llama(Lora(4, 6.0, base=base)).double() for _ in range(2)]
-        trained(found[1], seed=7)
-        return found
-
-    together = Ensemble(members(), optim=AdamW(lr=1e-2), clip=0.5)
-    solo = [Resident(each, optim=AdamW(lr=1e-2), clip=0.5) for each in members()]
-    for seed in range(2):
-        for each in (together, *solo):
-            each.accumulate(ragged(4, seed))
-            each.update()
-    for number, alone in enumerate(solo):
-        found, expected = together.member_state(number).model, alone.state().model
-        assert found.keys() == expected.keys() and len(found) == 28
-        assert all(relative_error(found[name], expected[name]) <= 1e-10 for name in expected)
+    assert members_are_alone(lambda: adapted_llama(Lora(4, 6.0, base=base))) == 28
 
 
-@pytest.mark.parametrize("base", ["auto", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("auto", marks=pytest.mark.slow), "nf4"])
 def test_inductor_is_eager(base):
     """Law 1, once with generated code for each kind of base."""
-    batch, exact = packed(ROWS), separate_gradient(packed(ROWS), base)
+    batch, exact = packed(ROWS), exact_gradient(base)
     eager, captured = (engine("fp32", Remat.Off(), ROWS, base) for _ in range(2))
     assert captured.capture(batch) is None
     naive = relative_error(gradient(eager, batch), exact)

@@ -88,7 +88,10 @@ CAPTURED = {
 }
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+SLOW = {name for name in CAPTURED if "rows of tokens" in name or "4 bits" in name}  # half a minute of compiling each
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CAPTURED])
 def test_a_captured_step(name, measured):
     predicted = footprint(CAPTURED[name]).peak_bytes
     torch.compiler.reset()

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
-from batches import copied, flat_gradient, packed, ragged, tiny_llama
-from laws.test_cross import ROWS, gradient
-from monograph.ensemble import Ensemble
+from batches import copied, packed, ragged, tiny_llama
+from laws.together import ROWS, check, gradient, members_are_alone, separate_gradient
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -179,51 +177,19 @@ def engine(precision, policy, split, base, tied):
     )  # fmt: skip
 
 
-def separate_gradient(batch, base, tied):
-    """The slow, obviously correct path: float64, tables with the rows in them, every document a row of its own."""
+def exact_gradient(base, tied):
+    """By tables with the rows in them."""
     model = adapted_llama(lora(base), tie_word_embeddings=tied).double()
-    losses, count = [], 0
-    for row in range(ROWS):
-        for part in (slice(0, 10), slice(10, None)):
-            targets = batch["targets"][row, part]
-            head = replaced(model.lm_head.weight, rows_of(model.lm_head))
-            logits = model(batch["tokens"][row : row + 1, part])[0] @ head.T
-            losses.append(cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
-            count += int((targets != -100).sum())
-    (torch.stack(losses).nansum() / count).backward()
-    return flat_gradient(model)
+    return separate_gradient(model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS))
 
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "tied"), CROSS)
 def test_laws_together(precision, policy, scope, split, base, tied):
-    batch = packed(ROWS)
-    exact = separate_gradient(batch, base, tied)
-    naive = relative_error(gradient(engine(precision, Remat.Off(), ROWS, base, tied), batch), exact)
-    mine = engine(precision, policy, split, base, tied)
-    frozen = {name: p.detach().clone() for name, p in mine.model.named_parameters() if not p.requires_grad}
-    if scope != "none":
-        assert mine.capture(batch, "aot_eager", scope) is None
-    assert relative_error(gradient(mine, batch), exact) <= 2 * naive + 1e-6  # laws 1, 2 and 9
-    assert naive < 0.1
-    if scope == "none":  # law 3: bits
-        assert torch.equal(gradient(mine, batch), gradient(engine(precision, Remat.Off(), split, base, tied), batch))
-    for seed in range(2):
-        mine.accumulate(packed(ROWS, seed))
-        mine.update()
-    kept = copied(mine.state())
-    assert set(kept.model) == {name for name, p in mine.model.named_parameters() if p.requires_grad}
-    assert sum(name.endswith("token_rows") for name in kept.model) == (1 if tied else 2)
-    resumed = engine(precision, policy, split, base, tied)  # law 10: bits
-    resumed.load_state(kept)
-    if scope != "none":
-        assert resumed.capture(batch, "aot_eager", scope) is None
-    for each in (mine, resumed):
-        each.accumulate(packed(ROWS, 2))
-        each.update()
-    for one, two in zip(mine.state().model.values(), resumed.state().model.values(), strict=True):
-        assert torch.equal(one, two)
-    assert not any(torch.equal(kept.model[name], now) for name, now in mine.state().model.items())
-    assert all(torch.equal(p, frozen[name]) for name, p in mine.model.named_parameters() if name in frozen)
+    def made(policy, split):
+        return engine(precision, policy, split, base, tied)
+
+    found = check(made, exact_gradient(base, tied), policy, scope, split)
+    assert sum(name.endswith("token_rows") for name in found.state().model) == (1 if tied else 2)
 
 
 @pytest.mark.parametrize("optim", [
@@ -248,11 +214,11 @@ def test_every_optimizer_resumes_and_leaves_the_tables_alone(optim):
     assert torch.equal(embedding.weight, table) and not torch.equal(embedding.token_rows.float(), began)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inductor_is_eager(tied):
     """Law 1, with generated code."""
     batch = packed(ROWS)
-    exact = separate_gradient(batch, "auto", tied)
+    exact = exact_gradient("auto", tied)
     eager, captured = (engine("fp32", Remat.Off(), ROWS, "auto", tied) for _ in range(2))
     assert captured.capture(batch) is None
     naive = relative_error(gradient(eager, batch), exact)
@@ -261,23 +227,8 @@ def test_inductor_is_eager(tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_member_of_an_ensemble_is_alone(tied):
-    """Law 5, in fp64: two members of one base, their rows apart, after two updates."""
-
-    def members():
-        found = [adapted_llama(lora("auto"), tie_word_embeddings=tied).double() for _ in range(2)]
-        trained(found[1], seed=7)
-        return found
-
-    together = Ensemble(members(), optim=AdamW(lr=1e-2), clip=0.5)
-    solo = [Resident(each, optim=AdamW(lr=1e-2), clip=0.5) for each in members()]
-    for seed in range(2):
-        for each in (together, *solo):
-            each.accumulate(ragged(4, seed))
-            each.update()
-    for number, alone in enumerate(solo):
-        found, expected = together.member_state(number).model, alone.state().model
-        assert found.keys() == expected.keys() and len(found) == 28 + (1 if tied else 2)
-        assert all(relative_error(found[name], expected[name]) <= 1e-10 for name in expected)
+    trained = members_are_alone(lambda: adapted_llama(lora("auto"), tie_word_embeddings=tied))
+    assert trained == 28 + (1 if tied else 2)
 
 
 def test_a_step_makes_nothing_as_large_as_the_table():

@@ -93,7 +93,7 @@ class Batches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on: `rows.batches(..., seed=state["seed"], start=state["rows"])`.
+        """What a later run needs to go on: `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
 
         Where positions are passed over, they are under "skip".
         """

@@ -98,7 +98,9 @@ class Corpus:
         skip: Sequence[Sequence[int]] = (),
     ) -> Batches:
         """The training rows, shuffled; see `monograph.data.batches.Batches`."""
-        return self.train.batches(tokens_per_update, seed, start, epochs, pin, skip)
+        from monograph.data.batches import Batches  # torch takes seconds to import and only training needs it here
+
+        return Batches(self.train, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
 
 
 def corpus(

@@ -20,7 +20,7 @@ from monograph.data.store import Side
 from monograph.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from monograph.data.batches import Batch, Batches
+    from monograph.data.batches import Batch
 
 IGNORE = -100  # torch's ignore_index: no target here
 
@@ -187,26 +187,12 @@ class Rows:
         ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
         return ids
 
-    def batches(
-        self,
-        tokens_per_update: int,
-        seed: int = 0,
-        start: int = 0,
-        epochs: int | None = None,
-        pin: bool = False,
-        skip: Sequence[Sequence[int]] = (),
-    ) -> Batches:
-        """Shuffled rows, one window of tokens_per_update // T rows per update; see `monograph.data.batches.Batches`."""
-        from monograph.data.batches import Batches  # torch takes seconds to import and only training needs it here
-
-        return Batches(self, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
-
     def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
         """Rows once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.
 
         With a `limit`, that many rows, evenly spaced over all of them.
         """
-        from monograph.data.batches import in_order
+        from monograph.data.batches import in_order  # torch takes seconds to import and only training needs it here
 
         return in_order(self, self.spread(limit), batch_rows)
 
