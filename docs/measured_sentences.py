@@ -1,0 +1,284 @@
+"""What each script of benchmarks/ measured, as one sentence of the README's table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+Found = dict[str, Any]  # a result file
+RIVALS = ("trainer", "lightning", "litgpt")
+
+
+def first_run(found: Found) -> str:
+    """Held-out bits per byte of the default, beside the yardsticks on the same bytes."""
+    lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
+    finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
+    [tokens] = {case["tokens_per_update"] for case in found["cases"]}
+    return f"{' and '.join(finals)} bits per byte in updates of {tokens:,} tokens; {', '.join(lines)}"
+
+
+def steps(found: Found) -> str:
+    """Tokens per second of the captured step over the eager one."""
+    those = [case for case in found["cases"] if case["dtype"] == "bf16"]
+    return ", ".join(f"{case['shape']} {case['speedup']['wall']['median']:.2f} ×" for case in those)
+
+
+def start(found: Found) -> str:
+    """Seconds to the first update, warm over cold."""
+    return ", ".join(f"{case['shape']} {case['warm_over_cold']['median']:.2f} ×" for case in found["cases"])
+
+
+def loss(found: Found) -> str:
+    """Memory and time of the chunked loss over dense logits, the worst of the sizes and dtypes."""
+    lines = []
+    for mode in ("eager", "captured"):
+        those = [case for case in found["cases"] if case["mode"] == mode]
+        memory = max(case["memory_ratio"] for case in those)
+        time = max(case["time_ratio"]["wall"]["median"] for case in those)
+        lines.append(f"{mode}: 1/{1 / memory:.1f} of the memory in {time:.2f} × the time")
+    return "; ".join(lines)
+
+
+def train_peers(found: Found) -> str:
+    """How many times as fast the captured step is as each peer's compiled one, and how wrong that one's gradient is."""
+    lines = []
+    for case, words in (("compute", "rows of one length"), ("ragged", "ragged documents"), ("overhead", "tiny model")):
+        those = [e for e in found["cases"] if e["case"] == case and e["mode"] == "compiled" and e["system"] in RIVALS]
+        ratios = ", ".join(f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×" for entry in those)
+        lines.append(f"{words}: {ratios}")
+    return "; ".join(lines)
+
+
+def time_to_quality(found: Found) -> str:
+    """Held-out bits per byte of each system after the same time."""
+    minutes = found["settings"]["minutes"]
+    those = sorted(found["cases"], key=lambda case: float(case["mean"]))
+    return f"after {minutes:g} minutes: " + ", ".join(f"{case['system']} {case['mean']:.3f}" for case in those)
+
+
+def generate_peers(found: Found) -> str:
+    """How many times as many tokens per second as each peer, and what the sampler takes of a step."""
+    lines = []
+    for case in dict.fromkeys(entry["case"] for entry in found["cases"]):
+        those = [e for e in found["cases"] if e["case"] == case and "error" not in e]
+        ratios = ", ".join(
+            f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×"
+            for entry in those
+            if entry["system"].startswith(("transformers", "llama.cpp"))
+        )
+        lines.append(f"{case}: {ratios}")
+    return "; ".join(lines)
+
+
+def sampler(found: Found) -> str:
+    """How much longer a whole decode step with the full chain takes than a greedy one."""
+    lines = [f"{case['batch']} rows {100 * case['wall_tax']['full chain']['median']:.1f} %" for case in found["steps"]]
+    return ", ".join(lines).replace("1 rows", "1 row")
+
+
+def remat(found: Found) -> str:
+    """Peak memory of a spread budget over torch's at the same share, one graph each, and both times over none."""
+    lines = []
+    over = found["verdict"]["bytes_over_torch"]["spread, whole"]
+    for share, ratio in sorted(over.items(), key=lambda pair: float(pair[0]), reverse=True):
+        times = {
+            case["name"]: case["time_over_none"]["cpu_s"]["median"]
+            for case in found["cases"]
+            if case["scope"] == "whole" and f"{case['share']:g}" == share
+        }
+        lines.append(f"{share}: {ratio:.2f} × ({times['spread']:.2f} and {times['torch']:.2f})")
+    return ", ".join(lines)
+
+
+def plan(found: Found) -> str:
+    """How far the predicted peak memory is from the allocator's, at worst and at the median, by what a graph holds."""
+    lines = []
+    for name, entry in found["summary"].items():
+        if isinstance(entry, dict):
+            worst, median = (f"{100 * entry[of]:.2g} %" for of in ("worst", "median"))
+            lines.append(f"{name} ({entry['cases']} models) {worst} at worst, {median} at the median")
+    return "; ".join(lines)
+
+
+def regret(found: Found) -> str:
+    """The speed of the planned way over that of the fastest, and how far predicted times are off once one is known."""
+    errors = []
+    for case in found["cases"]:
+        times = {way: entry["median"] / case["predicted_s"][way] for way, entry in case["seconds"].items()}
+        errors += [abs(times[case["chosen"]] / ratio - 1) for way, ratio in times.items() if way != case["chosen"]]
+    reached = ", ".join(f"{case['case']} {100 * case['reached']:.0f} %" for case in found["cases"])
+    near = sum(error <= 0.15 for error in errors)
+    return (
+        f"{reached}; predicted times of the other {len(errors)} ways, once one was measured: median "
+        f"{100 * statistics.median(errors):.0f} % off, {near} within 15 %, worst {100 * max(errors):.0f} %"
+    )
+
+
+def scopes(found: Found) -> str:
+    """CPU time of compiling, and time of an update, of a graph per block over one graph of the step."""
+    lines = []
+    for case in found["cases"]:
+        compiling = case["compile"]["blocks"]["cpu_s"] / case["compile"]["whole"]["cpu_s"]
+        step = case["step_blocks_over_whole"]["median"]
+        lines.append(f"{case['layers']} layers: compiling {compiling:.2f} ×, an update {step:.2f} ×")
+    return "; ".join(lines)
+
+
+def siblings(found: Found) -> str:
+    """Time of a captured update with fused siblings over one with separate ones, by width."""
+    lines = []
+    for precision in dict.fromkeys(case["precision"] for case in found["cases"]):
+        those = [c for c in found["cases"] if c["mode"] == "captured" and c["precision"] == precision]
+        ratios = (f"{c['width']} {c['update']['fused_over_separate']['cpu']['median']:.2f} ×" for c in those)
+        lines.append(f"{precision}: {', '.join(ratios)}")
+    return "; ".join(lines)
+
+
+def transfer(found: Found) -> str:
+    """How far the best learning rate moves between the narrowest and the widest model, in factor-2 steps."""
+    widths = found["settings"]["widths"]
+    steps = "; ".join(
+        f"{drift['way']} {drift['steps']:+.1f}" if drift["bracketed"] else f"{drift['way']}: not within the rates tried"
+        for drift in found["drifts"]
+    )
+    return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
+
+
+def sweep_runs(found: Found) -> str:
+    """How many times faster one command is than the single runs, and how far their losses are apart."""
+    ratios, [case] = found["ratios"], found["cases"]
+    at_once = max(max(group["rounds"]) for group in case["sweep"]["groups"])
+    return (
+        f"{found['settings']['preset']}, {found['settings']['updates']:,} updates each: compile, start and report "
+        f"included {ratios['compile_included']:.2f} ×, training alone {ratios['compile_excluded']:.2f} ×, "
+        f"{'one after another' if at_once == 1 else f'{at_once} at once'} by its own choice; "
+        f"largest difference of a held-out loss {ratios['largest_loss_difference']:.0e}"
+    )
+
+
+def stream(found: Found) -> str:
+    """What was on the device and what at home, and whether it was the truth."""
+    [case] = found["cases"]
+    streamed, resident = case["resumed"], case["resident"]
+    return (
+        f"{streamed['parameters'] / 1e9:.2f} billion parameters in fp32: {streamed['device_bytes'] / 2**30:.2f} GiB on "
+        f"the device, {streamed['home_bytes'] / 2**30:.0f} GiB at home; losses and norms "
+        f"{'equal in every bit' if found['equal_bits'] else 'DIFFERENT'} to the resident run's; "
+        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time an update (one thread, nothing hidden)"
+    )
+
+
+def finetune(found: Found) -> str:
+    """Unseen instances answered right, and llama.cpp beside them."""
+    lines = []
+    for case in found["cases"]:
+        way = "all weights" if case["way"] == "full" else "adapters"
+        right = f"{case['exact']:.0%} of {case['asked']} unseen, the same in llama.cpp {case['agrees']:.0%}"
+        lines.append(f"{way} {right}, {case['wall_s']:.0f} s")
+    return "; ".join(lines)
+
+
+def adapters(found: Found) -> str:
+    """Peaks of the larger shape by what is trained, and how near plans were where they were run."""
+    large = [case for case in found["cases"] if case["model"] == "8b"]
+    peaks = "; ".join(f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large)
+    errors = [abs(case["measured"]["error"]) for case in found["cases"] if case["measured"]]
+    length = found["settings"]["length"]
+    return f"8B, rows of {length:,} tokens: {peaks}; {len(errors)} of 1B run: {max(errors):.1%} off at worst"
+
+
+def adapter_peers(found: Found) -> str:
+    """How many times faster than each of PEFT's ways."""
+    ratios = ((case["way"], case["monograph_is_faster"]["wall"]["median"]) for case in found["cases"][1:])
+    return "; ".join(f"{way} {ratio:.1f} ×" for way, ratio in ratios)
+
+
+def ensemble(found: Found) -> str:
+    """How many times faster N members are together than by the best other way, one thread."""
+    lines = []
+    for case in found["cases"]:
+        if case["threads"] == 1:
+            way, best = min(
+                ((way, ratios["cpu"]["median"]) for way, ratios in case["faster_than"].items()),
+                key=lambda each: each[1],
+            )
+            kind = "training" if case["train"] else "inference"
+            loop = case["faster_than"]["loop"]["cpu"]["median"]
+            lines.append(f"{case['name']}, N = {case['members']}, {kind}: loop {loop:.1f} ×, {way} {best:.1f} ×")
+    return "; ".join(lines)
+
+
+def bottleneck(found: Found) -> str:
+    """What was predicted of each change, and what it gained."""
+    cases = [(case["case"], case["predicted"], case["measured"]["median"]) for case in found["cases"]]
+    return "; ".join(f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases)
+
+
+# The script, what it measures in the README's words, and the sentence that its result makes.
+ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
+    "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
+    "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
+    "start": ("time to the first update, compile cache warm against cold", start),
+    "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
+    "time_to_quality": ("held-out bits per byte beside compiled peers ([how](docs/peers.md))", time_to_quality),
+    "generate_peers": (
+        "tokens/s of generating with temperature, top-k, top-p, min-p beside peers, fp32, one thread "
+        "([how](docs/generate.md#beside-others))",
+        generate_peers,
+    ),
+    "sampler": ("a decode step with penalties and all usual filters against a greedy one, vocabulary 32,000", sampler),
+    "remat": (
+        "peak memory of a budget spread over 12 blocks against torch's for the whole graph, by share of the bytes "
+        "(CPU time of both over none, [how](docs/memory.md#what-it-saves-and-what-it-costs))",
+        remat,
+    ),
+    "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
+    "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
+    "bottleneck": (
+        "speed that `monograph profile` predicts of five changes, and what each then gains, one thread "
+        "([how](docs/profile.md#predicted-and-measured))",
+        bottleneck,
+    ),
+    "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
+    "siblings": (
+        "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
+        "([how](docs/siblings.md))",
+        siblings,
+    ),
+    "ensemble_peers": (
+        "N small models trained as one against an eager loop and the best other way (below 1: slower), one thread "
+        "([how](docs/ensemble.md#what-it-saves))",
+        ensemble,
+    ),
+    "sweep_runs": (
+        "a sweep of 8 learning rates and 2 seeds in one command against 16 `monograph train` one after another "
+        "([how](docs/sweep.md#beside-single-runs))",
+        sweep_runs,
+    ),
+    "stream": (
+        "a model trained in stages on a device that holds a fraction of its state, killed and resumed "
+        "([how](docs/stream.md#measured))",
+        stream,
+    ),
+    "finetune": (
+        "a small model that knows three tasks is taught to answer chats about them, one thread "
+        "([how](docs/finetune.md#measured))",
+        finetune,
+    ),
+    "adapters": (
+        "planned peak memory of training all weights and of adapters beside a base in 16, 8 and 4 bits "
+        "([how](docs/lora.md#what-is-kept-where))",
+        adapters,
+    ),
+    "adapter_peers": (
+        "tokens/s of adapters on ragged conversations, packed, beside transformers with PEFT, fp32, one thread "
+        "([how](docs/lora.md#beside-peft))",
+        adapter_peers,
+    ),
+    "transfer": (
+        "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
+        transfer,
+    ),
+    "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
+}

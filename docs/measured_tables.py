@@ -1,0 +1,199 @@
+"""What scripts of benchmarks/ measured, as tables in Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from measured_sentences import ROWS
+
+from monograph.measure.quantities import counted
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+Found = dict[str, Any]  # a result file
+
+
+def table() -> str:
+    """One row per script, and the machine it ran on."""
+    lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
+    for name, (what, sentence) in ROWS.items():
+        result = RESULTS / f"{name}.json"
+        script = f"[benchmarks/{name}.py](benchmarks/{name}.py)"
+        if not result.exists():
+            lines.append(f"| {what} | not measured yet | {script} |")
+            continue
+        found = json.loads(result.read_text())
+        at = found["machine"]
+        lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
+    return "\n".join(lines)
+
+
+CASES = {
+    "overhead": "Smallest kernels, one micro-batch: 2 layers, 64 channels, vocabulary 256, 16 rows of 32",
+    "overhead x4": "The same in four micro-batches of 4 rows",
+    "compute": "Larger kernels: 4 layers, 192 channels, vocabulary 2,048, 8 rows of 128",
+    "ragged": (
+        "Ragged documents: the same model, 24 documents in micro-batches of 8 rows; Monograph packs them into 8 rows"
+    ),
+}
+COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
+
+
+def peers() -> str:
+    """One table for each case of benchmarks/train_peers.py."""
+    found = json.loads((RESULTS / "train_peers.json").read_text())["cases"]
+    lines = []
+    for case, title in CASES.items():
+        lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |".replace("|  |", "| |"), "|---" * len(COLUMNS) + "|"]
+        lines += [f"| {' | '.join(peer(entry))} |" for entry in found if entry["case"] == case] + [""]
+    return "\n".join(lines[:-1])
+
+
+def peer(entry: Found) -> list[str]:
+    """A table's line."""
+    ratios = (entry[name] for name in ("ratio_wall", "ratio_cpu"))
+    error = entry["gradient_error"]
+    return [
+        f"{entry['system']}, {entry['mode']}",
+        *(f"{entry[name]['median']:,.0f}" for name in ("targets_per_wall_s", "targets_per_cpu_s")),
+        *(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" for ratio in ratios),
+        f"{error:.0e}" if error < 0.001 else f"{error:.0%}".replace("%", " %"),
+        f"{entry['step_peak_bytes'] / 2**20:.1f}",
+    ]
+
+
+def quality() -> str:
+    """One line for each system of benchmarks/time_to_quality.py, the best first."""
+    result = RESULTS / "time_to_quality.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
+    for case in sorted(json.loads(result.read_text())["cases"], key=lambda case: float(case["mean"])):
+        spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
+        rate = "its own" if case["lr"] is None else f"{case['lr']:g}, best of {len(case['rates'])}"
+        seeds = ", ".join(f"{bits:.3f}" for bits in case["bits_per_byte"])
+        figures = [f"{case['mean']:.3f}", seeds, spread, rate, f"{case['tokens'] / 1e6:.2f}"]
+        lines.append(f"| {' | '.join([case['system'], *figures])} |")
+    return "\n".join(lines)
+
+
+def generating() -> str:
+    """One line for each case and system of benchmarks/generate_peers.py."""
+    result = RESULTS / "generate_peers.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = [
+        "| | tokens/s | ms of CPU a token | first token, ms | Monograph is | in CPU time | sampler's share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in json.loads(result.read_text())["cases"]:
+        label = f"{entry['case']}: {entry['system']}"
+        if "error" in entry:
+            lines.append(f"| {label} | {entry['error']} | | | | | |")
+            continue
+        ratios = (entry[name] for name in ("ratio_wall", "ratio_cpu"))
+        figures = [
+            f"{entry['tokens_per_s']['median']:,.0f}",
+            f"{1000 * entry['cpu_s_per_token']['median']:.2f}",
+            f"{1000 * entry['first_token_s']['median']:.0f}",
+            *(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" for ratio in ratios),
+            f"{entry['sampler_tax']['median']:.0%}".replace("%", " %"),
+        ]
+        lines.append(f"| {' | '.join([label, *figures])} |")
+    return "\n".join(lines)
+
+
+def fusing() -> str:
+    """One line for each case of benchmarks/siblings.py."""
+    result = RESULTS / "siblings.json"
+    if not result.exists():
+        return "Not measured yet."
+    lines = [
+        "| width | forward, separate, ms | fused over it | in CPU time | update, separate, ms | fused over it "
+        "| in CPU time | peak memory | kept |",
+        "|---" * 9 + "|",
+    ]
+    for case in json.loads(result.read_text())["cases"]:
+        cells = [f"{case['width']}, {case['precision']}, {case['mode']}"]
+        for name in ("forward", "update"):
+            cells.append(f"{case[name]['ms']['separate']['median']:.1f}")
+            for ratio in (case[name]["fused_over_separate"][kind] for kind in ("wall", "cpu")):
+                cells.append(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})")
+        peak = case["update_peak_bytes"]
+        cells += [f"{peak['fused'] / peak['separate']:.2f} ×", "yes" if case["update"]["kept"] else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def carrying() -> str:
+    """The losses of every rate at every width, of benchmarks/transfer.py, and where their vertices are."""
+    result = RESULTS / "transfer.json"
+    if not result.exists():
+        return "Not measured yet."
+    found = json.loads(result.read_text())
+    rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
+    lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
+    for case in found["cases"]:
+        means = [statistics.mean(losses) for losses in case["losses"]]
+        shown = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
+        place = f"2^{case['vertex_log2']:.1f}" if case["bracketed"] else "outside"
+        lines.append(f"| {case['way']} | {case['width']} | {' | '.join(shown)} | {place} |")
+    return "\n".join(lines)
+
+
+def changing() -> str:
+    """One line for each change of benchmarks/bottleneck.py."""
+    found = json.loads((RESULTS / "bottleneck.json").read_text())
+    lines = ["| change | bound by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
+    for case in found["cases"]:
+        predicted, measured = case["predicted"], case["measured"]
+        spread = f"{measured['median']:.2f} × ({measured['low']:.2f}-{measured['high']:.2f})"
+        off = f"{predicted / measured['median'] - 1:+.0%}".replace("%", " %")
+        lines.append(f"| {case['case']} | {case['bound_by']} | {predicted:.2f} × | {spread} | {off} |")
+    return "\n".join(lines)
+
+
+def sweeping() -> str:
+    """The times of both sides of benchmarks/sweep_runs.py."""
+    found = json.loads((RESULTS / "sweep_runs.json").read_text())
+    [case], at = found["cases"], found["machine"]
+    singles, sweep = case["single"], case["sweep"]
+    [group] = sweep["groups"]
+    lines = [
+        f"{found['settings']['preset']}, 8 learning rates and 2 seeds, {found['settings']['updates']:,} updates each, "
+        f"{at['device']}, {at['cores']} cores, printed by [benchmarks/sweep_runs.py](../benchmarks/sweep_runs.py). "
+        f"The sweep found: {group['why']}.",
+        "",
+        f"| | {len(singles)} single runs | one sweep | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, key in (("compile, start, evaluation and report included", "wall_s"), ("training alone", "training_s")):
+        total = sum(run[key] for run in singles)
+        lines.append(f"| {name} | {total:.0f} s | {sweep[key]:.0f} s | {total / sweep[key]:.2f} × |")
+    return "\n".join(lines)
+
+
+def climbing() -> str:
+    """One line for each rung of benchmarks/ladder.py."""
+    found = json.loads((RESULTS / "ladder.json").read_text())
+    at, asked = found["machine"], found["settings"]
+    where = f"{at['device']}, {at['cores']} cores, {counted(at['threads'], 'thread')}"
+    lines = [
+        f"{asked['preset']}, {asked['params'] / 1e6:.2f} M parameters, {asked['updates']} updates of "
+        f"{asked['tokens_per_update']:,} tokens, {where}, {counted(asked['rounds'], 'round')}:",
+        "",
+        "| rung | tokens/CPU-s | over the last (lowest to highest) | peak memory, MiB | held-out loss |",
+        "|---" * 5 + "|",
+    ]
+    for case in found["cases"]:
+        if case["obstacle"]:
+            lines.append(f"| {case['rung']} | not here: {case['obstacle']} | | | |")
+            continue
+        ratio = case["times"]["cpu"] if "times" in case else None
+        over = f" {ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
+        memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
+        lines.append(f"| {case['rung']} | {case['tokens_per_cpu_s']['median']:,.0f} |{over} | {memory} | {loss} |")
+    return "\n".join(lines)
