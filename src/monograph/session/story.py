@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ class Story:
         self.opening = opening_of(session.corpus, session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
-        self.rates: list[float] = []
+        self.rates: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
         self.averaged = session.settings.optim.ema != "none"
         self.lines = (0, 0)
@@ -80,7 +82,7 @@ class Story:
     @property
     def recent_s(self) -> float:
         """Seconds that one of the last updates took, at the median of a few; 0 before there were any."""
-        recent = sorted(self.rates[-RECENT:])
+        recent = sorted(self.rates)
         return self._tokens / recent[len(recent) // 2] if recent else 0.0
 
     @property
@@ -173,8 +175,10 @@ class Story:
     def _summary(self) -> dict[str, Any]:
         session = self.session
         device, machine = session.engine.step.device, describe(default_device())
-        last: dict[str, Any] = next((row for row in reversed(session.run.rows()) if "train_loss" in row), {})
-        rate = sorted(self.rates)[len(self.rates) // 2] if self.rates else None
+        rows = session.run.rows()
+        last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
+        rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
+        rate = statistics.median(rates) if rates else None
         config, peak = session.model_config, machine.peak_flops.get(session.settings.train.precision)
         peak = peak * session.world.size if peak else None
         length, adapters = session.settings.data.sequence_length, adapter_params(session)
