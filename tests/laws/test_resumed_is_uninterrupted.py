@@ -39,6 +39,7 @@ CHANGES = {
     "coded": {"optim.name": "muon:8bit", "optim.ema": 0.9},
     "carried": {"optim.transfer": "width:8", "optim.lr": 0.01, "optim.name": "muon"},
     "aot": {"train.compile": "whole"},
+    "streamed": {"train.memory": "stream"},
     "adapters": {},
     "adapters, 4 bits": {"lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit"},
 }
@@ -98,10 +99,11 @@ def phase(run: Path) -> str:
 
 
 def kill_until_done(
-    server: CommandServer, folder: Path, draws: random.Random, settings: list[str], span_s: float, kills: Counter[str]
-) -> None:
+    server: CommandServer, folder: Path, draws: random.Random, settings: list[str], span_s: float, kills: Counter[str],
+    cache: dict[str, str],
+) -> None:  # fmt: skip
     """One run, killed at random moments and resumed, to its end; nothing but the command line touches its folder."""
-    run, cache = folder / "run", {"MONOGRAPH_HOME": str(folder / f"home-{kills.total()}")}
+    run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     while True:
         begun = (run / "config.toml").is_file()
@@ -116,14 +118,18 @@ def kill_until_done(
         kills[phase(run)] += 1
 
 
-def killed(server: CommandServer, folder: Path, wanted: int, given: dict[str, Any] = OWN) -> None:
+def killed(server: CommandServer, folder: Path, wanted: int, given: dict[str, Any] = OWN, cached: bool = False) -> None:
+    """With `cached`, what is tokenised and compiled is there already, and a kill rarely comes before training."""
     draws, kills, runs = random.Random(wanted), Counter[str](), 0
-    settings, began = [f"{key}={value}" for key, value in given.items()], time.monotonic()
-    assert server.run(folder, "train", *settings, "--out", "whole", figures=0).code == 0
-    span_s = 0.6 * (time.monotonic() - began)
+    settings, kept = [f"{key}={value}" for key, value in given.items()], {"MONOGRAPH_HOME": str(folder / "home")}
+    for name in ["first", "whole"] if cached else ["whole"]:
+        began = time.monotonic()
+        assert server.run(folder, "train", *settings, "--out", name, env=kept, figures=0).code == 0
+        span_s = 0.6 * (time.monotonic() - began)
     expected = fingerprint(folder / "whole")
     while kills.total() < wanted:
-        kill_until_done(server, folder, draws, settings, span_s, kills)
+        cache = kept if cached else {"MONOGRAPH_HOME": str(folder / f"home-{kills.total()}")}
+        kill_until_done(server, folder, draws, settings, span_s, kills, cache)
         assert fingerprint(folder / "run") == expected, kills
         runs += 1
     print(f"{kills.total()} kills ({dict(kills)}) in {runs} runs: the same bits")
@@ -147,7 +153,7 @@ def test_a_hundred_kills(server: CommandServer, here: Path) -> None:
 @pytest.mark.parametrize("compiled", ["none", "blocks"])
 def test_killed_on_every_way(server: CommandServer, here: Path, compiled: str, packing: str, memory: str) -> None:
     ways = {"train.compile": compiled, "data.packing": packing, "train.memory": memory}
-    killed(server, here, 5, SETTINGS | ways)
+    killed(server, here, 5, SETTINGS | ways, cached=True)
 
 
 # ---- compiled, on several threads ----------------------------------------------------------------------------------

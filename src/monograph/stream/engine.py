@@ -138,11 +138,9 @@ class Streamed(Resident):
         self.step.changed_at_home()
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """Bytes at home by tier, in the device's slots and desks, and moved so far by direction."""
-        walk = self.step.walk
-        moved = {f"{a} to {b}": size for (a, b), size in sorted(walk.lanes.moved_bytes.items())}
+        """Bytes at home by tier, and in the device's slots and desks."""
         homes = {str(home): size for home, size in self.step.store.bytes_at().items()}
-        return {"homes": homes, "device": {"slots and desks": walk.device_bytes}, "moved": moved}
+        return {"homes": homes, "device": {"slots and desks": self.step.walk.device_bytes}}
 
     def _state(self) -> tuple[EngineState, list[tuple[Stored, Tensor]]]:
         self.step.changed_at_home()
