@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from monograph.distributed.world import Place, first_host, place
 from monograph.errors import UsageError
 
 LONGEST_S = 120
+LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +116,19 @@ def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_p
 @pytest.mark.parametrize(
     "command", [["check"], ["generate", "text"], ["plan"], ["data", "show"], ["compare", "a", "b"]]
 )
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_process_does_is_refused_to_several(
-    command: list[str], rank: int, server: CommandServer, tmp_path: Path
-) -> None:
-    launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": str(rank)}
-    done = server.run(tmp_path, *command, env=launched)
-    assert done.code == 2 and (f"`monograph {command[0]}` is one" in done.err) == (rank == 0)
+def test_what_one_process_does_is_refused_to_several(command: list[str], server: CommandServer, tmp_path: Path) -> None:
+    done = server.run(tmp_path, *command, env=LAUNCHED | {"RANK": "0"})
+    assert done.code == 2 and f"`monograph {command[0]}` is one" in done.err
+
+
+@pytest.mark.parametrize("command", [["check"], ["train", "train.parallell=ddp"], ["train", "--owt", "run"]])
+def test_who_has_nothing_to_say_waits_for_who_has(command: list[str], server: CommandServer, tmp_path: Path) -> None:
+    """A launcher ends all with the first that ends, which may be before rank 0 has said why."""
+    silent = server.start(tmp_path, *command, env=LAUNCHED | {"RANK": "1"})
+    time.sleep(2)
+    silent.signal(signal.SIGTERM)
+    done = silent.wait()
+    assert (done.signal, done.err) == (signal.SIGTERM, "")
 
 
 def test_who_this_is_comes_from_torchrun_or_slurm() -> None:

@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ from monograph.errors import (
 
 __all__ = ["app", "main"]
 
+# A launcher ends all processes with the first that ends: so long one that has nothing to say waits for that.
+SILENT_S = 30.0
 # Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -41,14 +44,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(_with_resume_value(given))
         sys.stdout.flush()
     except _BadCommandLine as error:
-        code = UsageError.exit_code if _follows() else _fail(_wrong_arguments(error), UsageError.exit_code)
+        code = _end(_wrong_arguments(error), UsageError.exit_code, told=_follows())
     except Stopped as stop:
-        if not stop.told:
-            print(stop, file=sys.stderr)
         code = stop.exit_code
+        if stop.told:
+            time.sleep(SILENT_S)
+        else:
+            print(stop, file=sys.stderr)
     except MonographError as error:
-        told = _follows() if error.told is None else error.told
-        code = error.exit_code if told else _fail(str(error), error.exit_code)
+        code = _end(str(error), error.exit_code, told=_follows() if error.told is None else error.told)
     except KeyboardInterrupt as interrupt:
         interrupts.while_ending()
         code = _fail("; ".join(["interrupted", *interrupt.args]), 130)
@@ -92,6 +96,14 @@ def _wrong_arguments(error: Any) -> str:
         return f"{error.message}; did you mean {near[0]}?"
     text = "; text that begins with a dash goes after --" if hasattr(error, "option_name") else ""
     return error.format_message().rstrip(".") + text
+
+
+def _end(message: str, code: int, told: bool) -> int:
+    """The same of several processes, of which another one says it."""
+    if not told:
+        return _fail(message, code)
+    time.sleep(SILENT_S)
+    return code
 
 
 def _fail(message: str, code: int) -> int:

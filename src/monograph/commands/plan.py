@@ -32,7 +32,7 @@ from monograph.planner import (
 )
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
-from monograph.session.planning import asked_of, cut_micro_batch, shape_of
+from monograph.session.planning import asked_of, notes_on, shape_of
 from monograph.session.ranks import require_one_device
 from monograph.session.tokens import planned_words, said
 
@@ -70,7 +70,7 @@ def run(
     peaks = peak_flops(target, asked.precisions)
     found = plan_anywhere(asked, target, peaks, known, settings.train.memory, limits)
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
-    for line in filter(None, (cut_micro_batch(settings), *said(settings, words, rows))):
+    for line in (*notes_on(settings), *said(settings, words, rows)):
         print(f"note     {line}")
     _show(found, config, asked.tokens_per_update, updates)
     if json:

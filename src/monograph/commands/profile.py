@@ -22,7 +22,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.results import results_folder
 from monograph.session import choices
-from monograph.session.planning import cut_micro_batch
+from monograph.session.planning import notes_on
 from monograph.session.ranks import require_one_device
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
@@ -73,8 +73,8 @@ def sized(settings: Settings, progress: Progress) -> Settings:
     if "-" in ([source] if isinstance(source, str) else source):
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     settings = choices.sized(settings)
-    if cut := cut_micro_batch(settings):
-        progress.line("note", cut)
+    for line in notes_on(settings):
+        progress.line("note", line)
     return settings
 
 

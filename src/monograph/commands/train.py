@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from pathlib import Path
 
-from monograph import __version__, compat
+from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
@@ -21,7 +21,7 @@ from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import choices, ranks
 from monograph.session.invocation import show
-from monograph.session.planning import cut_micro_batch
+from monograph.session.planning import notes_on
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
@@ -49,6 +49,8 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
 
     with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
         if resumed:
+            if world.leads:
+                checkpointing.remove_leftovers(folder.checkpoints)
             settings = choices.settings_of(folder, settings if resume else Settings())
         elif parent:
             settings = choices.branched(parent[0], settings)
@@ -76,8 +78,8 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
 
     require_possible(settings, describe())
     settings = choices.sized(settings)
-    if cut := cut_micro_batch(settings):
-        progress.line("note", cut)
+    for line in notes_on(settings):
+        progress.line("note", line)
     if world.leads and not folder.begun:
         settings = choices.keeping_stdin(folder, settings, progress)
         choices.write_config(folder, settings)

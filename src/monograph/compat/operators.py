@@ -17,6 +17,9 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = getattr(operator, "overloadpacket", operator)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's list lacks it
         packet = attention
+    if str(packet).startswith("aten._scaled_dot_product"):  # torch 2.11 knows no attention with fewer key heads
+        heads = args[0].shape[1]
+        args = [(len(t), heads, *t.shape[2:]) if getattr(t, "ndim", 0) == 4 else t for t in args]
     return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
 
 

@@ -197,7 +197,7 @@ def changes(
                found.parts["transfers"]),
         Change("data.packing=packed", f"{1 - situation.used:.0%} of the positions are empty",
                (1 - situation.used / situation.packed) * found.total_s),
-        *_of_graphs(found, gaps, situation),
+        *_of_graphs(found, floors, bounds, gaps, situation),
         *_of_numbers(found, bounds, situation),
         *_of_another_training(found, floors),
     ]  # fmt: skip
@@ -205,8 +205,21 @@ def changes(
     return sorted(worth, key=lambda each: (not each.same_training, -each.saved_s))
 
 
-def _of_graphs(found: Spent, gaps: float, situation: Situation) -> list[Change]:
-    """Fewer micro-steps, of which the update counts as one more; and one graph for all operators of each."""
+def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound) -> float:
+    return bounds[part].get(kind, 0.0) / sum(bounds[part].values()) if part in bounds else 0.0
+
+
+def _of_graphs(
+    found: Spent,
+    floors: Mapping[Part, float],
+    bounds: Mapping[Part, Mapping[Bound, float]],
+    gaps: float,
+    situation: Situation,
+) -> list[Change]:
+    """Fewer micro-steps, of which the update counts as one more; and one graph for all operators of each.
+
+    Of an optimizer that multiplies matrices, as Muon does, a graph makes one pass of what lies between the products.
+    """
     steps = situation.micro_steps
     larger = Change(
         "a train.micro_batch twice as large", f"the host launches {steps} micro-steps an update",
@@ -215,8 +228,10 @@ def _of_graphs(found: Spent, gaps: float, situation: Situation) -> list[Change]:
     if situation.captured or not situation.can_compile:
         return [larger]
     launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
-    saved = launched + found.parts["elementwise"] * (1 - FUSED) + found.parts["optimizer"] * (1 - UPDATED)
-    return [larger, Change("train.compile=whole", "operators are launched one by one", saved)]
+    between = found.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
+    one_pass = min(between * (1 - UPDATED), found.parts["optimizer"] - floors["optimizer"])
+    saved = launched + found.parts["elementwise"] * (1 - FUSED) + one_pass
+    return [larger, Change("train.compile=whole", "operators run one by one, each over its own copy", saved)]
 
 
 def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
@@ -227,12 +242,10 @@ def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situ
     if situation.bf16_speedup <= 1:
         return []
 
-    def share(part: Part, kind: Bound) -> float:
-        return bounds[part].get(kind, 0.0) / sum(bounds[part].values()) if part in bounds else 0.0
-
     products: tuple[Part, ...] = ("matmul", "attention", "loss head")
-    faster = sum(found.parts[part] * share(part, "compute") for part in products) * (1 - 1 / situation.bf16_speedup)
-    halved = share("elementwise", "memory") if situation.bf16_elementwise < 1 else 1.0
+    multiplied = sum(found.parts[part] * _share(bounds, part, "compute") for part in products)
+    faster = multiplied * (1 - 1 / situation.bf16_speedup)
+    halved = _share(bounds, "elementwise", "memory") if situation.bf16_elementwise < 1 else 1.0
     narrower = found.parts["elementwise"] * halved * (1 - situation.bf16_elementwise)
     return [Change("train.precision=bf16", "products are faster and numbers half as large", faster + narrower)]
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -71,12 +71,17 @@ def profile(
         packed: what that share would be with the rows packed.
 
     Raises:
-        UsageError: the windows end too early.
+        UsageError: no engine, or no windows of rows, or they end too early.
         DiskFull: the trace could not be written.
     """
     file = Path(file)
     windows = iter(windows)
     first = _next(windows)
+    if not isinstance(engine, Resident) or not isinstance(first, Mapping):
+        raise UsageError(
+            f"profile({type(engine).__name__}, windows of {type(first).__name__}): expected a mono.Resident, which "
+            "splits windows itself, and windows that are one mapping of names to tensors [rows, ...] each"
+        )
     rows, *of_row = next(iter(first.values())).shape
     micro = engine.micro_batch or rows
     _each(engine, chain([first], windows), WARM)

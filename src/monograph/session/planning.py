@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -85,13 +86,14 @@ def require_positions(settings: Settings, config: LlamaConfig | None) -> None:
         )
 
 
-def cut_micro_batch(settings: Settings) -> str:
-    """What is said where a micro-batch is pinned to more rows than an update has; "" where it is not."""
+def notes_on(settings: Settings) -> Iterator[str]:
+    """What is said where settings of known sizes mean something else than a reader may expect."""
     train, length = settings.train, settings.data.sequence_length
     rows = max(1, int(train.tokens_per_update) // length)
-    if train.micro_batch == "auto" or train.micro_batch <= rows:
-        return ""
-    return f"train.micro_batch = {train.micro_batch}: an update has {rows} rows, so micro-batches of {rows}"
+    if train.micro_batch != "auto" and train.micro_batch > rows:
+        yield f"train.micro_batch = {train.micro_batch}: an update has {rows} rows, so micro-batches of {rows}"
+    if train.parallel == "fsdp" and settings.optim.name == "auto":
+        yield "train.parallel = fsdp: AdamW and its rate, as a new model's Muon needs whole matrices"
 
 
 def require_together(settings: Settings) -> None:

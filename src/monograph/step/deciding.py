@@ -64,7 +64,8 @@ class Deciding:
     def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
         """The sum of squares of each of the plane's parts, fp64."""
         found = grad.split(plane.parts, dim=-1)
-        return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64).square() for part in found]
+        norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in found)
+        return [norm.square().reshape(grad.shape[:-1]) for norm in norms]  # torch 2.11 keeps a dimension of one number
 
     def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """From the squares of all parts, and count it: (norm, factor of the summed gradient, whether it is applied)."""
