@@ -134,6 +134,19 @@ RUNS: list[tuple[Callable[[Tape], None], dict[str, object], str, str | None]] = 
 ]
 
 
+def test_one_graph_is_not_promised_to_save_the_optimizers_products() -> None:
+    """Muon multiplies matrices: what a compiler makes one pass of is the rest."""
+
+    def saved(products_ms: float) -> float:
+        tape = Tape().at_the_roof().kernel("optimizer", 100 - products_ms, memory=0.5)
+        if products_ms:
+            tape.kernel("optimizer", products_ms, compute=0.6)
+        [change] = [each for each in tape.judged(captured=False).changes if each.what == "train.compile=whole"]
+        return change.saved_s
+
+    assert saved(80) == pytest.approx(saved(0) * 21 / 101, rel=0.03)
+
+
 @pytest.mark.parametrize(("run", "situation", "binds", "change"), RUNS)
 def test_a_run_that_one_thing_binds(run, situation, binds, change) -> None:
     run(tape := Tape())

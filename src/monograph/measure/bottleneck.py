@@ -197,7 +197,7 @@ def changes(
                found.parts["transfers"]),
         Change("data.packing=packed", f"{1 - situation.used:.0%} of the positions are empty",
                (1 - situation.used / situation.packed) * found.total_s),
-        *_of_graphs(found, floors, bounds, gaps, situation),
+        *_of_graphs(found, bounds, gaps, situation),
         *_of_numbers(found, bounds, situation),
         *_of_another_training(found, floors),
     ]  # fmt: skip
@@ -210,11 +210,7 @@ def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound
 
 
 def _of_graphs(
-    found: Spent,
-    floors: Mapping[Part, float],
-    bounds: Mapping[Part, Mapping[Bound, float]],
-    gaps: float,
-    situation: Situation,
+    found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
 ) -> list[Change]:
     """Fewer micro-steps, of which the update counts as one more; and one graph for all operators of each.
 
@@ -229,8 +225,7 @@ def _of_graphs(
         return [larger]
     launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
     between = found.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
-    one_pass = min(between * (1 - UPDATED), found.parts["optimizer"] - floors["optimizer"])
-    saved = launched + found.parts["elementwise"] * (1 - FUSED) + one_pass
+    saved = launched + found.parts["elementwise"] * (1 - FUSED) + between * (1 - UPDATED)
     return [larger, Change("train.compile=whole", "operators run one by one, each over its own copy", saved)]
 
 
