@@ -203,6 +203,8 @@ TOO_SMALL = (
         (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
         (OSError(errno.EIO, "Input/output error", "a/file"), 7, "cannot read or write a/file: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a/file"), 3, "a/file: File name too long"),
+        (errors.InputRefused("\x1b[31mred\x1b]0;owned\x07 \udcff é"), 3, r"\x1b[31mred\x1b]0;owned\x07 \udcff é"),
     ],
 )
 def test_what_the_machine_refuses_is_no_bug(
@@ -211,6 +213,13 @@ def test_what_the_machine_refuses_is_no_bug(
     calls.outcome = error
     assert monograph_("check") == code
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_outputs_change_no_exit_code(closed: str, tmp_path: Path) -> None:
+    for arguments, code in (("--version", 0), ("check nothing", 3)):
+        command = f"{sys.executable} -m monograph {arguments} {closed}"
+        assert subprocess.run(command, shell=True, env=ENVIRONMENT, cwd=tmp_path, check=False).returncode == code
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 
 import pytest
 import torch
@@ -126,7 +127,14 @@ def _huge(state):
     return state | {"lm_head.weight": torch.zeros(1).expand(10**6, 10**6)}
 
 
+def _bomb(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**8))
+        archive.writestr("archive/version", "3")
+
+
 BAD = {
+    "a bomb": (lambda p, s: _bomb(p), {}, r"'archive/data.pkl' is compressed, which torch.save never does"),
     "empty": (lambda p, s: p.write_bytes(b""), {}, r"not weights that torch.save wrote"),
     "text": (lambda p, s: p.write_text("weights"), {}, r"not weights that torch.save wrote"),
     "cut": (

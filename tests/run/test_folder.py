@@ -57,6 +57,15 @@ def begun(out: str | Path | None = None, root: str | Path = "runs") -> Run:
     return run
 
 
+@pytest.mark.parametrize("name", ["config.toml", "tokenizer.json", "metrics.jsonl", "from.json"])
+def test_a_pipe_in_a_file_s_place_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run")
+    with run.lock(new=True):
+        os.mkfifo(run.folder / name)
+    with pytest.raises(InputRefused, match=f"{name}: expected a regular file"):
+        Run.open(run.folder)
+
+
 def test_a_run_is_named_after_the_minute_and_made_once(tmp_path: Path) -> None:
     runs = [Run.create(root=tmp_path / "runs") for _ in range(3)]
     names = [run.folder.name for run in runs]

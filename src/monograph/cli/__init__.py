@@ -37,6 +37,9 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command that `arguments` (default: the process's) name, and exits with the contract's code."""
     given = sys.argv[1:] if arguments is None else arguments
+    for name in ("stdout", "stderr"):  # which a wrapper may have closed
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
     # (docs/log.md). libgomp reads this when torch is imported, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -111,8 +114,13 @@ def _fail(message: str, code: int) -> int:
     from monograph.run.screen import takes_colour
 
     label = "\033[31merror:\033[0m" if takes_colour(sys.stderr) else "error:"
-    print(label, " ".join(message.split()), file=sys.stderr)
+    print(label, _shown(message), file=sys.stderr)
     return code
+
+
+def _shown(message: str) -> str:
+    """One line; what a name or a file from outside has of a terminal's commands is spelled out."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
 
 
 def _unforeseen(error: Exception, arguments: list[str]) -> int:
@@ -122,6 +130,8 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
         return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return _fail(f"{error.filename}: {error.strerror}", InputRefused.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
     if host_is_full(error):
@@ -130,6 +140,6 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
             "or data.sequence_length",
             OutOfDeviceMemory.exit_code,
         )
-    summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    summary = _shown(f"{type(error).__name__}: {error}")[:200]
     print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
     return 1

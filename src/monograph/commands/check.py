@@ -108,7 +108,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     error: MonographError | None = None
     if not sound:
         why = next(filter(None, reversed(checkpoints.values())), "none was saved")
-        error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; put a copy of one back")
+        instead = "put a copy of one back" if found or folder.metrics_offset else "the run begins with --resume"
+        error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged := [name for name, line in lines.items() if line != "sound"]:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
     listed = {key: [{"name": name, "fault": fault} for name, fault in table.items()] for key, table in tables.items()}

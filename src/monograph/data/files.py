@@ -10,6 +10,7 @@ from pathlib import Path
 
 from monograph.errors import DiskFull, InputRefused
 
+LONGEST_NAME = 255  # bytes, of Linux
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -26,7 +27,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFull(
-                f"{folder}: no room to write ({error.strerror}); free some, or use another `cache`"
+                f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
             ) from None
         what = f"cannot be written ({error.strerror or error})"
         raise InputRefused(f"{folder}: {what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
@@ -39,7 +40,7 @@ def inside(folder: Path, name: str) -> Path:
         InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
     """
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or len(os.fsencode(name)) > LONGEST_NAME or not path.is_file():
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
     home = folder.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

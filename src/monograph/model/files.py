@@ -22,6 +22,7 @@ from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
 
+MOST_JSON_BYTES = 1 << 24  # an index of 100,000 tensors has a tenth of that
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,6 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
         InputRefused: the file holds something else.
     """
     try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise InputRefused(f"{path}: has more than {MOST_JSON_BYTES >> 20} MiB, which no such file needs")
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read: {error.strerror}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,12 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
+        _require_stored(path)
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
+    except InputRefused:
+        raise
     except Exception as error:  # the unpickler raises whatever a damaged file makes it run into
         line = (str(error).splitlines() or [""])[0][:100]
         raise InputRefused(
@@ -74,6 +78,14 @@ def _read(path: Path) -> dict[str, Tensor]:
         inner = _PREFIX.sub("", name)
         state[inner if inner.startswith("lm_head.") else f"model.{inner}"] = tensor
     return state
+
+
+def _require_stored(path: Path) -> None:
+    """Refuse an archive whose entries are larger than the file: torch stores them as they are."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
+                raise InputRefused(f"{path}: {entry.filename!r} is compressed, which torch.save never does")
 
 
 def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
