@@ -16,16 +16,18 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Found = dict[str, Any]  # a result file
 
 
+def result(script: str) -> Found:
+    """What a script of benchmarks/ wrote."""
+    found: Found = json.loads((RESULTS / f"{script}.json").read_text())
+    return found
+
+
 def table() -> str:
     """One row per script, and the machine it ran on."""
     lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
     for name, (what, sentence) in ROWS.items():
-        result = RESULTS / f"{name}.json"
         script = f"[benchmarks/{name}.py](benchmarks/{name}.py)"
-        if not result.exists():
-            lines.append(f"| {what} | not measured yet | {script} |")
-            continue
-        found = json.loads(result.read_text())
+        found = result(name)
         at = found["machine"]
         lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
     return "\n".join(lines)
@@ -44,7 +46,7 @@ COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradi
 
 def peers() -> str:
     """One table for each case of benchmarks/train_peers.py."""
-    found = json.loads((RESULTS / "train_peers.json").read_text())["cases"]
+    found = result("train_peers")["cases"]
     lines = []
     for case, title in CASES.items():
         lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |".replace("|  |", "| |"), "|---" * len(COLUMNS) + "|"]
@@ -67,11 +69,8 @@ def peer(entry: Found) -> list[str]:
 
 def quality() -> str:
     """One line for each system of benchmarks/time_to_quality.py, the best first."""
-    result = RESULTS / "time_to_quality.json"
-    if not result.exists():
-        return "Not measured yet."
     lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
-    for case in sorted(json.loads(result.read_text())["cases"], key=lambda case: float(case["mean"])):
+    for case in sorted(result("time_to_quality")["cases"], key=lambda case: float(case["mean"])):
         spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
         rate = "its own" if case["lr"] is None else f"{case['lr']:g}, best of {len(case['rates'])}"
         seeds = ", ".join(f"{bits:.3f}" for bits in case["bits_per_byte"])
@@ -82,14 +81,11 @@ def quality() -> str:
 
 def generating() -> str:
     """One line for each case and system of benchmarks/generate_peers.py."""
-    result = RESULTS / "generate_peers.json"
-    if not result.exists():
-        return "Not measured yet."
     lines = [
         "| | tokens/s | ms of CPU a token | first token, ms | Monograph is | in CPU time | sampler's share |",
         "|---|---|---|---|---|---|---|",
     ]
-    for entry in json.loads(result.read_text())["cases"]:
+    for entry in result("generate_peers")["cases"]:
         label = f"{entry['case']}: {entry['system']}"
         if "error" in entry:
             lines.append(f"| {label} | {entry['error']} | | | | | |")
@@ -108,15 +104,12 @@ def generating() -> str:
 
 def fusing() -> str:
     """One line for each case of benchmarks/siblings.py."""
-    result = RESULTS / "siblings.json"
-    if not result.exists():
-        return "Not measured yet."
     lines = [
         "| width | forward, separate, ms | fused over it | in CPU time | update, separate, ms | fused over it "
         "| in CPU time | peak memory | kept |",
         "|---" * 9 + "|",
     ]
-    for case in json.loads(result.read_text())["cases"]:
+    for case in result("siblings")["cases"]:
         cells = [f"{case['width']}, {case['precision']}, {case['mode']}"]
         for name in ("forward", "update"):
             cells.append(f"{case[name]['ms']['separate']['median']:.1f}")
@@ -130,10 +123,7 @@ def fusing() -> str:
 
 def carrying() -> str:
     """The losses of every rate at every width, of benchmarks/transfer.py, and where their vertices are."""
-    result = RESULTS / "transfer.json"
-    if not result.exists():
-        return "Not measured yet."
-    found = json.loads(result.read_text())
+    found = result("transfer")
     rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
     lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
     for case in found["cases"]:
@@ -146,7 +136,7 @@ def carrying() -> str:
 
 def changing() -> str:
     """One line for each change of benchmarks/bottleneck.py."""
-    found = json.loads((RESULTS / "bottleneck.json").read_text())
+    found = result("bottleneck")
     lines = ["| change | bound by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
     for case in found["cases"]:
         predicted, measured = case["predicted"], case["measured"]
@@ -158,7 +148,7 @@ def changing() -> str:
 
 def sweeping() -> str:
     """The times of both sides of benchmarks/sweep_runs.py."""
-    found = json.loads((RESULTS / "sweep_runs.json").read_text())
+    found = result("sweep_runs")
     [case], at = found["cases"], found["machine"]
     singles, sweep = case["single"], case["sweep"]
     [group] = sweep["groups"]
@@ -178,7 +168,7 @@ def sweeping() -> str:
 
 def climbing() -> str:
     """One line for each rung of benchmarks/ladder.py."""
-    found = json.loads((RESULTS / "ladder.json").read_text())
+    found = result("ladder")
     at, asked = found["machine"], found["settings"]
     where = f"{at['device']}, {at['cores']} cores, {counted(at['threads'], 'thread')}"
     lines = [

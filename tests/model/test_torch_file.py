@@ -134,7 +134,7 @@ def _bomb(path):
 
 
 BAD = {
-    "a bomb": (lambda p, s: _bomb(p), {}, r"'archive/data.pkl' is compressed, which torch.save never does"),
+    "a bomb": (lambda p, s: _bomb(p), {}, r"'archive/data.pkl' is compressed or larger than the file"),
     "empty": (lambda p, s: p.write_bytes(b""), {}, r"not weights that torch.save wrote"),
     "text": (lambda p, s: p.write_text("weights"), {}, r"not weights that torch.save wrote"),
     "cut": (

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from monograph.errors import DiskFull, InputRefused
 
-LONGEST_NAME = 255  # bytes, of Linux
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -40,7 +39,7 @@ def inside(folder: Path, name: str) -> Path:
         InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
     """
     path = folder / name
-    if Path(name).name != name or len(os.fsencode(name)) > LONGEST_NAME or not path.is_file():
+    if Path(name).name != name or not path.is_file():
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
     home = folder.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

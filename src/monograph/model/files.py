@@ -22,7 +22,7 @@ from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
 
-MOST_JSON_BYTES = 1 << 24  # an index of 100,000 tensors has a tenth of that
+MOST_JSON_BYTES = 1 << 24  # an index has about 100 of a tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -85,7 +85,9 @@ def _require_stored(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
-                raise InputRefused(f"{path}: {entry.filename!r} is compressed, which torch.save never does")
+                raise InputRefused(
+                    f"{path}: {entry.filename!r} is compressed or larger than the file: not of torch.save"
+                )
 
 
 def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:

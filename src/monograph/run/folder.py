@@ -26,7 +26,6 @@ DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {
     "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
 }  # fmt: skip
-_FILES = ("config.toml", "tokenizer.json", "metrics.jsonl", "from.json")
 _RECORD = b'{"serial": '  # how run.lock begins
 
 # Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
@@ -104,7 +103,8 @@ class Run:
             newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {found}{hint}")
-        for path in (folder / name for name in _FILES):
+        run = Run(folder)
+        for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
             if path.exists() and not path.is_file():
                 raise InputRefused(f"{path}: expected a regular file; put it back")
         return folder

@@ -89,10 +89,9 @@ def again(world: World, run: Run, settings: Settings) -> str:
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
-    launcher = TORCHRUN.format(world.size)
-    if (restarts := os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0":
-        launcher = launcher.replace(" -m", f" --max-restarts {restarts} -m")
-    return " ".join([launcher, "--resume", shlex.quote(run.handle), *changed])
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    launched = str(world.size) if restarts == "0" else f"{world.size} --max-restarts {restarts}"
+    return " ".join([TORCHRUN.format(launched), "--resume", shlex.quote(run.handle), *changed])
 
 
 def said(world: World) -> str:
