@@ -1,10 +1,14 @@
-"""What an interrupt (SIGINT, Ctrl-C) does while the program starts, works and ends; never a traceback."""
+"""What an interrupt (SIGINT, Ctrl-C) does while the program starts, works and ends; never a traceback.
+
+Training has signals of its own, which save (`monograph.run.signals`).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 Command = TypeVar("Command", bound=Callable[..., int])
@@ -27,6 +31,21 @@ def working(command: Command) -> Command:
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command
+
+
+@contextmanager
+def taken_back() -> Iterator[None]:
+    """In the block SIGTERM is a line and exit code 143 after what is half made was taken back, as by an interrupt."""
+
+    def end(*_: Any) -> NoReturn:
+        os.write(2, b"error: terminated\n")
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def while_ending() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -62,12 +63,14 @@ def test_without_held_out_text_the_loss_is_the_trainings(server: CommandServer, 
     assert "train.compile, train.precision: the rungs differ in this" in " ".join(done.err.split())
 
 
-def test_an_interrupt_leaves_nothing(server: CommandServer, here: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_nothing(sent: signal.Signals, code: int, server: CommandServer, here: Path) -> None:
     command = server.start(here, *LADDER, env=NO_COMPILER)
     command.until(lambda: (here / "profiles").exists())
-    command.signal(signal.SIGINT)
+    time.sleep(0.1)
+    command.signal(sent)
     done = command.wait()
-    assert done.code == 130 and "Traceback" not in done.err
+    assert done.code == code and "Traceback" not in done.err
     assert {path.name for path in here.iterdir()} == {"texts"}
 
 

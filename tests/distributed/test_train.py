@@ -106,6 +106,15 @@ def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_does_not_go_together_is_refused_once_and_leaves_nothing(tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    launch = Torchrun(2, tmp_path, "train", *over(TINY, "train.compile=whole"), "train.parallel=fsdp", "--out", "run")
+    assert launch.wait(LONGEST_S) == 1
+    [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
+    assert "train.parallel = fsdp does not go with train.compile = whole" in said
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["profile", "plan", "sweep"])
 def test_what_uses_one_device_says_so(command: str, server: CommandServer, tmp_path: Path) -> None:
     with_texts(tmp_path)

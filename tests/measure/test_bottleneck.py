@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monograph.measure.bottleneck import Machine, Situation, Verdict, bound, floor_s, undisturbed, verdict
-from monograph.measure.intervals import PARTS, Kernel, Span, Timeline, spent
+from monograph.measure.bottleneck import (
+    COMPUTED,
+    Machine,
+    Situation,
+    Verdict,
+    bound,
+    floor_s,
+    verdict,
+)
+from monograph.measure.intervals import PARTS, Kernel, Span, Timeline, spent, undisturbed, unwatched
+from monograph.measure.profile_report import said
+from monograph.measure.profiler import Profile
 
 MACHINE = Machine(matmul_flops=1e12, copy_bytes_per_s=1e11)
 MS = 1e-3
@@ -123,7 +134,7 @@ RUNS: list[tuple[Callable[[Tape], None], dict[str, object], str, str | None]] = 
     (head_heavy, {}, "loss head", "vocabulary"),
     (optimizer_heavy, {}, "optimizer", "train.tokens_per_update"),
     (optimizer_heavy, {"captured": False}, "optimizer", "train.compile=whole"),
-    (elementwise_in_fp32, {"bf16_speedup": 2.0}, "elementwise", "train.precision=bf16"),
+    (elementwise_in_fp32, {"bf16": {"elementwise": 0.5}}, "elementwise", "train.precision=bf16"),
     (small_products, {}, "matmul", None),
     (at_the_roof, {}, "nothing", None),
     (at_the_roof, {"used": 0.4}, "padding", "data.packing=packed"),
@@ -147,6 +158,20 @@ def test_one_graph_is_not_promised_to_save_the_optimizers_products() -> None:
     assert saved(80) == pytest.approx(saved(0) * 21 / 101, rel=0.03)
 
 
+def test_what_cannot_be_counted_is_said_and_not_taken_for_well_done() -> None:
+    tape = Tape().at_the_roof().gap(4)
+    tape.kernel("matmul", 12, compute=1.0, launched=tape.now)
+    tape.kernels.append(Kernel("attention", tape.now, tape.now + 42 * MS))
+    tape.now += 42 * MS
+    judged = tape.judged()
+    assert judged.binds == "host gaps" and judged.unknown_s == pytest.approx(42 * MS)
+    found = Profile(judged.spent.total_s, judged.spent.total_s, 1, 1, MACHINE, judged, Path("trace.json"))
+    assert said(found) == (
+        "host gaps: 6% of the time could be won back at most; no key changes that; "
+        "60% of it is work that cannot be counted, and is not judged"
+    )
+
+
 @pytest.mark.parametrize(("run", "situation", "binds", "change"), RUNS)
 def test_a_run_that_one_thing_binds(run, situation, binds, change) -> None:
     run(tape := Tape())
@@ -159,12 +184,12 @@ def test_a_run_that_one_thing_binds(run, situation, binds, change) -> None:
 
 def test_products_that_compute_binds_gain_by_another_precision() -> None:
     tape = Tape().kernel("matmul", 40, compute=0.9).kernel("elementwise", 8, memory=1.0)
-    found = tape.judged(bf16_speedup=4.0)
+    found = tape.judged(bf16={"matmul": 0.25, "elementwise": 0.5})
     assert found.change and found.change.what == "train.precision=bf16"
     assert found.gain(found.change) == pytest.approx(48 / (48 - 30 - 4))
-    slower = tape.judged(bf16_speedup=4.0, bf16_elementwise=2.0)
+    slower = tape.judged(bf16={"matmul": 0.25, "elementwise": 2.0})
     assert slower.change and slower.gain(slower.change) == pytest.approx(48 / (48 - 30 + 8))
-    latent = Tape().kernel("matmul", 40, compute=0.1).judged(bf16_speedup=4.0)
+    latent = Tape().kernel("matmul", 40, compute=0.1).judged(bf16={"matmul": 0.25})
     assert latent.change is None  # neither floor is what such a product waits for
 
 
@@ -225,6 +250,18 @@ def test_the_profilers_own_time_is_taken_from_where_it_was_spent() -> None:
     assert undisturbed(watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0).total_s == pytest.approx(30.0)
 
 
+def test_what_watching_does_to_the_optimizer_is_not_taken_for_the_others() -> None:
+    """An eager update's memory that is given back and fetched again, as the profiler's own is beside it."""
+    kernels = [Kernel("matmul", 0.0, 4.0), Kernel("optimizer", 5.0, 9.0), Kernel("matmul", 10.0, 14.0),
+               Kernel("optimizer", 15.0, 19.0)]  # fmt: skip
+    watched = Timeline(0.0, 20.0, kernels, updates=[(4.5, 9.5), (14.5, 19.5)])
+    found = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=False)
+    assert found.parts["matmul"] == pytest.approx(4.0) and found.parts["optimizer"] == pytest.approx(2.0)
+    assert found.total_s == pytest.approx(7.5)
+    overlapping = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=True)
+    assert overlapping.parts["matmul"] == pytest.approx(3.0) and overlapping.total_s == pytest.approx(7.5)
+
+
 times = st.floats(-2.0, 12.0, allow_nan=False)
 kernels = st.builds(
     lambda part, a, b, launched: Kernel(part, min(a, b), max(a, b), launched_s=launched),
@@ -241,5 +278,11 @@ def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: lis
     assert min(shares) >= 0 and sum(shares) == pytest.approx(1.0) and found.total_s == pytest.approx(10.0)
     idle = {"data wait", "host gaps"} | ({"other"} if found.gaps.get("other") else set())
     assert sum(found.gaps.values()) <= sum(found.parts[part] for part in (*idle, "transfers", "other")) + 1e-9
+    cut = Timeline(0.0, 10.0, drawn, said, updates=[(1.0, 3.0), (3.0, 6.5)])
+    pieces = spent(cut, cut.updates) + spent(cut, cut.rest)
+    assert {part: pieces.parts[part] for part in COMPUTED[:-1]} == pytest.approx(
+        {part: found.parts[part] for part in COMPUTED[:-1]}
+    )
+    assert pieces.total_s == pytest.approx(10.0)
     rest = undisturbed(found, {"matmul": 3, "host gaps": 50}, 0.1, 7.0)
     assert rest.total_s == pytest.approx(7.0) and min(rest.parts.values()) >= 0

@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from torch._inductor.codecache import PyCodeCache
 
 from monograph.measure import trace
 from monograph.measure.intervals import PARTS, spent
@@ -56,7 +57,7 @@ def test_a_step_on_a_cpu() -> None:
     made.event("aten::scaled_dot_product_attention", 1030, 1044)
     made.event("aten::_scaled_dot_product_flash_attention_for_cpu", 1031, 1043, **shaped(*[[1, 2, 8, 8]] * 3))
     made.event("aten::bmm", 1045, 1050, **product([2, 8, 8], [2, 8, 8]))
-    made.event("graph_0_cpp_fused_mul_3", 1050, 1060).event("aten::view", 1060, 1065)
+    made.event("cpp_fused_mul_3", 1050, 1060).event("aten::view", 1060, 1065)
     made.event("aten::_local_scalar_dense", 1065, 1070).event("my::own", 1070, 1075)
     made.event("aten::mul", 1085, 1095, **shaped([64], [64]))
     timeline, parts = made.read()
@@ -68,7 +69,9 @@ def test_a_step_on_a_cpu() -> None:
     assert 1e6 * spent(timeline).gaps["sync"] == pytest.approx(5)
     first = next(kernel for kernel in timeline.kernels if kernel.part == "matmul")
     assert first.flops == 2 * 8 * 16 * 32 and first.moved_bytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
-    assert timeline.events["matmul"] == 1 and sum(timeline.events.values()) == len(made.events)
+    noted, of_updates = timeline.events, timeline.update_events
+    assert noted["matmul"] == 1 and sum(noted.values()) + sum(of_updates.values()) == len(made.events)
+    assert [1e6 * edge for edge in timeline.updates[0]] == pytest.approx([80, 100]) and sum(of_updates.values()) == 1
     _, parts = made.read(vocabulary=None, heads_are_batched=False)
     assert parts["matmul"] == pytest.approx(18) and parts["attention"] == pytest.approx(12)
 
@@ -103,6 +106,16 @@ def test_a_step_on_a_gpu() -> None:
     gaps = {cause: 1e6 * seconds for cause, seconds in spent(timeline).gaps.items()}
     assert gaps == pytest.approx({"launch": 92, "sync": 23, "transfer": 30})
     assert [kernel.flops for kernel in timeline.kernels if kernel.part == "matmul"] == [2 * 8 * 16 * 32]
+
+
+def test_generated_code_moves_its_arguments_once() -> None:
+    """What it writes is among them; what a template multiplies is nowhere said."""
+    event = {"name": "triton_poi_fused_mul_0", "args": shaped([4, 8], [8], [4, 8]) | {"Input type": ["float"] * 3}}
+    assert trace.work(event) == (0.0, 4 * (32 + 8 + 32))
+    assert trace.work(event | {"name": "cpp_fused_mul_0"}) == (0.0, 4 * (32 + 8 + 32))
+    assert trace.work(event | {"name": "triton_tem_fused_mm_0"}) == (None, None)
+    number = {"name": "aten::mul", "args": shaped([], []) | {"Input type": ["double", "Scalar"]}}
+    assert trace.work(number) == (0.0, 16.0)  # a tensor of one number
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
@@ -146,3 +159,33 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     # Adding a head of V rows: logits, and two products of the backward pass, which is in the forward pass here.
     head = [kernel for kernel in timeline.kernels if kernel.part == "loss head"]
     assert sum(kernel.flops or 0.0 for kernel in head) / (UPDATES * tokens.numel()) == pytest.approx(6 * 97 * 16)
+
+
+def test_a_real_step_captured(tmp_path) -> None:
+    """However it was captured, its generated kernels are seen, with their work."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Tanh())
+
+    def loss(model, batch):
+        return (model(batch["rows"]) - batch["targets"]).square().sum(), batch["targets"].shape[0]
+
+    engine = Resident(model, loss=loss)
+    rows = torch.randn(64, 48)
+    window = {"rows": rows, "targets": rows.flip(1)}
+    assert engine.capture(window) is None
+    kernels = generated()
+    found = profile(engine, [window] * NEEDED, tmp_path / "trace.json").verdict
+    timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True)
+    seen = [kernel for kernel in timeline.kernels if kernel.name.startswith("cpp_fused_")]
+    assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
+    assert all(kernel.moved_bytes for kernel in seen) and found.unknown_s < 0.05 * found.spent.total_s
+    assert generated() == kernels and kernels  # as they were
+
+
+def generated() -> dict[tuple[str, str], object]:
+    return {
+        (module.__name__, name): value
+        for module in PyCodeCache.modules
+        for name, value in vars(module).items()
+        if name.startswith("cpp_fused_")
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def test_of_a_failure_nothing_is_left(out: str | None, error: type[BaseException
         (folder / "half").touch()
         raise error
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_of_what_was_terminated_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, results_folder(tmp_path / "given", tmp_path) as folder:
+        (folder / "half").touch()
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143 and capfd.readouterr().err == "error: terminated\n"
+    assert [*tmp_path.iterdir()] == [] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_was_there_stays(tmp_path: Path) -> None:

@@ -84,8 +84,7 @@ def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = lambda line: progress.line("note", line)
-    with compat.named_kernels():
-        prepare(session, progress)
+    prepare(session, progress)
     return session
 
 

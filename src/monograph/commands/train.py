@@ -36,6 +36,8 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or go on training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+    if not (resume or from_):  # whose own settings say more
+        require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
     progress.header(f"monograph {__version__}   {describe().summary}{ranks.said(world)}")

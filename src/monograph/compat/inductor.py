@@ -111,15 +111,34 @@ def lower_to_memory(operator: Any) -> None:
 
 
 @contextmanager
-def named_kernels() -> Iterator[None]:
-    """In the block Inductor's kernels on a CPU are compiled with their names, which a profiler then sees.
+def watched_kernels() -> Iterator[None]:
+    """In the block a profiler sees the kernels that Inductor made for a CPU, with their names and arguments.
 
-    They are other graphs to the compile cache than those of a run that nobody watches.
+    Of those for a GPU it does so by itself. Modules of graphs hold their kernels as globals of their own.
     """
-    import torch._inductor.config as config
+    from torch._C._profiler import _RecordFunctionFast
+    from torch._inductor.codecache import PyCodeCache
 
-    with config.patch({"cpp.enable_kernel_profile": True}):
+    def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with _RecordFunctionFast(name, arguments, {}):
+                return kernel(*arguments)
+
+        return call
+
+    found = [
+        (vars(module), name, value)
+        for module in PyCodeCache.modules
+        for name, value in vars(module).items()
+        if name.startswith("cpp_fused_") and callable(value)
+    ]
+    for module, name, kernel in found:
+        module[name] = watched(name, kernel)
+    try:
         yield
+    finally:
+        for module, name, kernel in found:
+            module[name] = kernel
 
 
 def quiet_profiler() -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from monograph.measure.intervals import OF_CAUSE, PARTS, Kernel, Part, Spent
+from monograph.measure.intervals import PARTS, Kernel, Part, Spent
 from monograph.measure.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
 
 Bound = Literal["compute", "memory", "latency", "unknown"]
@@ -48,16 +48,14 @@ class Situation:
         captured: whether the step is compiled.
         can_compile: whether it could be.
         micro_steps: of an update.
-        bf16_speedup: matrix products per second in bf16 over those in the run's dtype; 1 where bf16 is no choice.
-        bf16_elementwise: elementwise seconds in bf16 over those in fp32.
+        bf16: what takes how many times as long in bf16 as in the run's dtype; nothing where bf16 is no choice.
         used: share of the positions that hold tokens; packed: what it would be with rows packed.
     """
 
     captured: bool = True
     can_compile: bool = True
     micro_steps: int = 1
-    bf16_speedup: float = 1.0
-    bf16_elementwise: float = 0.5
+    bf16: Mapping[Part, float] = field(default_factory=dict)
     used: float = 1.0
     packed: float = 1.0
 
@@ -106,6 +104,11 @@ class Verdict:
         """The one to make; None if nothing is worth it."""
         return self.changes[0] if self.changes and self.binds != "nothing" else None
 
+    @property
+    def unknown_s(self) -> float:
+        """Of what is computed the seconds that have no floor but themselves, as nobody can count the work."""
+        return sum(self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED)
+
     def gain(self, change: Change) -> float:
         """How many times as fast the run is predicted to be after a change."""
         return self.spent.total_s / max(self.spent.total_s - change.saved_s, 1e-12)
@@ -131,27 +134,6 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
 def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     compute = (kernel.flops or 0.0) / machine.matmul_flops
     return compute, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
-
-
-def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
-    """The same of a run that no profiler watched, which took `measured_s`.
-
-    Args:
-        found: of the watched one.
-        events: how many the profiler noted in it, by where: see `Timeline`.
-        event_s: what noting one costs. It is spent outside of the event, in what called it.
-        measured_s: what is left is scaled to.
-    """
-    parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
-    left = sum(parts.values())
-    if not left:
-        parts, left = dict(found.parts), found.total_s
-    scale = measured_s / left if left else 0.0
-    gaps = {
-        cause: seconds * scale * parts[OF_CAUSE[cause]] / found.parts[OF_CAUSE[cause]] if seconds else 0.0
-        for cause, seconds in found.gaps.items()
-    }
-    return Spent({part: parts[part] * scale for part in PARTS}, gaps)
 
 
 def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
@@ -230,19 +212,15 @@ def _of_graphs(
 
 
 def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
-    """Half as many bits: products at the rate measured for them, elementwise code that memory binds in half the time.
+    """Half as many bits: faster are products that compute binds, and of the rest what memory binds.
 
-    A product that is too small for either floor gains nothing. On a CPU all elementwise code takes longer.
+    A kernel that is too small for either floor gains nothing. What is slower is so in all of a part.
     """
-    if situation.bf16_speedup <= 1:
-        return []
-
-    products: tuple[Part, ...] = ("matmul", "attention", "loss head")
-    multiplied = sum(found.parts[part] * _share(bounds, part, "compute") for part in products)
-    faster = multiplied * (1 - 1 / situation.bf16_speedup)
-    halved = _share(bounds, "elementwise", "memory") if situation.bf16_elementwise < 1 else 1.0
-    narrower = found.parts["elementwise"] * halved * (1 - situation.bf16_elementwise)
-    return [Change("train.precision=bf16", "products are faster and numbers half as large", faster + narrower)]
+    saved = 0.0
+    for part, times in situation.bf16.items():
+        kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
+        saved += found.parts[part] * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
+    return [Change("train.precision=bf16", "products are faster and numbers half as large", saved)]
 
 
 def _of_another_training(found: Spent, floors: Mapping[Part, float]) -> list[Change]:

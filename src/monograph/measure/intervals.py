@@ -6,9 +6,10 @@ device are one, a busy interval is an operator's and a gap between two is the ho
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 Part = Literal[
@@ -28,6 +29,8 @@ OF_CAUSE: Mapping[Cause, Part] = {
     "transfer": "transfers",
     "other": "other",
 }
+# Shape and strides of each.
+Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 KERNEL_GAP_S = 2e-6  # between two kernels that were both launched long before: what the device itself takes
 
 
@@ -42,6 +45,7 @@ class Kernel:
         moved_bytes: read and written, None where nobody knows.
         launched_s: when the host launched it, None where that is not in the trace.
         name: of its operator or kernel.
+        operands: shape and strides of the two that a product multiplies, None where nobody knows.
     """
 
     part: Part
@@ -51,6 +55,7 @@ class Kernel:
     moved_bytes: float | None = None
     launched_s: float | None = None
     name: str = ""
+    operands: Operands | None = None
 
     @property
     def seconds(self) -> float:
@@ -75,14 +80,25 @@ class Timeline:
         begin_s: on the host's clock; end_s: likewise.
         kernels: what the device did; those that reach beyond the stretch are cut.
         spans: of the host.
-        events: how many a profiler noted inside of each part's kernels, and as "host gaps" between them.
+        updates: from when to when the optimizer was at work, in order.
+        events: how many a profiler noted inside of each part's kernels, and as "host gaps" between them, outside of
+            updates.
+        update_events: in updates.
     """
 
     begin_s: float
     end_s: float
     kernels: Sequence[Kernel]
     spans: Sequence[Span] = ()
+    updates: Sequence[tuple[float, float]] = ()
     events: Mapping[Part, int] = field(default_factory=dict)
+    update_events: Mapping[Part, int] = field(default_factory=dict)
+
+    @property
+    def rest(self) -> list[tuple[float, float]]:
+        """What lies between updates, before them and after."""
+        edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,18 +122,28 @@ class Spent:
         """Of the stretch, 0 to 1; of an empty stretch all is "other"."""
         return self.parts[part] / self.total_s if self.total_s else float(part == "other")
 
+    def __add__(self, other: Spent) -> Spent:
+        gaps = {cause: self.gaps.get(cause, 0.0) + other.gaps.get(cause, 0.0) for cause in (*self.gaps, *other.gaps)}
+        return Spent({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
-def spent(timeline: Timeline) -> Spent:
-    """Every moment of the stretch to one part.
+
+NOTHING = Spent(dict.fromkeys(PARTS, 0.0))
+
+
+def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
+    """Every moment of the stretch, or of what lies `within` it, to one part.
 
     A moment belongs to the kernels that run in it, in equal shares where several do; a copy beside a kernel is hidden
     and counts nothing. Where only copies run it is a transfer. Where nothing runs it is a gap: of data, or of a wait
     for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
     """
+    return sum((_spent(timeline, *each) for each in within or [(timeline.begin_s, timeline.end_s)]), NOTHING)
+
+
+def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     gaps: defaultdict[Cause, float] = defaultdict(float)
-    begin, end = timeline.begin_s, timeline.end_s
     kernels = sorted((each for each in timeline.kernels if each.end_s > each.begin_s), key=lambda each: each.begin_s)
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
@@ -155,3 +181,44 @@ def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | No
     if coming is None or (coming.launched_s is not None and coming.launched_s > last_end):
         return "launch"
     return "kernel gap" if coming.begin_s - last_end < KERNEL_GAP_S else "other"
+
+
+def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool) -> Spent:
+    """Of one update what some that a profiler watched say, as if it had not.
+
+    Args:
+        watched: a few updates.
+        event_s: see `undisturbed`.
+        whole_s: an update takes that nobody watches.
+        optimizer_s: of that.
+        overlaps: whether the device is still at work on what came before when the host begins with the optimizer; then
+            the two cannot be timed apart.
+    """
+    if overlaps:
+        events = Counter(watched.events) + Counter(watched.update_events)
+        return undisturbed(spent(watched), events, event_s, whole_s)
+    optimizer, rest = spent(watched, watched.updates), spent(watched, watched.rest)
+    return undisturbed(optimizer, watched.update_events, event_s, optimizer_s) + undisturbed(
+        rest, watched.events, event_s, whole_s - optimizer_s
+    )
+
+
+def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
+    """The same of a run that no profiler watched, which took `measured_s`.
+
+    Args:
+        found: of the watched one.
+        events: how many the profiler noted in it, by where: see `Timeline`.
+        event_s: what noting one costs. It is spent outside of the event, in what called it.
+        measured_s: what is left is scaled to.
+    """
+    parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    left = sum(parts.values())
+    if not left:
+        parts, left = dict(found.parts), found.total_s
+    scale = measured_s / left if left else 0.0
+    gaps = {
+        cause: seconds * scale * parts[OF_CAUSE[cause]] / found.parts[OF_CAUSE[cause]] if seconds else 0.0
+        for cause, seconds in found.gaps.items()
+    }
+    return Spent({part: parts[part] * scale for part in PARTS}, gaps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from monograph.measure.bottleneck import Bound
+from monograph.measure.bottleneck import NOTHING, Bound
 from monograph.measure.figures import Drawing
 from monograph.measure.intervals import PARTS
 from monograph.measure.page import Cell, folded, page, section, table
@@ -47,14 +47,16 @@ def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawi
 
 
 def said(found: Profile) -> str:
-    """What binds the run and how much of its time that is, without a full stop."""
+    """What binds the run and how much of its time that is, and how much of it nobody can judge; without a full stop."""
     judged = found.verdict
+    unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
+    unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
     if judged.binds == "nothing":
-        return "nothing that could be won back: every part is near its floor or of unknown work"
+        return f"nothing that could be won back: every part that can be judged is near its floor{unjudged}"
     share = judged.recoverable[judged.binds] / found.update_s
     what = "empty positions" if judged.binds == "padding" else judged.binds
     none = "" if judged.change else "; no key changes that"
-    return f"{what}: {share:.0%} of the time could be won back at most{none}"
+    return f"{what}: {share:.0%} of the time could be won back at most{none}{unjudged}"
 
 
 def mostly(bounds: Mapping[Bound, float]) -> str:

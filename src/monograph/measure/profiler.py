@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
+from monograph.compat import watched_kernels
+from monograph.device import clock, synchronize
 from monograph.errors import DiskFull, UsageError
 from monograph.measure import trace
-from monograph.measure.bottleneck import Machine, Situation, Verdict, undisturbed, verdict
-from monograph.measure.calibration import measured_memory_bytes_per_s
-from monograph.measure.intervals import Kernel, Spent, spent
+from monograph.measure.bottleneck import Machine, Verdict, verdict
+from monograph.measure.intervals import unwatched
+from monograph.measure.situation import machine_of, situation_of
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 
 UPDATES, WARM = 3, 2
 EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
+WATCHES, UNDISTURBED = 3, 1.1  # until an update takes at most so many times as long as unwatched
 MEASURED = 9  # updates that nobody watches; their lower quartile counts
-COLD_BYTES = 2**26
-# Generated elementwise code on a CPU in bf16 over fp32, attention's own among it (docs/profile.md).
-BF16_ON_CPU = 2.1
 NEEDED = WARM + MEASURED + 1 + UPDATES
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
@@ -86,20 +85,48 @@ def profile(
     micro = engine.micro_batch or rows
     _each(engine, chain([first], windows), WARM)
     times = sorted(_each(engine, windows, MEASURED))
-    update_s = times[len(times) // 4]
-    device = engine.step.device
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with torch.profiler.profile(activities=activities, record_shapes=True) as watched, _spans(engine):
-        _update(engine, _next(windows))  # the first one that is watched takes longer
-        watched_s = sum(_each(engine, windows, UPDATES)) / UPDATES
+    measured = times[len(times) // 4]
+    watched, watched_s = _watched(engine, windows, measured.whole_s)
     events = _exported(watched, file)
     of_head = _head_rows(engine, micro * math.prod(of_row))
     timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
-    found = _per_update(undisturbed(spent(timeline), timeline.events, _event_s(), UPDATES * update_s))
-    machine, steps = _machine(engine), -(-rows // micro)
-    situation = _situation(engine, timeline.kernels, steps, used, packed)
+    overlaps = engine.step.device.type != "cpu"
+    found = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
+    machine, steps = machine_of(engine), -(-rows // micro)
+    situation = situation_of(engine, timeline.kernels, steps, used, packed)
     judged = verdict(found, timeline.kernels, machine, situation)
-    return Profile(update_s, watched_s, UPDATES, steps, machine, judged, file)
+    return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
+
+
+@dataclass(frozen=True, order=True)
+class _Times:
+    """Seconds of all that an update takes, and of the optimizer's in it."""
+
+    whole_s: float
+    optimizer_s: float
+
+
+def _watched(engine: Resident, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
+    """Of a few times that some updates were watched, the one that disturbed them least, and what an update took.
+
+    A profiler's own memory can make the allocator give back an eager update's, and fetch it again page by page.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
+    found: list[tuple[torch.profiler.profile, float]] = []
+    for _ in range(WATCHES):
+        watching = torch.profiler.profile(activities=activities, record_shapes=True)
+        try:
+            with watched_kernels(), watching, _spans(engine):
+                _update(engine, _next(windows))  # the first one that is watched takes longer
+                times = _each(engine, windows, UPDATES)
+            found.append((watching, sum(each.whole_s for each in times) / UPDATES))
+        except UsageError:  # no more windows
+            if not found:
+                raise
+            break
+        if found[-1][1] < UNDISTURBED * update_s:
+            break
+    return min(found, key=lambda each: each[1])
 
 
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
@@ -116,7 +143,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     return found
 
 
-def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
+def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[_Times]:
     """Seconds of so many updates, one by one."""
     times = []
     for _ in range(count):
@@ -124,16 +151,19 @@ def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[float]:
         with record_function(trace.STEP):
             with record_function(trace.DATA):
                 window = _next(windows)
-            _update(engine, window)
-        times.append(clock() - began)
+            optimizer_s = _update(engine, window)
+        times.append(_Times(clock() - began, optimizer_s))
     return times
 
 
-def _update(engine: Resident, window: Any) -> None:
+def _update(engine: Resident, window: Any) -> float:
+    """Seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
+    began = clock()
     with record_function(trace.UPDATE):
         engine.update()
     synchronize(engine.step.device)
+    return clock() - began
 
 
 def _next(windows: Iterator[Any]) -> Any:
@@ -199,13 +229,6 @@ def _head_rows(engine: Resident, tokens: int) -> int | None:
     return None if rows in others else rows
 
 
-def _per_update(found: Spent) -> Spent:
-    return Spent(
-        {part: seconds / UPDATES for part, seconds in found.parts.items()},
-        {cause: seconds / UPDATES for cause, seconds in found.gaps.items()},
-    )
-
-
 def _event_s() -> float:
     """What it costs to note one operator with its shapes: many tiny ones, watched and not, the quickest of each."""
     one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
@@ -218,41 +241,3 @@ def _event_s() -> float:
                 torch.neg(one)
             times[watched].append(clock() - began)
     return max(0.0, min(times[True]) - min(times[False])) / EVENTS
-
-
-def _machine(engine: Resident) -> Machine:
-    device, dtype = engine.step.device, engine.step.precision.dtype
-    known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
-    return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
-
-
-def _bf16_speedup(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Of square products with as many operations as the run's own have on average, of operands that no cache holds."""
-    flops = [each.flops for each in kernels if each.part == "matmul" and each.flops]
-    if not flops:
-        return 1.0
-    side = max(8, round((sum(flops) / len(flops) / 2) ** (1 / 3)))
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        count = min(64, max(2, COLD_BYTES // (side * side * dtype.itemsize)))
-        operands = [torch.ones(side, side, device=device, dtype=dtype) for _ in range(count)]
-        times = []
-        for _ in range(5):
-            began = clock()
-            for one, other in zip(operands, reversed(operands), strict=True):
-                torch.mm(one, other)
-            synchronize(device)
-            times.append((clock() - began) / count)
-        seconds.append(min(times))
-    return seconds[0] / seconds[1]
-
-
-def _situation(engine: Resident, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
-    step, device = engine.step, engine.step.device
-    faster = 1.0
-    # An eager step casts its weights in each micro-step, which costs about what it saves.
-    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
-        faster = _bf16_speedup(device, kernels)
-    can_compile = device.type == "cuda" or compiler_obstacle() is None
-    elementwise = BF16_ON_CPU if device.type == "cpu" else 0.5
-    return Situation(step.scope != "none", can_compile, micro_steps, faster, elementwise, used, packed)

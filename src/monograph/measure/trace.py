@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monograph.measure.intervals import Kernel, Part, Span, Timeline
+from monograph.measure.intervals import Kernel, Operands, Part, Span, Timeline
 
 STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
 Event = Mapping[str, Any]
@@ -27,7 +27,7 @@ _BYTES = {
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
 # Inductor's kernels, by the names that it gives them.
-_GENERATED = re.compile(r"^(triton_|cpp_|kernel_cpp_|graph_\d+_)|_cpp_fused_")
+_GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 _BACKWARD = "autograd::engine::evaluate_function"
 
@@ -67,7 +67,8 @@ def read(
         reader.walk(sorted(mine, key=lambda each: (each["ts"], -each["dur"])), is_main=thread == main)
     on_device = [each for each in events if each.get("cat") in _DEVICE]
     kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
-    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.events)
+    noted, of_updates = reader.events[False], reader.events[True]
+    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates)
 
 
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
@@ -104,7 +105,8 @@ class _Reader:
         self.head: set[int] = set()
         self.kernels: list[Kernel] = []
         self.spans: list[Span] = []
-        self.events: Counter[Part] = Counter()
+        self.updates: list[tuple[float, float]] = []
+        self.events: dict[bool, Counter[Part]] = {False: Counter(), True: Counter()}
         self.launches: dict[int, tuple[float, _Place, Event | None]] = {}
 
     def walk(self, events: Sequence[Event], is_main: bool) -> None:
@@ -117,7 +119,7 @@ class _Reader:
             if "correlation" in event.get("args", {}):
                 self.launches[event["args"]["correlation"]] = (self._at(event), place, operator)
             if is_main:
-                self.events[place.inside or "host gaps"] += 1
+                self.events[place.part == "optimizer"][place.inside or "host gaps"] += 1
             if is_main and not place.inside:
                 self._note(event, inner)
             is_operator = event.get("cat") == "cpu_op" and not place.inside
@@ -131,10 +133,13 @@ class _Reader:
         end = begin + _seconds(event["dur"])
         if event["name"] == DATA:
             self.spans.append(Span("data", begin, end))
+        elif event["name"] == UPDATE:
+            self.updates.append((begin, end))
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
         elif place.inside:
-            self.kernels.append(Kernel(place.inside, begin, end, *work(event), begin, event["name"]))
+            kernel = Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event))
+            self.kernels.append(kernel)
 
     def _placed(self, event: Event, place: _Place) -> _Place:
         name, part = event["name"], place.part
@@ -178,15 +183,15 @@ class _Reader:
                 yield Kernel("transfers", begin, end, None, event["args"].get("bytes"), launched, event["name"])
                 continue
             part: Part = place.part or "other"
-            flops = moved = None
+            flops = moved = operands = None
             if operator is not None:
                 part = self._part(operator, place.part)
                 if id(operator) not in seen:  # of several kernels of an operator the first has its work
-                    flops, moved = work(operator)
+                    (flops, moved), operands = work(operator), _operands(operator)
                     seen.add(id(operator))
             elif place.part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
-            yield Kernel(part, begin, end, flops, moved, launched, event["name"])
+            yield Kernel(part, begin, end, flops, moved, launched, event["name"], operands)
 
 
 def _shapes(event: Event) -> list[list[int]]:
@@ -194,23 +199,36 @@ def _shapes(event: Event) -> list[list[int]]:
     return [shape for shape in event.get("args", {}).get("Input Dims", []) if shape and isinstance(shape[0], int)]
 
 
+def _operands(event: Event) -> Operands | None:
+    """Of what is one product of two matrices, or of two batches of them."""
+    name, given = event["name"].rpartition("::")[2], event.get("args", {})
+    if name not in _PRODUCTS or name.startswith("_"):
+        return None
+    first = _PRODUCTS[name]
+    pairs = zip(given.get("Input Dims", []), given.get("Input Strides", []), strict=False)
+    found = tuple((tuple(shape), tuple(strides)) for shape, strides in pairs)[first : first + 2]
+    return found if len(found) == 2 else None
+
+
 def work(event: Event) -> tuple[float | None, float | None]:
     """(operations, bytes) of an operator's call from its inputs' shapes; None of what they do not tell.
 
     A product of [N, K] and [K, M]: 2 N K M. Attention over T queries and S keys of E numbers: 4 B H T S E, half of it
     as it is causal; 2.5 times that backward. Bytes: each input read once, and what comes out, as large as a product's
-    result or else as the largest input, written once.
+    result or else as the largest input, written once. Generated code is given what it writes, too; what its templates
+    multiply is not among their arguments.
     """
     name, shapes = event["name"].rpartition("::")[2], _shapes(event)
-    if not shapes or _GENERATED.search(event["name"]):
-        return None, None
-    types = event["args"].get("Input type", [])
-    dims = event["args"]["Input Dims"]
+    types = event.get("args", {}).get("Input type", [])
     sizes = [
         math.prod(shape) * _BYTES.get(kind, 1)
-        for shape, kind in zip(dims, types, strict=False)
-        if shape and isinstance(shape[0], int)
+        for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False)
+        if (isinstance(shape[0], int) if shape else kind in _BYTES)
     ]
+    if not sizes or _TEMPLATE.search(name):
+        return None, None
+    if _GENERATED.search(name):
+        return 0.0, float(sum(sizes))
     moved = float(sum(sizes) + max(sizes))
     if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
         left, right = shapes[_PRODUCTS[name]], shapes[_PRODUCTS[name] + 1]

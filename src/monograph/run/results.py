@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monograph.errors import InputRefused
+from monograph.interrupts import taken_back
 from monograph.run.folder import claim_new_folder, explained
 
 
@@ -26,7 +27,8 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield folder
+        with taken_back():
+            yield folder
     except BaseException:
         with suppress(OSError):  # another program may have put something there meanwhile
             for file in folder.iterdir():

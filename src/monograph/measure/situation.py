@@ -1,0 +1,80 @@
+"""What a profiled engine's device reaches, and what its work would take in other numbers: measured, not looked up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
+from monograph.measure.bottleneck import Machine, Situation
+from monograph.measure.calibration import measured_memory_bytes_per_s
+from monograph.measure.intervals import Kernel, Operands, Part
+from monograph.resident import Resident
+
+COLD_BYTES = 2**26
+# Seconds in bf16 over those in fp32, of code that a compiler made for a CPU, which converts each number twice
+# (docs/profile.md), and of any where numbers of 16 bits are as good as others.
+BF16_ON_CPU: Mapping[Part, float] = {"attention": 1.2, "elementwise": 1.2, "optimizer": 1.8}
+BF16: Mapping[Part, float] = {"elementwise": 0.5}
+KINDS = 12  # of products that are timed in bf16, those of most seconds
+ROUNDS = 3  # of a product; the quickest counts
+
+
+def machine_of(engine: Resident) -> Machine:
+    """What the engine's device reaches in its dtype."""
+    device, dtype = engine.step.device, engine.step.precision.dtype
+    known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
+    return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
+
+
+def situation_of(
+    engine: Resident, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float
+) -> Situation:
+    """How the engine is set up, and what its own products would take in bf16."""
+    step, device = engine.step, engine.step.device
+    narrow: dict[Part, float] = {}
+    # An eager step casts its weights in each micro-step, which costs about what it saves.
+    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
+        products = _in_bf16(device, kernels)
+        narrow = {"matmul": products, "loss head": products, "attention": products}
+        narrow |= BF16_ON_CPU if device.type == "cpu" else BF16
+    can_compile = device.type == "cuda" or compiler_obstacle() is None
+    return Situation(step.scope != "none", can_compile, micro_steps, narrow, used, packed)
+
+
+def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
+    """Seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
+    found = Counter[Operands]()
+    for each in kernels:
+        if each.part in ("matmul", "loss head") and each.operands and each.flops:
+            found[each.operands] += 1
+    dearest = sorted(found, key=lambda kind: -found[kind] * math.prod(side for shape, _ in kind for side in shape))
+    wide, narrow = (
+        sum(found[kind] * _product_s(device, dtype, kind) for kind in dearest[:KINDS])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return narrow / wide if wide else 1.0
+
+
+def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
+    """Of one product; the quickest of a few rounds over several that are alike."""
+    sizes = [1 + sum((side - 1) * stride for side, stride in zip(*each, strict=True)) for each in operands]
+    count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
+    given = [
+        [
+            torch.ones(size, device=device, dtype=dtype).as_strided(*each)
+            for size, each in zip(sizes, operands, strict=True)
+        ]
+        for _ in range(count)
+    ]
+    times = []
+    for _ in range(ROUNDS):
+        began = clock()
+        for left, right in given:
+            torch.matmul(left, right)
+        synchronize(device)
+        times.append((clock() - began) / count)
+    return min(times)
