@@ -213,6 +213,37 @@ def saved(world: World, folder: Path) -> dict[str, str]:
     return found
 
 
+def restarted(world: World) -> dict[str, list[bool]]:
+    """Of each of four updates: whether an engine that begins with it, as a restarted run's does, has the same bits."""
+    found = {}
+    options: dict[str, Any] = {"optim": AdamW(lr=1e-2), "clip": 0.5, "micro_batch": ROWS}
+    for kind in ENGINES:
+        throughout = ENGINES[kind](model(torch.float32, True), world=world, **options)
+        found[kind] = []
+        for index in range(4):
+            before = snapshot(throughout)
+            window = ragged(windows(world.size)["2W+1"], seed=index)
+            usual = one_update(throughout, window)
+            begun = ENGINES[kind](model(torch.float32, True), world=world, **options)
+            begun.load_state(before)
+            other = one_update(begun, window)
+            same = [torch.equal(getattr(usual, name), getattr(other, name)) for name in ("loss", "grad_norm")]
+            ours, theirs = snapshot(throughout), snapshot(begun)
+            for a, b in ((ours.model, theirs.model), (ours.optimizer, theirs.optimizer)):
+                same += [torch.equal(a[name], b[name]) for name in a]
+            found[kind].append(all(same))
+    return found
+
+
+def snapshot(engine: Any) -> EngineState:
+    """A copy of its state, of whole tensors."""
+    state = engine.state()
+    model, optimizer = (
+        {name: whole(tensor).clone() for name, tensor in tensors.items()} for tensors in (state.model, state.optimizer)
+    )
+    return EngineState(model, optimizer, dict(state.scalars))
+
+
 def captured(world: World) -> dict[str, Any]:
     """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
     found = {}
@@ -261,6 +292,7 @@ def assembled(world: World) -> dict[str, float]:
 PROGRAMS = {
     "equations": (gradients, wrong_ways, trajectories, assembled),
     "combinations": (combinations,),
+    "restarted": (restarted,),
     "captured": (captured,),
 }
 

@@ -88,6 +88,11 @@ def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
         assert len(read_manifest(folder).files["optimizer.safetensors"].sha256) > 10
 
 
+def test_ranks_that_begin_anew_go_on_in_the_same_bits(tmp_path: Path) -> None:
+    """On four ranks: two numbers have one order of adding, whatever an engine did before."""
+    assert run("restarted", 4, tmp_path, timeout_s=120)["restarted"] == dict.fromkeys(sharded.ENGINES, [True] * 4)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_captured_steps_are_those_of_one_process(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ class ReplicatedStep(RankStep):
         compat.one_graph_under_ddp()
         # Not gradient_as_bucket_view: gradients are views of the planes already.
         self.parallel = DistributedDataParallel(_Whole(self))
+        # DDP lays its buckets out anew after a process's first pass, and more than two ranks' numbers are then added in
+        # another order. That pass is over before the first update, so ranks that are started again have the same bits.
+        reached: Tensor = self.parallel(None, self.seed)
+        reached.backward()  # type: ignore[no-untyped-call]
 
     def joining(self) -> AbstractContextManager[None]:
         """Gradients are averaged with the window's last micro-batch, all at once."""
@@ -82,12 +86,15 @@ class ReplicatedStep(RankStep):
 
 
 class _Whole(nn.Module):
-    """Forward pass and loss of a step as one module."""
+    """Forward pass and loss of a step as one module; without a batch, a zero that depends on every parameter."""
 
     def __init__(self, step: ReplicatedStep):
         super().__init__()
         self.model = step.model
         self.__dict__["step"] = step
 
-    def forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: Any, seed: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        if batch is None:
+            # Gradients come from the last parameter to the first, about as those of a real pass do.
+            return torch.cat([each.flatten()[:0] for each in self.parameters() if each.requires_grad]).sum()
         return self.step.forward(batch, seed)  # type: ignore[union-attr, operator, no-any-return]

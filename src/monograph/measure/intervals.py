@@ -127,9 +127,6 @@ class Spent:
         return Spent({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
 
-NOTHING = Spent(dict.fromkeys(PARTS, 0.0))
-
-
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Every moment of the stretch, or of what lies `within` it, to one part.
 
@@ -138,7 +135,8 @@ def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = Non
     for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
     """
-    return sum((_spent(timeline, *each) for each in within or [(timeline.begin_s, timeline.end_s)]), NOTHING)
+    stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
+    return sum((_spent(timeline, *each) for each in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
 
 
 def _spent(timeline: Timeline, begin: float, end: float) -> Spent:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,13 +46,13 @@ def situation_of(
 
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
     """Seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
-    found = Counter[Operands]()
+    taken: defaultdict[Operands, list[float]] = defaultdict(list)
     for each in kernels:
         if each.part in ("matmul", "loss head") and each.operands and each.flops:
-            found[each.operands] += 1
-    dearest = sorted(found, key=lambda kind: -found[kind] * math.prod(side for shape, _ in kind for side in shape))
+            taken[each.operands].append(each.seconds)
+    dearest = sorted(taken, key=lambda kind: -sum(taken[kind]))[:KINDS]
     wide, narrow = (
-        sum(found[kind] * _product_s(device, dtype, kind) for kind in dearest[:KINDS])
+        sum(len(taken[kind]) * _product_s(device, dtype, kind) for kind in dearest)
         for dtype in (torch.float32, torch.bfloat16)
     )
     return narrow / wide if wide else 1.0

@@ -1,0 +1,152 @@
+"""Run: pytest tests/cli/test_failures.py (how each failure ends: one line, one exit code)."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import monograph
+from cli.called import ENVIRONMENT, Calls, monograph_
+from monograph import errors
+
+KINDS = [errors.MonographError, *errors.MonographError.__subclasses__()]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not errors.Stopped])
+def test_each_error_is_one_line_and_its_own_exit_code(
+    calls: Calls, kind: type[errors.MonographError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = kind("what is wrong,\nand what to do")
+    assert monograph_("check") == kind.exit_code
+    assert capsys.readouterr() == ("", "error: what is wrong, and what to do\n")
+
+
+def test_a_run_that_was_stopped_says_so_and_not_that_it_failed(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = errors.Stopped("saved at update 412; continue: monograph train --resume last")
+    assert monograph_("train") == 75
+    assert capsys.readouterr().err == "saved at update 412; continue: monograph train --resume last\n"
+
+
+def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
+    calls.outcome = 4
+    assert monograph_("check") == 4
+
+
+def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    starting = f"import os, signal, monograph.__main__\n{interrupt}"
+    ending = (
+        "import os, signal, monograph.cli as c\n"
+        "def _run(_): raise KeyboardInterrupt\n"
+        f"c._run = _run\ntry: c.main(['check'])\nfinally: {interrupt}"
+    )
+    for program in (starting, ending):
+        done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (130, "") and done.stderr.splitlines() == ["error: interrupted"]
+
+
+def test_interrupted_is_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    calls.outcome = KeyboardInterrupt()
+    assert monograph_("check") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+TOO_SMALL = (
+    "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch or "
+    "data.sequence_length"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (MemoryError(), 6, TOO_SMALL),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 6, TOO_SMALL),
+        (RuntimeError("can't start new thread"), 6, TOO_SMALL),
+        (OSError(errno.ENOSPC, "No space left on device", "a/file"), 7, "cannot write a/file: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
+        (OSError(errno.EIO, "Input/output error", "a/file"), 7, "cannot read or write a/file: Input/output error"),
+        (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a/file"), 3, "a/file: File name too long"),
+        (errors.InputRefused("\x1b[31mred\x1b]0;owned\x07 \udcff é"), 3, r"\x1b[31mred\x1b]0;owned\x07 \udcff é"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(
+    calls: Calls, error: OSError, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = error
+    assert monograph_("check") == code
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_outputs_change_no_exit_code(closed: str, tmp_path: Path) -> None:
+    for arguments, code in (("--version", 0), ("check nothing", 3)):
+        command = f"{sys.executable} -m monograph {arguments} {closed}"
+        assert subprocess.run(command, shell=True, env=ENVIRONMENT, cwd=tmp_path, check=False).returncode == code
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_bug_is_one_line_and_a_file_with_the_traceback(
+    calls: Calls, debug: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if debug:
+        monkeypatch.setenv("MONOGRAPH_DEBUG", "1")
+    calls.outcome = ZeroDivisionError("a\nb")
+    assert monograph_("check", "--json") == 1
+    shown = capsys.readouterr().err
+    assert shown.splitlines()[-1].startswith("bug: ZeroDivisionError: a b; please report it with ")
+    assert (shown.count("\n") > 1) == debug and ("Traceback" in shown) == debug
+    written = Path(shown.split()[-1]).read_text()
+    assert "Traceback" in written and "'--json'" in written and monograph.__version__ in written
+
+
+@pytest.mark.parametrize("folder", ["absent", "full"])
+def test_a_bug_is_one_line_even_where_no_file_can_be_written(
+    folder: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / folder))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if folder == "full":  # a file can be made, and nothing written into it
+        (tmp_path / folder).mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    calls.outcome = ZeroDivisionError("a\nb")
+    try:
+        assert monograph_("check") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "please report it with what MONOGRAPH_DEBUG=1 prints (no file could be written)"
+    assert capsys.readouterr() == ("", f"bug: ZeroDivisionError: a b; {said}\n")
+    assert not list(tmp_path.rglob("*.txt"))
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    arguments = [sys.executable, "-m", "monograph", "train", "--print-config"]
+    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_red_only_on_a_terminal_that_takes_it(
+    variable: str, value: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls.outcome = errors.InputRefused("no")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monograph_("check")
+    assert capsys.readouterr().err == "\033[31merror:\033[0m no\n"
+    monkeypatch.setenv(variable, value)
+    monograph_("check")
+    assert capsys.readouterr().err == "error: no\n"
