@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +131,9 @@ def measure(folder: Path, case: str) -> dict[str, Any]:
     prepare(folder / "tiny", case)()
     work = prepare(folder, case)
     largest = max(4 * math.prod(tensor.shape) for tensor in read_headers(folder / "base").values())
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, peak, ended = anonymous(), [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.0005):
-            peak[0] = max(peak[0], anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    before = trimmed()
+    with most_anonymous() as peak:
         held = work()
-    finally:
-        ended.set()
-        watcher.join()
     unit = max(largest, 4 * stage_elements(held)) if case.startswith("stream") else largest
     return {
         "folder_bytes": sum(path.stat().st_size for path in (folder / "base").glob("*.safetensors")),
@@ -221,6 +210,31 @@ def anonymous() -> int:
     """Bytes of this process that lie in no file."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def trimmed() -> int:
+    """The same after what was freed has gone back to the system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return anonymous()
+
+
+@contextmanager
+def most_anonymous() -> Iterator[list[int]]:
+    """A list whose one number is, after the block, the most that a thread saw in it."""
+    peak, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            peak[0] = max(peak[0], anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def kept_bytes(held: Any) -> int:

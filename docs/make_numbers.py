@@ -23,6 +23,7 @@ def pages() -> dict[Path, list[str]]:
         "docs/transfer.md": [tables.carrying()],
         "docs/sweep.md": [tables.sweeping()],
         "docs/profile.md": [tables.changing()],
+        "docs/distributed.md": [tables.sharing()],
     }
     return {ROOT / name: shown for name, shown in made.items()}
 

@@ -215,6 +215,16 @@ def bottleneck(found: Found) -> str:
     return "; ".join(f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases)
 
 
+def ranks(found: Found) -> str:
+    """What a rank has at the peak of an update, and what an update costs, beside torch's engines in a plain loop."""
+    cases = [
+        (f"{case['parallel']} on {case['ranks']}", *(case[loop]["peak"] for loop in ("monograph", "torch")),
+         case["slower"]["cpu"]["median"])
+        for case in found["cases"] if case["parallel"] != "none"
+    ]  # fmt: skip
+    return "; ".join(f"{name}: {own:.1f} and {other:.1f} bytes, {cpu:.2f} ×" for name, own, other, cpu in cases)
+
+
 # The script, what it measures in the README's words, and the sentence that its result makes.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
@@ -239,6 +249,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "speed that `monograph profile` predicts of eight changes, and what each then gains, one thread "
         "([how](docs/profile.md#predicted-and-measured))",
         bottleneck,
+    ),
+    "ranks": (
+        "bytes a parameter at the peak of an update on a rank, and CPU time, of `train.parallel` beside torch's DDP "
+        "and FSDP2 in a plain loop, AdamW in fp32, a graph per block ([how](docs/distributed.md#what-a-rank-holds))",
+        ranks,
     ),
     "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
     "siblings": (

@@ -146,6 +146,19 @@ def changing() -> str:
     return "\n".join(lines)
 
 
+def sharing() -> str:
+    """One line for each number of ranks of benchmarks/ranks.py."""
+    found = result("ranks")
+    lines = ["| | held | torch's loop | at the peak of an update | torch's loop | CPU time over torch's loop |"]
+    lines.append("|---" * 6 + "|")
+    for case in found["cases"]:
+        name = "one device" if case["parallel"] == "none" else f"`{case['parallel']}`, {case['ranks']} ranks"
+        cells = [f"{case[loop][kind]:.1f}" for kind in ("held", "peak") for loop in ("monograph", "torch")]
+        cpu = case["slower"]["cpu"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {cpu['median']:.2f} × ({cpu['low']:.2f}-{cpu['high']:.2f}) |")
+    return "\n".join(lines)
+
+
 def sweeping() -> str:
     """The times of both sides of benchmarks/sweep_runs.py."""
     found = result("sweep_runs")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_ladder(script, monkeypatch, tmp_path):
     for one, other in zip(there, there[1:], strict=False):
         ratios = zip(one["tokens_per_s"]["values"], other["tokens_per_s"]["values"], strict=True)
         assert other["times"]["wall"]["values"] == pytest.approx([after / before for before, after in ratios])
+
+
+def test_ranks(script, monkeypatch, tmp_path):
+    ranks = script("ranks")
+    started, shape = ranks.started, replace(ranks.TINY, captured=False)
+    monkeypatch.setattr(ranks, "started", lambda parallel, size, names, _: ranks.rank(parallel, names, shape, 2))
+    [case] = smoke(ranks, monkeypatch, tmp_path / "found.json", "--ranks", "1")["cases"]
+    assert set(case["monograph"]) == set(case["torch"]) == {"held", "peak"} and case["slower"]["cpu"]["low"] > 0
+    assert len(started("fsdp", 2, [*ranks.LOOPS], True)["wall"]["values"]) == 2
 
 
 def test_accumulation(script, monkeypatch, tmp_path):

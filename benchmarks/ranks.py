@@ -1,0 +1,235 @@
+"""What a rank holds, and what an update costs, of `train.parallel=ddp|fsdp` beside torch's own engines in a plain loop.
+
+Each case starts its ranks anew, on a CPU with gloo: once for each loop, whose process's anonymous memory is looked at
+over what it had before the model was built (between two updates, and the most in one; of the rank that has most), and
+once for both, which take turns. They have the same model, windows in two micro-batches a rank, clipping, AdamW, and a
+graph for each block (`--smoke`: none). Ranks share the cores, so of the times their ratio counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from loading import most_anonymous, trimmed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.world import World, place
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
+
+ROUNDS, MICRO, CLIP, LR, DECAY = 9, 2, 1.0, 1e-3, 0.1
+CASES = [("none", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
+WARM = 2  # updates, after which optimizers have their state, and DDP its buckets
+Window = dict[str, Tensor]
+Loop = Callable[[Window], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, rows of a micro-batch and their length, and whether each block is a graph."""
+
+    config: LlamaConfig
+    length: int
+    rows: int = 2
+    captured: bool = True
+
+    def window(self, ranks: int, index: int) -> Window:
+        """The rows of an update, the same on every rank."""
+        size = (MICRO * ranks * self.rows, self.length + 1)
+        tokens = torch.randint(0, self.config.vocab_size, size, generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def shape_of(vocabulary: int, width: int, layers: int, length: int) -> Shape:
+    """With few tokens a micro-step, so that memory is that of the weights."""
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Shape(config, length)
+
+
+SHAPE, TINY = shape_of(4096, 576, 6, 64), shape_of(64, 48, 2, 16)
+
+
+def main() -> None:
+    """Measures, prints a table, and writes it as JSON if asked to."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="leave out cases with more")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # PARALLEL LOOP [LOOP]
+    given = parser.parse_args()
+    shape, rounds = (replace(TINY, captured=False), 2) if given.smoke else (SHAPE, ROUNDS)
+    if given.rank:
+        parallel, *names = given.rank
+        print(json.dumps(rank(parallel, names, shape, rounds)))
+        return
+    settings = {"parameters": shape.config.parameter_count(), "rows": shape.rows, "length": shape.length}
+    found = harness.result("ranks", settings | {"rounds": rounds, "micro_batches": MICRO})
+    harness.print_machine(found)
+    rows = []
+    for parallel, ranks in CASES:
+        if ranks <= given.ranks:
+            case: dict[str, Any] = {"parallel": parallel, "ranks": ranks}
+            case |= {name: started(parallel, ranks, [name], given.smoke) for name in LOOPS}
+            case["slower"] = started(parallel, ranks, [*LOOPS], given.smoke)
+            found["cases"].append(case)
+            harness.write(given.out, found)
+            memory = [f"{case[name][kind]:.1f}" for kind in ("held", "peak") for name in LOOPS]
+            rows.append([f"{parallel} x {ranks}", *memory, harness.shown(case["slower"]["cpu"])])
+            print(f"{rows[-1][0]}: {', '.join(memory)}", flush=True)
+    headers = ["bytes a parameter", "held", "torch's", "at the peak", "torch's", "CPU time over torch's"]
+    harness.print_table(headers, rows)
+
+
+def started(parallel: str, ranks: int, names: list[str], smoke: bool) -> dict[str, Any]:
+    """What rank 0 of so many says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if len(names) == 1:  # its memory: or glibc keeps what was freed for the next time
+        shared |= {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--rank", parallel, *names, *["--smoke"] * smoke]
+    processes = [
+        subprocess.Popen(
+            command, env=shared | {"RANK": str(number), "LOCAL_RANK": str(number)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(ranks)
+    ]  # fmt: skip
+    said = [each.communicate() for each in processes]
+    for number, each in enumerate(processes):
+        if each.returncode:
+            raise SystemExit(f"{parallel} x {ranks}, rank {number}: exit {each.returncode}\n{said[number][1]}")
+    found: dict[str, Any] = json.loads(said[0][0].splitlines()[-1])
+    return found
+
+
+# ── in a rank ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str, Any]:
+    """Bytes a parameter of one loop, or the ratios of two loops' times."""
+    world = World(None if parallel == "none" else place())
+    windows = [shape.window(world.size, index) for index in range(WARM + 1)]
+    if len(names) == 1:
+        build = LOOPS[names[0]]
+        tiny = replace(TINY, captured=shape.captured)
+        tried(build(parallel, tiny, world), [tiny.window(world.size, 0)])  # what modules and threads take is torch's
+        counted = memory(lambda: build(parallel, shape, world), windows, world)
+        found = {name: each / shape.config.parameter_count() for name, each in counted.items()}
+    else:
+        loops = {name: LOOPS[name](parallel, shape, world) for name in names}
+        for loop in loops.values():
+            tried(loop, windows[:WARM])
+        cases = {name: (lambda loop=loop: loop(windows[-1])) for name, loop in loops.items()}  # type: ignore[misc]
+        times = harness.interleaved(cases, rounds, torch.device("cpu"))
+        found = harness.ratios(*times.values())
+    world.leave()
+    return found
+
+
+def memory(build: Callable[[], Loop], windows: list[Window], world: World) -> dict[str, float]:
+    """Bytes held after some updates, and at the peak of another, of the rank that has most."""
+    before = trimmed()
+    loop = build()
+    tried(loop, windows[:WARM])
+    held = trimmed() - before
+    with most_anonymous() as peak:
+        loop(windows[WARM])
+    counted = torch.tensor([held, peak[0] - before], dtype=torch.float64)
+    if not world.alone:
+        dist.all_reduce(counted, dist.ReduceOp.MAX)
+    return dict(zip(("held", "peak"), counted.tolist(), strict=True))
+
+
+def tried(loop: Loop, windows: list[Window]) -> None:
+    """Some updates."""
+    for window in windows:
+        loop(window)
+
+
+def ours(parallel: str, shape: Shape, world: World) -> Loop:
+    """The engine of a run."""
+    options: dict[str, Any] = {"optim": AdamW(lr=LR, weight_decay=DECAY), "clip": CLIP, "micro_batch": shape.rows}
+    model, engine = Llama(shape.config), Resident
+    if parallel != "none":
+        options["world"], engine = world, {"ddp": Replicated, "fsdp": Sharded}[parallel]
+    made = engine(model, **options)
+    if shape.captured and (obstacle := made.capture(shape.window(world.size, 0), scope="blocks")):
+        raise SystemExit(f"ranks.py: cannot be captured: {obstacle}")
+
+    def update(window: Window) -> None:
+        made.accumulate(window)
+        made.update()
+
+    return update
+
+
+class WithLoss(nn.Module):
+    """A model with its mean loss over dense logits."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.model = Llama(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a micro-batch, 0-d."""
+        logits = self.model.lm_head(self.model(tokens))
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain(parallel: str, shape: Shape, world: World) -> Loop:
+    """The loop of a tutorial: gradients are averaged with the last micro-batch by DDP, with each by FSDP2."""
+    model: Any = WithLoss(shape.config)
+    if shape.captured:
+        for block in model.model.model.layers:
+            block.compile(fullgraph=True)
+    if parallel == "ddp":
+        model = DistributedDataParallel(model)
+    elif parallel == "fsdp":
+        mesh = init_device_mesh("cpu", (world.size,))
+        for block in model.model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, foreach=True)
+
+    def update(window: Window) -> None:
+        for turn in range(MICRO):
+            start = (turn * world.size + world.rank) * shape.rows
+            tokens, targets = (window[name][start : start + shape.rows] for name in ("tokens", "targets"))
+            last = turn == MICRO - 1
+            with nullcontext() if last or parallel != "ddp" else model.no_sync():
+                (model(tokens, targets) / MICRO).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+LOOPS: dict[str, Callable[[str, Shape, World], Loop]] = {"monograph": ours, "torch": plain}
+
+if __name__ == "__main__":
+    main()
