@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
+from monograph.commands.profile import warn_if_busy
 from monograph.measure.intervals import PARTS
+from monograph.run.progress import Progress
 
 
 def test_where_the_time_goes(server: CommandServer, here: Path) -> None:
@@ -62,6 +65,21 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
     done = server.run(here, "profile", *TINY, *arguments)
     assert done.code == code and words in done.err.splitlines()[-1] and "Traceback" not in done.err
     assert {path.name for path in here.iterdir()} == {"texts"}
+
+
+def test_a_run_in_the_place_of_text_is_told_from_it(server: CommandServer, here: Path) -> None:
+    (here / "run" / "checkpoints").mkdir(parents=True)
+    (here / "run" / "config.toml").touch()
+    done = server.run(here, "profile", "run")
+    assert done.code == 2 and "run is a run, not text: `monograph profile run/config.toml` takes its" in done.err
+    assert {path.name for path in here.iterdir()} == {"texts", "run"}
+
+
+def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for load, said in ((0.0, ""), (1e3, "load 1000 on ")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        warn_if_busy(Progress())
+        assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._inductor.codecache import PyCodeCache
 
+from monograph.errors import InputRefused
 from monograph.measure import trace
 from monograph.measure.intervals import PARTS, spent
 from monograph.measure.profiler import NEEDED, UPDATES, has_kernel, profile
@@ -180,6 +181,11 @@ def test_a_real_step_captured(tmp_path) -> None:
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
     assert all(kernel.moved_bytes for kernel in seen) and found.unknown_s < 0.05 * found.spent.total_s
     assert generated() == kernels and kernels  # as they were
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_trained(tmp_path) -> None:
+    with pytest.raises(InputRefused, match="nowhere: no such folder for the trace"):
+        profile(None, [], tmp_path / "nowhere" / "trace.json")
 
 
 def generated() -> dict[tuple[str, str], object]:

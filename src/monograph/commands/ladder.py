@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from pathlib import Path
 from typing import Any
 
-from monograph.commands.profile import DEFAULT_ROOT, REPORT, sized, started
+from monograph.commands.profile import DEFAULT_ROOT, REPORT, sized, started, warn_if_busy
 from monograph.config import Settings
 from monograph.device import clock
 from monograph.measure.ladder_report import HEADS, draw_ladder, fastest, ladder_page, rows, standing
@@ -52,8 +51,7 @@ def _climbed(ladder: Ladder, progress: Progress) -> list[tuple[Rung, Climbed | s
         made.append((rung, climbed))
         if isinstance(climbed, str):
             progress.line("", f"not here: {climbed}")
-    if (load := os.getloadavg()[0]) > ladder.machine.cores + 1:
-        progress.line("warning", f"load {load:.0f} on {ladder.machine.cores} cores: what others took is in the time")
+    warn_if_busy(progress)
     return made
 
 

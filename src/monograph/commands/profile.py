@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def started() -> Progress:
     return progress
 
 
+def warn_if_busy(progress: Progress) -> None:
+    """Say so where other programs wanted more than a core of this machine."""
+    load, cores = os.getloadavg()[0], describe().cores
+    if load > cores + 1:
+        progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
+
+
 def sized(settings: Settings, progress: Progress) -> Settings:
     """The settings with sizes fixed, of a text that can be read again.
 
@@ -70,8 +78,12 @@ def sized(settings: Settings, progress: Progress) -> Settings:
     require_one_device(settings, "profile")
     require_possible(settings, describe())
     source = settings.data.source
-    if "-" in ([source] if isinstance(source, str) else source):
+    sources = [source] if isinstance(source, str) else source
+    if "-" in sources:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
+    for run in map(Run, map(Path, sources)):
+        if run.begun and run.checkpoints.is_dir():
+            raise UsageError(f"{run.folder} is a run, not text: `monograph profile {run.config}` takes its settings")
     settings = choices.sized(settings)
     for line in notes_on(settings):
         progress.line("note", line)
@@ -98,6 +110,7 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
             stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
     finally:
         rows.close()
+    warn_if_busy(progress)
     return found
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from monograph.compat import watched_kernels
+from monograph.compat import quiet_profiler, watched_kernels
 from monograph.device import clock, synchronize
-from monograph.errors import DiskFull, UsageError
+from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure import trace
 from monograph.measure.bottleneck import Machine, Verdict, verdict
 from monograph.measure.intervals import unwatched
@@ -71,9 +71,13 @@ def profile(
 
     Raises:
         UsageError: no engine, or no windows of rows, or they end too early.
+        InputRefused: the trace's folder is not there.
         DiskFull: the trace could not be written.
     """
     file = Path(file)
+    if not file.parent.is_dir():
+        raise InputRefused(f"{file.parent}: no such folder for the trace; make it, or name another")
+    quiet_profiler()
     windows = iter(windows)
     first = _next(windows)
     if not isinstance(engine, Resident) or not isinstance(first, Mapping):
@@ -169,7 +173,7 @@ def _update(engine: Resident, window: Any) -> float:
 def _next(windows: Iterator[Any]) -> Any:
     window = next(windows, None)
     if window is None:
-        raise UsageError(f"a profile takes {NEEDED} updates: give more text, or more epochs")
+        raise UsageError(f"the windows came to an end: a profile takes {NEEDED}: give more text, or more epochs")
     return window
 
 
