@@ -33,13 +33,16 @@ def working(command: Command) -> Command:
     return command
 
 
+class Terminated(KeyboardInterrupt):
+    """The same by SIGTERM: a line, and exit code 143."""
+
+
 @contextmanager
 def taken_back() -> Iterator[None]:
-    """In the block SIGTERM is a line and exit code 143 after what is half made was taken back, as by an interrupt."""
+    """In the block SIGTERM takes back what is half made, as an interrupt does."""
 
     def end(*_: Any) -> NoReturn:
-        os.write(2, b"error: terminated\n")
-        raise SystemExit(143)
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, end)
     try:

@@ -12,7 +12,8 @@ import pytest
 
 import monograph
 from cli.called import ENVIRONMENT, Calls, monograph_
-from monograph import errors
+from monograph import cli, errors
+from monograph.interrupts import Terminated
 
 KINDS = [errors.MonographError, *errors.MonographError.__subclasses__()]
 
@@ -34,6 +35,21 @@ def test_a_run_that_was_stopped_says_so_and_not_that_it_failed(
     assert capsys.readouterr().err == "saved at update 412; continue: monograph train --resume last\n"
 
 
+@pytest.mark.parametrize(("kind", "said"), [(errors.InputRefused, ""), (errors.PeerLost, "error: no\n")])
+def test_what_another_rank_says_is_silent_unless_that_one_is_gone(
+    kind: type[errors.MonographError],
+    said: str,
+    calls: Calls,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli, "SILENT_S", 0.0)
+    calls.outcome = kind("no")
+    calls.outcome.told = True
+    assert monograph_("check") == kind.exit_code
+    assert capsys.readouterr().err == said
+
+
 def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
     calls.outcome = 4
     assert monograph_("check") == 4
@@ -52,10 +68,15 @@ def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:
         assert (done.returncode, done.stdout) == (130, "") and done.stderr.splitlines() == ["error: interrupted"]
 
 
-def test_interrupted_is_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    calls.outcome = KeyboardInterrupt()
-    assert monograph_("check") == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
+@pytest.mark.parametrize(
+    ("interrupt", "code", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")]
+)
+def test_interrupted_is_130(
+    interrupt: KeyboardInterrupt, code: int, said: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = interrupt
+    assert monograph_("check") == code
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 TOO_SMALL = (

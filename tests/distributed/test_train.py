@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, rows, sound, with_texts
-from distributed.launched import Torchrun
+from distributed.launched import Torchrun, free_port
+from monograph.distributed import world
 from monograph.distributed.world import Place, first_host, place
-from monograph.errors import UsageError
+from monograph.errors import PeerLost, UsageError
 
 LONGEST_S = 120
 LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
@@ -54,9 +56,12 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     (tmp_path / "slow.py").write_text(SLOW)
     launch = Torchrun(2, tmp_path, "train", *LONG, "train.parallel=ddp", restarts=20)
     launch.until(lambda: len(rows(tmp_path / "run")) > 3)
+    began = time.monotonic()
     launch.process.send_signal(signal.SIGTERM)
     launch.wait(LONGEST_S)
     said = launch.err.read_text()
+    assert time.monotonic() - began < 20, said  # torchrun kills after 30 s
+    assert "forcefully" not in said
     assert said.count("saved at update") == said.count("--nproc-per-node 2 --max-restarts 20 -m monograph train") == 1
     assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 75
     saved = sound(tmp_path / "run")
@@ -138,6 +143,18 @@ def test_who_has_nothing_to_say_waits_for_who_has(command: list[str], server: Co
     silent.signal(signal.SIGTERM)
     done = silent.wait()
     assert (done.signal, done.err) == (signal.SIGTERM, "")
+
+
+def test_a_rank_that_does_not_come_is_waited_for_aloud_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "COMING", timedelta(seconds=1))
+    monkeypatch.setattr(world, "SAYING", timedelta(seconds=0.3))
+    said = list[str]()
+    with pytest.raises(PeerLost, match="rank 0: of 3 ranks 1, 2 did not come"):
+        world.World(Place(0, 3, host="127.0.0.1", port=free_port()), said.append)
+    assert said == ["waiting for 2 of 3 ranks: 1, 2"] * 3
+    port = free_port()
+    with pytest.raises(PeerLost, match=f"rank 1: nobody was met at 127.0.0.1:{port}: "):
+        world.World(Place(1, 3, host="127.0.0.1", port=port))
 
 
 def test_who_this_is_comes_from_torchrun_or_slurm() -> None:

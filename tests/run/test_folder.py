@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import monograph
 from modes import binding_modes
 from monograph.errors import InputRefused, RunInUse
 from monograph.run import Run
+from monograph.run.register import wait_until_free
 
 SOURCE = Path(monograph.__file__).parents[1]
 
@@ -64,6 +66,15 @@ def test_a_pipe_in_a_file_s_place_is_refused_and_not_waited_for(name: str, tmp_p
         os.mkfifo(run.folder / name)
     with pytest.raises(InputRefused, match=f"{name}: expected a regular file"):
         Run.open(run.folder)
+
+
+def test_one_waits_for_a_run_until_it_is_free_or_so_long(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run")
+    began = time.monotonic()
+    wait_until_free(run.folder, 20.0)
+    with run.lock(new=True):
+        wait_until_free(run.folder, 0.3)
+    assert 0.3 <= time.monotonic() - began < 10
 
 
 def test_a_run_is_named_after_the_minute_and_made_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from monograph.errors import (
     InputRefused,
     MonographError,
     OutOfDeviceMemory,
+    PeerLost,
     Stopped,
     UsageError,
     bug_report,
@@ -50,15 +51,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _end(_wrong_arguments(error), UsageError.exit_code, told=_follows())
     except Stopped as stop:
         code = stop.exit_code
-        if stop.told:
-            time.sleep(SILENT_S)
-        else:
+        if not stop.told:
             print(stop, file=sys.stderr)
     except MonographError as error:
-        code = _end(str(error), error.exit_code, told=_follows() if error.told is None else error.told)
+        told = _follows() if error.told is None else error.told
+        code = _end(str(error), error.exit_code, told, at_last=isinstance(error, PeerLost))
     except KeyboardInterrupt as interrupt:
         interrupts.while_ending()
-        code = _fail("; ".join(["interrupted", *interrupt.args]), 130)
+        what, code = ("terminated", 143) if isinstance(interrupt, interrupts.Terminated) else ("interrupted", 130)
+        _fail("; ".join([what, *interrupt.args]), code)
     except BrokenPipeError:
         # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,12 +102,11 @@ def _wrong_arguments(error: Any) -> str:
     return error.format_message().rstrip(".") + text
 
 
-def _end(message: str, code: int, told: bool) -> int:
-    """The same of several processes, of which another one says it."""
-    if not told:
-        return _fail(message, code)
-    time.sleep(SILENT_S)
-    return code
+def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
+    """The same of several processes, of which another one says it; `at_last` unless that one is gone."""
+    if told:
+        time.sleep(SILENT_S)
+    return _fail(message, code) if at_last or not told else code
 
 
 def _fail(message: str, code: int) -> int:

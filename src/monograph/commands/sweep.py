@@ -32,7 +32,7 @@ EVERY = 10  # updates whose numbers are read together
 
 def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
     """Train the members, or go on; compare them; see the command line's help."""
-    world = World(place(srun=True))
+    world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     progress.header(f"monograph {__version__}   {describe().summary}{ranks.said(world)}")
     repeatable(default_device())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from monograph.errors import UsageError
+from monograph.errors import PeerLost, UsageError
 
 # How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
 PATIENCE = timedelta(days=7)
+# How long for a rank that does not come, and after how long that is said.
+COMING, SAYING = timedelta(minutes=10), timedelta(seconds=15)
 PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
 
 
@@ -93,11 +95,15 @@ def first_host(nodes: str) -> str:
 class World:
     """All processes of a run, and this one's place among them; alone, every method is the identity."""
 
-    def __init__(self, own: Place | None = None):
+    def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
         """Meet the others.
 
         Args:
             own: this process's place, None where it is alone.
+            say: what rank 0 says while it waits.
+
+        Raises:
+            PeerLost: some did not come.
         """
         self.own, self.alone, self._asked = own, own is None, 0
         own = own or Place()
@@ -105,14 +111,33 @@ class World:
         if self.alone:
             return
         listens = not own.shared and own.rank == 0
-        self.store = dist.TCPStore(own.host, own.port, own.size, is_master=listens, wait_for_workers=False)
+        try:
+            self.store = dist.TCPStore(
+                own.host, own.port, own.size, is_master=listens, wait_for_workers=False, timeout=COMING
+            )
+        except dist.DistNetworkError as error:
+            reason = str(error).split(". ")[0]
+            raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
         # torchrun's store outlives an attempt, and with it the addresses of processes that are gone (docs/log.md).
         self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
+        self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank its own alone
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
+
+    def _meet(self, say: Callable[[str], None]) -> None:
+        """Wait until all are there, which a launcher starts at about the same time."""
+        self._of_attempt.set(f"there/{self.rank}", "")
+        for _ in range(COMING // SAYING):
+            try:
+                return self._of_attempt.wait([f"there/{rank}" for rank in range(self.size)], SAYING)
+            except dist.DistStoreError:
+                absent = [rank for rank in range(self.size) if not self._of_attempt.check([f"there/{rank}"])]
+                if self.leads and absent:
+                    say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(map(str, absent))}")
+        raise PeerLost(f"rank {self.rank}: of {self.size} ranks {', '.join(map(str, absent))} did not come")
 
     @property
     def leads(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
+POLL_S = 0.1
 _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
@@ -44,6 +47,19 @@ def record(folder: Path) -> dict[str, Any]:
     with suppress(OSError):
         return parsed((folder / "run.lock").read_bytes())
     return {}
+
+
+def wait_until_free(folder: Path, limit_s: float) -> None:
+    """Wait until no other process holds the run, or so long."""
+    end = time.monotonic() + limit_s
+    with suppress(OSError), (folder / "run.lock").open("rb") as file:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_S)
+            else:
+                return
 
 
 def parsed(text: bytes) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageErro
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
 from monograph.run.progress import Progress
+from monograph.run.register import wait_until_free
 from monograph.session.choices import discard
 from monograph.session.invocation import command
 
 ENDED = "exit.json"
+PATIENCE_S = 25.0  # torchrun waits a little longer for what it has told to end
 TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
@@ -37,11 +39,12 @@ def meet(settings: Settings, resumed: bool) -> World:
 
     Raises:
         UsageError: one process for `train.parallel`, or several without it.
+        PeerLost: some did not come.
     """
     own = place(srun=settings.train.parallel != "none")
     if not resumed:
         require_launched(settings, own)
-    return World(own)
+    return World(own, lambda line: Progress().line("note", line))
 
 
 def require_launched(settings: Settings, own: Place | None) -> None:
@@ -73,7 +76,7 @@ def require_one_device(settings: Settings, command: str) -> None:
         origin = settings.origins.get("train.parallel", "default")
         raise UsageError(
             f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
-            f"`monograph {command}` uses one device: leave it out"
+            f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
         )
 
 
@@ -159,8 +162,11 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
             gone.told = not world.leads
             raise gone from error
         elif isinstance(error, MonographError):
-            of_all = isinstance(error, Stopped)
-            error.told = (of_all and not world.leads) or not _first(run.folder / ENDED, error)
+            if isinstance(error, Stopped) and not world.leads:
+                wait_until_free(run.folder, PATIENCE_S)  # a launcher may end all processes with the first that ends
+                error.told = True
+            else:
+                error.told = not _first(run.folder / ENDED, error)
         raise
 
 
