@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_come_is_waited_for_aloud_and_not_for_ever(monkeypa
     said = list[str]()
     with pytest.raises(PeerLost, match="rank 0: of 3 ranks 1, 2 did not come"):
         world.World(Place(0, 3, host="127.0.0.1", port=free_port()), said.append)
-    assert said == ["waiting for 2 of 3 ranks: 1, 2"] * 3
+    assert set(said) == {"waiting for 2 of 3 ranks: 1, 2"} and 1 <= len(said) <= 3
     port = free_port()
     with pytest.raises(PeerLost, match=f"rank 1: nobody was met at 127.0.0.1:{port}: "):
         world.World(Place(1, 3, host="127.0.0.1", port=port))

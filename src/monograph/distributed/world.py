@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from monograph.errors import PeerLost, UsageError
 # How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
 PATIENCE = timedelta(days=7)
 # How long for a rank that does not come, and after how long that is said.
-COMING, SAYING = timedelta(minutes=10), timedelta(seconds=15)
+COMING, SAYING, POLL_S = timedelta(minutes=10), timedelta(seconds=15), 0.05
 PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
 
 
@@ -129,15 +130,18 @@ class World:
 
     def _meet(self, say: Callable[[str], None]) -> None:
         """Wait until all are there, which a launcher starts at about the same time."""
-        self._of_attempt.set(f"there/{self.rank}", "")
-        for _ in range(COMING // SAYING):
-            try:
-                return self._of_attempt.wait([f"there/{rank}" for rank in range(self.size)], SAYING)
-            except dist.DistStoreError:
-                absent = [rank for rank in range(self.size) if not self._of_attempt.check([f"there/{rank}"])]
-                if self.leads and absent:
-                    say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(map(str, absent))}")
-        raise PeerLost(f"rank {self.rank}: of {self.size} ranks {', '.join(map(str, absent))} did not come")
+        here = [f"there/{rank}" for rank in range(self.size)]
+        self._of_attempt.set(here[self.rank], "")
+        began = said = time.monotonic()
+        while not self._of_attempt.check(here):  # torch writes lines of its own where one waits for a key in vain
+            now = time.monotonic()
+            absent = [str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])]
+            if now - began > COMING.total_seconds():
+                raise PeerLost(f"rank {self.rank}: of {self.size} ranks {', '.join(absent)} did not come")
+            if self.leads and now - said > SAYING.total_seconds():
+                say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
+                said = now
+            time.sleep(POLL_S)
 
     @property
     def leads(self) -> bool:

@@ -173,7 +173,7 @@ def _update(engine: Resident, window: Any) -> float:
 def _next(windows: Iterator[Any]) -> Any:
     window = next(windows, None)
     if window is None:
-        raise UsageError(f"the windows came to an end: a profile takes {NEEDED}: give more text, or more epochs")
+        raise UsageError(f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs")
     return window
 
 
