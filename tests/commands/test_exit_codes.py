@@ -85,13 +85,21 @@ def interrupted_twice(server: CommandServer, here: Path) -> Done:
     return command.wait()
 
 
+def terminated(server: CommandServer, here: Path) -> Done:
+    command = server.start(here, "profile", "--ladder", *TINY, env={"CXX": "no-such-compiler"})
+    command.until(lambda: (here / "profiles").exists())
+    time.sleep(0.1)
+    command.signal(signal.SIGTERM)
+    return command.wait()
+
+
 def reader_gone(server: CommandServer, here: Path) -> Done:
     return server.run(here, "data", "show", *TINY, reader=0)
 
 
 CODES: dict[int, Callable[[CommandServer, Path], Done]] = {
     0: done, 1: bug, 2: usage, 3: refused, 4: no_checkpoint, 5: diverged, 6: out_of_memory, 7: disk_full, 8: in_use,
-    75: stopped, 130: interrupted_twice, 141: reader_gone,
+    75: stopped, 130: interrupted_twice, 141: reader_gone, 143: terminated,
 }  # fmt: skip
 SAID = {1: "bug: ZeroDivisionError", 75: "saved at update"}  # the last line of others that fail begins with "error: "
 
