@@ -1,7 +1,7 @@
 """Grouped-query scaled dot-product attention: the plain softmax beside the fused kernels.
 
 Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
-dimension, Q queries of a block, R keys that they may see, M = G Q.
+dimension, Q queries of a block, R keys that they may see, N = B K, M = G Q.
 """
 
 from __future__ import annotations
@@ -103,24 +103,28 @@ def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
 
 
 def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
-    key_heads, length = key_BKSD.shape[1], query_BHTD.shape[2]
+    (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
-    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape).expand(-1, query_BHTD.shape[1], -1, -1)
-    mask_BKGTS = mask.unflatten(1, (key_heads, -1))
-    query_BKGTD = (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1))
-    wide = torch.promote_types(query_BHTD.dtype, torch.float32)
+    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+    # Half of the lowest, so that a score is added to it without overflow. Added in the product, as a mask that a loop
+    # over scores has to read keeps Inductor from computing a row's softmax in one go (docs/log.md).
+    unseen = torch.finfo(query_BHTD.dtype).min / 2
+    bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
+    bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
+    query_NGTD = (query_BHTD * query_BHTD.shape[-1] ** -0.5).unflatten(1, (key_heads, -1)).flatten(0, 1)
+    key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
     outs = []
     for begin in range(0, length, QUERIES):
         end = min(begin + QUERIES, length)
-        query_BKMD = query_BKGTD[..., begin:end, :].flatten(2, 3)
-        seen_BKGQR = mask_BKGTS[..., begin:end, :end]
-        scores_BKMR = (query_BKMD @ key_BKSD[:, :, :end].transpose(-1, -2)).to(wide)
-        scores_BKGQR = scores_BKMR.unflatten(2, (-1, end - begin)).masked_fill(~seen_BKGQR, torch.finfo(wide).min)
-        probabilities_BKGQR = torch.where(seen_BKGQR, scores_BKGQR.softmax(dim=-1), 0.0).to(value_BKSD.dtype)
-        out_BKMD = probabilities_BKGQR.flatten(2, 3) @ value_BKSD[:, :, :end]
-        outs.append(out_BKMD.unflatten(2, (-1, end - begin)))
-    return torch.cat(outs, dim=3).flatten(1, 2)
+        bias_NMR = bias_BKGTS[..., begin:end, :end].flatten(2, 3).flatten(0, 1)
+        query_NMD = query_NGTD[..., begin:end, :].flatten(1, 2)
+        scores_NMR = torch.baddbmm(bias_NMR, query_NMD, key_NSD[:, :end].transpose(-1, -2))
+        scores_NMR = scores_NMR.to(torch.promote_types(scores_NMR.dtype, torch.float32))
+        sees_nothing_NM1 = scores_NMR.detach().amax(dim=-1, keepdim=True) <= unseen / 2
+        out_NMD = scores_NMR.softmax(dim=-1).to(value_NSD.dtype) @ value_NSD[:, :end]
+        outs.append(torch.where(sees_nothing_NM1, 0.0, out_NMD).unflatten(1, (-1, end - begin)))
+    return torch.cat(outs, dim=2).unflatten(0, (rows, -1)).flatten(1, 2)
 
 
 def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
