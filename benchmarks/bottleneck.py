@@ -1,4 +1,4 @@
-"""What `monograph profile` predicts of a change beside what the change then gains, on eight real changes.
+"""What `monograph profile` predicts of a change beside what the change then gains, on nine real changes.
 
 Each case has a process of its own, as a profile has. It profiles one way to train, makes the change, and lets both ways
 take turns: the measured gain is the median ratio of tokens per second, round by round. Goal: the predicted gain is
@@ -26,6 +26,7 @@ from monograph.loss import Batch
 from monograph.measure.profiler import profile
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 
 GOAL = 0.25
@@ -38,6 +39,8 @@ DEEP = replace(NANO, vocab_size=1024, hidden_size=128, intermediate_size=384, nu
 # Of these sizes no constant of a rule was found.
 OTHER = replace(NANO, vocab_size=768, hidden_size=256, intermediate_size=640, num_hidden_layers=3,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96)  # fmt: skip
+# What `monograph train` trains where nothing is said, by Muon.
+DEFAULT = LlamaConfig.preset("micro", vocab_size=4096, max_position_embeddings=256)
 TINY = replace(
     NANO, vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=16
 )
@@ -53,11 +56,13 @@ class Way:
     precision: str = "fp32"
     captured: bool = False
     used: float = 1.0
+    muon: bool = False
 
     def engine(self) -> Resident:
         """Ready to train."""
         model = Llama(self.shape).to(default_device())
-        made = Resident(model, clip=1.0, precision=Precision(self.precision), micro_batch=self.micro)
+        optim = Muon() if self.muon else AdamW()
+        made = Resident(model, optim=optim, clip=1.0, precision=Precision(self.precision), micro_batch=self.micro)
         if self.captured:
             if obstacle := made.capture(self.window()):
                 raise SystemExit(f"bottleneck.py: cannot be captured: {obstacle}")
@@ -92,6 +97,8 @@ CASES: dict[str, tuple[Way, Way, str]] = {
     "eager to captured, other": (Way(OTHER), Way(OTHER, captured=True), "train.compile=whole"),
     "fp32 to bf16, other": (Way(OTHER, captured=True), Way(OTHER, captured=True, precision="bf16"),
                             "train.precision=bf16"),
+    "fp32 to bf16, default": (Way(DEFAULT, captured=True, muon=True),
+                              Way(DEFAULT, captured=True, precision="bf16", muon=True), "train.precision=bf16"),
 }  # fmt: skip
 
 

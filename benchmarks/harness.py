@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A thread that spins while it waits takes the core from the one that it waits for: on a busy machine 20 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler announces itself on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
 # A benchmark measures the tree that it lies in, installed or not.
 sys.path.insert(0, str(ROOT / "src"))
 

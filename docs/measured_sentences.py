@@ -246,7 +246,7 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
     "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
     "bottleneck": (
-        "speed that `monograph profile` predicts of eight changes, and what each then gains, one thread "
+        "speed that `monograph profile` predicts of nine changes, and what each then gains, one thread "
         "([how](docs/profile.md#predicted-and-measured))",
         bottleneck,
     ),

@@ -137,6 +137,7 @@ RUNS: list[tuple[Callable[[Tape], None], dict[str, object], str, str | None]] = 
     (elementwise_in_fp32, {"bf16": {"elementwise": 0.5}}, "elementwise", "train.precision=bf16"),
     (small_products, {}, "matmul", None),
     (at_the_roof, {}, "nothing", None),
+    (at_the_roof, {"bf16": {"matmul": 0.5}}, "nothing", "train.precision=bf16"),
     (at_the_roof, {"used": 0.4}, "padding", "data.packing=packed"),
     (eager, {"captured": False}, "host gaps", "train.compile=whole"),
     (eager, {"captured": False, "can_compile": False}, "host gaps", None),
@@ -189,6 +190,9 @@ def test_products_that_compute_binds_gain_by_another_precision() -> None:
     assert found.gain(found.change) == pytest.approx(48 / (48 - 30 - 4))
     slower = tape.judged(bf16={"matmul": 0.25, "elementwise": 2.0})
     assert slower.change and slower.gain(slower.change) == pytest.approx(48 / (48 - 30 + 8))
+    muon = Tape().kernel("optimizer", 30, compute=1.0).kernel("optimizer", 10, memory=1.0)
+    found = muon.judged(bf16={"matmul": 0.5, "optimizer": 1.7})  # its products gain, all else of it does not
+    assert found.change and found.gain(found.change) == pytest.approx(40 / (40 - 15 + 7))
     latent = Tape().kernel("matmul", 40, compute=0.1).judged(bf16={"matmul": 0.25})
     assert latent.change is None  # neither floor is what such a product waits for
 

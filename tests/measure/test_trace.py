@@ -10,8 +10,11 @@ import json
 import pytest
 import torch
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.select_algorithm import extern_kernels
 
+from monograph.compat import lower_to_call, watched_kernels
 from monograph.errors import InputRefused
+from monograph.graph import matmul
 from monograph.measure import trace
 from monograph.measure.intervals import PARTS, spent
 from monograph.measure.profiler import NEEDED, UPDATES, has_kernel, profile
@@ -77,6 +80,29 @@ def test_a_step_on_a_cpu() -> None:
     assert parts["matmul"] == pytest.approx(18) and parts["attention"] == pytest.approx(12)
 
 
+def test_operators_of_our_own() -> None:
+    made = Made().span(trace.STEP, 0, 100)
+    made.event("monograph::small_matmul", 0, 10, **product([8, 16], [16, 32]))
+    made.event("monograph::batched_matmul", 10, 15, **product([2, 8, 8], [2, 8, 8]))
+    made.event("monograph::add_product_", 20, 40, **shaped([97, 16], [8, 97], [8, 16]))  # some rows at a time
+    made.event("aten::mm", 22, 30, **product([40, 8], [8, 16])).event("aten::add_", 30, 38, **shaped([40, 16]))
+    timeline, parts = made.read()
+    assert parts == pytest.approx({"matmul": 10, "attention": 5, "loss head": 16, "host gaps": 69})
+    assert [kernel.flops for kernel in timeline.kernels if kernel.part == "loss head"] == [2 * 40 * 8 * 16, 0]
+
+
+def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
+    lower_to_call(torch.ops.monograph.small_matmul.default, matmul.small_out)
+    left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)
+    before = extern_kernels.monograph_small_matmul
+    with watched_kernels(), torch.profiler.profile(record_shapes=True) as watching:
+        extern_kernels.monograph_small_matmul(left, right, out=out)
+    assert extern_kernels.monograph_small_matmul is before
+    [seen] = [each for each in watching.events() if each.name == "monograph::small_matmul"]
+    assert seen.input_shapes == [[64, 48], [48, 64]]
+    torch.testing.assert_close(out, left @ right)
+
+
 def test_the_heads_span_and_its_backward_pass() -> None:
     made = Made().span(trace.STEP, 0, 100).span(trace.HEAD, 10, 30)
     made.event("aten::mm", 12, 20, **product([8, 16], [16, 32]), **{"Sequence number": 7})
@@ -131,6 +157,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
         ("aten::linear", False), ("aten::matmul", False), ("aten::to", False), ("aten::view", False),
         ("aten::as_strided", False), ("aten::empty", False), ("aten::empty_like", False), ("aten::item", False),
         ("CompiledFunction", False), ("autograd::engine::evaluate_function: MmBackward0", False), ("nobody::is", False),
+        ("monograph::add_product_", False), ("monograph::small_matmul", True),
     ],
 )  # fmt: skip
 def test_which_operators_compute(name: str, computes: bool) -> None:

@@ -125,7 +125,7 @@ def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nfloor     {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
     print(f"bound by  {said(found)}")
-    for index, change in enumerate(judged.changes if judged.change else ()):
+    for index, change in enumerate(judged.changes):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
         other = "" if change.same_training else " (another training)"
@@ -160,9 +160,7 @@ def _object(found: Profile, tokens_per_s: float, session: Session, folder: Path)
         "gaps_s": dict(judged.spent.gaps),
         "recoverable_s": dict(judged.recoverable),
         "bound_by": judged.binds,
-        "changes": [
-            {**asdict(each), "predicted_gain": judged.gain(each)} for each in (judged.changes if judged.change else ())
-        ],
+        "changes": [{**asdict(each), "predicted_gain": judged.gain(each)} for each in judged.changes],
         "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
         "trace": str(folder / TRACE),

@@ -112,33 +112,37 @@ def lower_to_memory(operator: Any) -> None:
 
 @contextmanager
 def watched_kernels() -> Iterator[None]:
-    """In the block a profiler sees the kernels that Inductor made for a CPU, with their names and arguments.
+    """In the block a profiler sees what graphs call on a CPU past the dispatcher, with names and arguments.
 
-    Of those for a GPU it does so by itself. Modules of graphs hold their kernels as globals of their own.
+    Inductor's kernels for a GPU it sees by itself. Modules of graphs hold their kernels as globals of their own.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.select_algorithm import extern_kernels
 
     def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             with _RecordFunctionFast(name, arguments, {}):
-                return kernel(*arguments)
+                return kernel(*arguments, **options)
 
         return call
 
     found = [
-        (vars(module), name, value)
+        (vars(module), name, value, name)
         for module in PyCodeCache.modules
         for name, value in vars(module).items()
         if name.startswith("cpp_fused_") and callable(value)
     ]
-    for module, name, kernel in found:
-        module[name] = watched(name, kernel)
+    # What `lower_to_call` calls past the dispatcher, under the name that a trace has for it otherwise.
+    ours = {name: value for name, value in vars(extern_kernels).items() if name.startswith("monograph_")}
+    found += [(vars(extern_kernels), name, ours[name], name.replace("_", "::", 1)) for name in ours]
+    for place, name, kernel, shown in found:
+        place[name] = watched(shown, kernel)
     try:
         yield
     finally:
-        for module, name, kernel in found:
-            module[name] = kernel
+        for place, name, kernel, _ in found:
+            place[name] = kernel
 
 
 def quiet_profiler() -> None:

@@ -102,7 +102,7 @@ class Verdict:
     @property
     def change(self) -> Change | None:
         """The one to make; None if nothing is worth it."""
-        return self.changes[0] if self.changes and self.binds != "nothing" else None
+        return self.changes[0] if self.changes else None
 
     @property
     def unknown_s(self) -> float:
@@ -214,12 +214,17 @@ def _of_graphs(
 def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
     """Half as many bits: faster are products that compute binds, and of the rest what memory binds.
 
-    A kernel that is too small for either floor gains nothing. What is slower is so in all of a part.
+    A kernel that is too small for either floor gains nothing. What is slower is so in all of a part, but for the
+    products of an optimizer, as Muon's.
     """
-    saved = 0.0
+    saved, products = 0.0, _share(bounds, "optimizer", "compute") * found.parts["optimizer"]
     for part, times in situation.bf16.items():
+        spent = found.parts[part]
+        if part == "optimizer":
+            saved += products * (1 - situation.bf16.get("matmul", 1.0))
+            spent -= products
         kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        saved += found.parts[part] * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
+        saved += spent * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
     return [Change("train.precision=bf16", "products are faster and numbers half as large", saved)]
 
 

@@ -52,7 +52,7 @@ def said(found: Profile) -> str:
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
     unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
     if judged.binds == "nothing":
-        return f"nothing that could be won back: every part that can be judged is near its floor{unjudged}"
+        return f"nothing that could be won back: what can be judged is near its floor as it is set up{unjudged}"
     share = judged.recoverable[judged.binds] / found.update_s
     what = "empty positions" if judged.binds == "padding" else judged.binds
     none = "" if judged.change else "; no key changes that"
@@ -79,6 +79,6 @@ def _changes(found: Profile) -> str:
     rows: list[list[Cell]] = [
         [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
          "the same" if change.same_training else "another", change.why]
-        for change in (judged.changes if judged.change else ())
+        for change in judged.changes
     ]  # fmt: skip
     return table("What may be changed", ["change", "predicted", "training", "as"], rows)

@@ -208,7 +208,7 @@ def has_kernel(name: str) -> bool:
     """Whether an operator computes something itself: it is no view, allocates not only, and calls not only others."""
     room, _, operator = name.rpartition("::")
     packet = getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
-    if packet is None or operator.startswith(_ALLOCATES):
+    if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
         return False
     overload = getattr(packet, packet.overloads()[0])
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):

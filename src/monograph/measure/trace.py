@@ -19,12 +19,18 @@ from typing import Any
 from monograph.measure.intervals import Kernel, Operands, Part, Span, Timeline
 
 STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
+ADDED = "monograph::add_product_"  # in one graph of the step, where the head has no span, part of it
 Event = Mapping[str, Any]
 
 _BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
 }  # fmt: skip
-_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0}
+# And which of their inputs is the left one; the last three are `monograph.graph.matmul`'s.
+_PRODUCTS = {
+    "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
+    "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
+}  # fmt: skip
+_BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
 # Inductor's kernels, by the names that it gives them.
 _GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
@@ -146,7 +152,7 @@ class _Reader:
         if part is None:
             if name == UPDATE:
                 part = "optimizer"
-            elif name == HEAD or (name.startswith(_BACKWARD) and self._number(event) in self.head):
+            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and self._number(event) in self.head):
                 part = "loss head"
         inside = place.inside
         if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
@@ -168,7 +174,7 @@ class _Reader:
             sides = [side for shape in _shapes(event) for side in shape]
             if self.vocabulary is not None and self.vocabulary in sides:
                 return "loss head"
-            return "attention" if self.heads_are_batched and name in ("bmm", "baddbmm") else "matmul"
+            return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
         known = event["name"].startswith("aten::") or _GENERATED.search(event["name"])
         return "elementwise" if known else "other"
 
