@@ -103,7 +103,7 @@ def _wrong_arguments(error: Any) -> str:
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
-    """The same of several processes, of which another one says it; `at_last` unless that one is gone."""
+    """The same of several processes; where another has `told` it, this one waits, and says nothing, or it `at_last`."""
     if told:
         time.sleep(SILENT_S)
     return _fail(message, code) if at_last or not told else code

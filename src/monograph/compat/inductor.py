@@ -134,8 +134,11 @@ def watched_kernels() -> Iterator[None]:
         if name.startswith("cpp_fused_") and callable(value)
     ]
     # What `lower_to_call` calls past the dispatcher, under the name that a trace has for it otherwise.
-    ours = {name: value for name, value in vars(extern_kernels).items() if name.startswith("monograph_")}
-    found += [(vars(extern_kernels), name, ours[name], name.replace("_", "::", 1)) for name in ours]
+    found += [
+        (vars(extern_kernels), name, value, name.replace("_", "::", 1))
+        for name, value in vars(extern_kernels).items()
+        if name.startswith("monograph_")
+    ]
     for place, name, kernel, shown in found:
         place[name] = watched(shown, kernel)
     try:
