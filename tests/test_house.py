@@ -43,12 +43,12 @@ def test_at_most_10_commands() -> None:
     assert len(app.registered_commands) + len(app.registered_groups) <= 10
 
 
-def test_at_most_50_toml_keys() -> None:
-    assert len(KEYS) <= 50
+def test_at_most_60_toml_keys() -> None:
+    assert len(KEYS) <= 60
 
 
-def test_at_most_40_public_names() -> None:
-    assert len(set(monograph.__all__) - {"__version__"}) <= 40
+def test_at_most_46_public_names() -> None:
+    assert len(set(monograph.__all__) - {"__version__"}) <= 46
 
 
 def lines_of_code(source: str) -> int:
@@ -62,8 +62,8 @@ def lines_of_code(source: str) -> int:
     return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - prose)
 
 
-def test_at_most_26000_lines_of_code() -> None:
-    assert sum(lines_of_code(path.read_text()) for path in SOURCES) <= 26_000
+def test_at_most_28000_lines_of_code() -> None:
+    assert sum(lines_of_code(path.read_text()) for path in SOURCES) <= 28_000
 
 
 def test_what_counts_as_a_line_of_code() -> None:
@@ -71,9 +71,9 @@ def test_what_counts_as_a_line_of_code() -> None:
     assert lines_of_code(documented + '    return """a\nb"""\n') == 3
 
 
-def test_files_have_at_most_300_lines() -> None:
+def test_files_have_at_most_400_lines() -> None:
     longer = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
-    longer = {path: lines for path, lines in longer.items() if lines > 300}
+    longer = {path: lines for path, lines in longer.items() if lines > 400}
     assert longer.keys() == LONGER_FILES.keys(), longer
 
 
