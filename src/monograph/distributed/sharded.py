@@ -52,6 +52,10 @@ class ShardedStep(RankStep):
         for block in blocks(self.model).values():
             fully_shard(settle(block), mesh=mesh)
         self.root: FSDPModule = fully_shard(_Summed(self), mesh=mesh)  # type: ignore[assignment]
+        for module in self.root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
         return [self.begun(plane) for plane in rows_planes(self.model, kinds)]
 
     def _require_rows(self) -> None:

@@ -1,9 +1,10 @@
-"""The step of one rank among several: its gradients are averaged with the others' by DDP or FSDP2.
+"""The step of one rank among several: DDP or FSDP2 adds its gradients to the others'.
 
-    gradient = 1/W sum over ranks of d/dp (W / N  sum of the rank's losses),   N = targets of all ranks
+    gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
 
-which is the gradient of one process with all micro-batches. Shapes: W ranks; the window's units (micro-batches) go to
-ranks in turn.
+which is the gradient of one process with all micro-batches. Both engines would average, of a loss that is multiplied by
+the number of ranks: in fp16 that factor overflows sooner, and rounds what is subnormal otherwise. So they are told to
+add. Shapes: the window's units (micro-batches) go to ranks in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class RankStep(Step):
         """Prepare a step; `others` are `Step`'s own."""
         self.world, self.left, self.unit = world, 0, 0
         super().__init__(model, sum_over_ranks=world.sum, **others)
-        self.gradient_scale = float(world.size)
         self.recorder = None  # a replay would hold collectives
 
     def count_window(self, batches: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class RankStep(Step):
         super().count_window(batches)
 
     def joining(self) -> AbstractContextManager[None]:
-        """The context of the micro-batch that is next; a hook for how often gradients are averaged."""
+        """The context of the micro-batch that is next; a hook for how often gradients are summed over ranks."""
         return nullcontext()
 
     def _micro_step(self, batch: Any) -> None:
@@ -62,7 +62,7 @@ class RankStep(Step):
 
 
 class ReplicatedStep(RankStep):
-    """Every rank has the whole model, and DDP averages the gradients: all that `Step` can do, a copy of it each."""
+    """Every rank has the whole model, and DDP adds up the gradients: all that `Step` can do, a copy of it each."""
 
     def __init__(self, model: nn.Module, **others: Any):
         """Prepare a step; see `RankStep`."""
@@ -70,13 +70,15 @@ class ReplicatedStep(RankStep):
         compat.one_graph_under_ddp()
         # Not gradient_as_bucket_view: gradients are views of the planes already.
         self.parallel = DistributedDataParallel(_Whole(self))
+        # A lambda, since torch refuses annotations that are text.
+        self.parallel.register_comm_hook(None, lambda _, bucket: self.world.summing(bucket.buffer()))
         # DDP lays its buckets out anew after a process's first pass, and more than two ranks' numbers are then added in
         # another order. That pass is over before the first update, so ranks that are started again have the same bits.
         reached: Tensor = self.parallel(None, self.seed)
         reached.backward()  # type: ignore[no-untyped-call]
 
     def joining(self) -> AbstractContextManager[None]:
-        """Gradients are averaged with the window's last micro-batch, all at once."""
+        """Gradients are summed over ranks with the window's last micro-batch, all at once."""
         return self.parallel.no_sync() if self.left else nullcontext()
 
     def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:

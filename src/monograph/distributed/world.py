@@ -156,6 +156,11 @@ class World:
         dist.all_reduce(total)
         return total
 
+    def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """The sum over ranks of a tensor, in its place, some time later; a collective."""
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
     def any(self, *flags: bool) -> list[bool]:
         """Of each flag, whether it is set on some rank; a collective."""
         if self.alone:

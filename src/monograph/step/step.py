@@ -56,7 +56,6 @@ class Step(Deciding):
 
     CAPTURED: tuple[str, ...] = ("forward", "apply", "evaluate")
     CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("apply",)
-    gradient_scale = 1.0  # by which gradients are divided elsewhere: the number of ranks, where they are averaged
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class Step(Deciding):
         total = torch.ones((), device=self.device)
         if batches and counts[0] is not None:
             total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
-        self.seed.copy_(reciprocal(total) * self.loss_scale * self.gradient_scale)
+        self.seed.copy_(reciprocal(total) * self.loss_scale)
 
     def settle(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
