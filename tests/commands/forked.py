@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 
 import monograph
+from clocks import HANG_S
 from modes import binding_modes
 
 PROGRAM = str(Path(monograph.__file__).with_name("__main__.py"))
-LONGEST_S = 120
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Command:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def until(self, condition: Callable[[], bool], seconds: float = LONGEST_S) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = HANG_S) -> None:
         """Wait for something that the command does."""
         end = time.monotonic() + seconds
         while not condition():
@@ -155,7 +155,7 @@ def carry_out(case: dict[str, object]) -> None:
     if not case.get("figures", 1):
         monograph.session.story.write_report = lambda *_: None
         monograph.sweeps.board.write_sweep_report = lambda *_: None
-    signal.alarm(LONGEST_S)
+    signal.alarm(HANG_S)
     # Every new process has random numbers of its own; those of forks would be alike.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(int.from_bytes(os.urandom(4), "little"))

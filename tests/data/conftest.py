@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clocks import HANG_S
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.tokenizer import Tokenizer
 
@@ -70,6 +71,8 @@ def python() -> Callable[..., str]:
     def run(script: str, *arguments: str) -> str:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-W", "error", "-c", script, *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=HANG_S
+        ).stdout
 
     return run

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from clocks import HANG_S
 from monograph.data.ahead import ahead
 
 
@@ -35,7 +36,7 @@ def test_it_is_ahead_by_that_many_and_no_more(count):
     with closing(ahead(items(), count)) as found:
         for taken in (1, 2):
             next(found)
-            deadline_s = time.monotonic() + 10
+            deadline_s = time.monotonic() + HANG_S
             while len(made) < taken + count and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             time.sleep(0.02)
@@ -62,12 +63,12 @@ def test_closing_waits_for_one_item_and_makes_no_more():
         for i in range(20):
             if i == 1:
                 begun.set()
-                going_on.wait(10)
+                going_on.wait(HANG_S)
             made.append(i)
             yield i
 
     found = ahead(items(), 5)
-    assert next(found) == 0 and begun.wait(10)
+    assert next(found) == 0 and begun.wait(HANG_S)
     threading.Timer(0.05, going_on.set).start()
     found.close()
     assert threads() == [] and made == [0, 1]

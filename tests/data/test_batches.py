@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clocks import HANG_S
 from monograph.data.batches import Batches
 from monograph.errors import UsageError
 
@@ -115,7 +116,7 @@ def test_the_thread_ends_with_its_batches(small):
     next(batches)
     del batches
     gc.collect()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + HANG_S
     while worker_threads() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not worker_threads()

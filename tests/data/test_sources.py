@@ -59,7 +59,6 @@ def test_what_cannot_be_text_is_passed_over_and_counted(folder, tmp_path):
     assert by_name["my texts/a.md"].group == by_name["my texts/hard link.md"].group
 
 
-@pytest.mark.timeout(10)
 def test_links_in_a_circle_end(folder, tmp_path):
     before = names(find(folder, tmp_path))
     (folder / "deep" / "loop").symlink_to(folder)

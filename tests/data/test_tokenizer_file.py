@@ -90,7 +90,6 @@ def test_it_is_refused_with_the_reason(message):
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
-@pytest.mark.timeout(10)
 def test_padding_and_truncation_are_dropped():
     # With 4e9 instead of 1e6 the library aborts the process.
     hostile = GOOD | {

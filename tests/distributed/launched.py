@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from clocks import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def ranks(program: Path, size: int, *arguments: object, timeout_s: float) -> list[str]:
+def ranks(program: Path, size: int, *arguments: object) -> list[str]:
     """The output of each rank of a program, which must all end well in time."""
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, str(program), *map(str, arguments)]
@@ -39,12 +41,12 @@ def ranks(program: Path, size: int, *arguments: object, timeout_s: float) -> lis
         )
         for rank in range(size)
     ]  # fmt: skip
-    return ended(started, timeout_s)
+    return ended(started)
 
 
-def ended(started: list[subprocess.Popen[str]], timeout_s: float) -> list[str]:
+def ended(started: list[subprocess.Popen[str]]) -> list[str]:
     """The output of processes that end with code 0 in time; else an AssertionError with the output, and the stacks."""
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + HANG_S
     while any(each.poll() is None for each in started) and time.monotonic() < until:
         if any(each.poll() for each in started):  # one failed: the others would wait for it
             break
@@ -82,22 +84,22 @@ class Torchrun:
             return []
         return [int(pid) for pid in found if b"monograph" in _command_line(int(pid))]
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that the ranks do."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < end and self.process.poll() is None, self.err.read_text()
             time.sleep(0.02)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self) -> int:
         """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             for pid in self.workers():
                 os.kill(pid, signal.SIGABRT)
             time.sleep(1)
-            raise AssertionError(f"did not end in {timeout_s} s\n{self.err.read_text()[-8000:]}") from None
+            raise AssertionError(f"did not end in {HANG_S} s\n{self.err.read_text()[-8000:]}") from None
         finally:
             self.stop()
 

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).with_name("failing.py")
 
 
 def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    first, second = ranks(PROGRAM, 2, tmp_path, timeout_s=60)
+    first, second = ranks(PROGRAM, 2, tmp_path)
     assert second.splitlines()[-1] == (
         f"{tmp_path}/.tmp-step-00000002/model.safetensors: rank 1 cannot save its part of the checkpoint of update 2: "
         "No space left on device; make room, then resume"

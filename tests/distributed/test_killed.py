@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from clocks import HANG_S
 from commands.inputs import TINY, newest, over, rows, with_texts
 from distributed.launched import Torchrun
 
@@ -26,7 +27,6 @@ KINDS = ["fsdp", "ddp"]
 CASES = [(2, "fsdp", 3)] + [
     pytest.param(size, kind, 20, marks=pytest.mark.slow) for size in (2, 4) for kind in KINDS
 ]  # fmt: skip
-LONGEST_ATTEMPT_S = 25.0
 
 
 def bits(run: Path) -> dict[str, Any]:
@@ -35,12 +35,11 @@ def bits(run: Path) -> dict[str, Any]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} | {"losses": losses}
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("size", "kind", "kills"), CASES)
 def test_killed_ranks_end_in_the_same_bits(size: int, kind: str, kills: int, tmp_path: Path) -> None:
     with_texts(tmp_path)
     arguments = ["train", *ARGUMENTS, f"train.parallel={kind}", "--out"]
-    assert Torchrun(size, tmp_path, *arguments, "whole").wait(120) == 0
+    assert Torchrun(size, tmp_path, *arguments, "whole").wait() == 0
     draws, moments = random.Random(f"{size} {kind}"), list[float]()
     for number in itertools.count():
         if len(moments) >= kills:  # a machine may be so fast that a run ends before
@@ -48,14 +47,14 @@ def test_killed_ranks_end_in_the_same_bits(size: int, kind: str, kills: int, tmp
         name = f"killed-{number}"
         launch = Torchrun(size, tmp_path, *arguments, name, restarts=2 * kills)
         moments += kill(launch, size, kills - len(moments), draws)
-        assert launch.wait(LONGEST_ATTEMPT_S * 2) == 0, launch.err.read_text()[-4000:]
+        assert launch.wait() == 0, launch.err.read_text()[-4000:]
         assert bits(tmp_path / name) == bits(tmp_path / "whole"), moments
 
 
 def kill(launch: Torchrun, size: int, kills: int, draws: random.Random) -> list[float]:
     """Kill a rank in every attempt, some seconds after its beginning, until the run ends; after how many each."""
     moments, seen, began = list[float](), list[int](), time.monotonic()
-    delay, end = draws.uniform(0.5, 9), began + LONGEST_ATTEMPT_S * (kills + 2)
+    delay, end = draws.uniform(0.5, 9), began + HANG_S
     while len(moments) < kills and launch.process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
         workers = launch.workers()

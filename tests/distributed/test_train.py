@@ -17,7 +17,6 @@ from monograph.distributed import world
 from monograph.distributed.world import Place, first_host, place
 from monograph.errors import PeerLost, UsageError
 
-LONGEST_S = 120
 LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
 
 
@@ -33,7 +32,7 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     settings = over(TINY, "optim.name=adamw", "train.eval_every=3")
     assert server.run(tmp_path, "train", *settings, "--out", "alone").code == 0
     launch = Torchrun(2, tmp_path, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
-    assert launch.wait(LONGEST_S) == 0, launch.err.read_text()
+    assert launch.wait() == 0, launch.err.read_text()
     [line] = launch.out.read_text().splitlines()
     assert json.loads(line)["update"] == 8
     alone, shared = rows(tmp_path / "alone"), rows(tmp_path / "shared")
@@ -58,7 +57,7 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     launch.until(lambda: len(rows(tmp_path / "run")) > 3)
     began = time.monotonic()
     launch.process.send_signal(signal.SIGTERM)
-    launch.wait(LONGEST_S)
+    launch.wait()
     said = launch.err.read_text()
     assert time.monotonic() - began < 20, said  # torchrun kills after 30 s
     assert "forcefully" not in said
@@ -81,7 +80,7 @@ def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(tmp_path: P
     (tmp_path / "own.py").write_text(POISON)
     settings = over(OWN, "train.updates=100", "model.init=own.py:build", "train.parallel=ddp")
     launch = Torchrun(2, tmp_path, "train", *settings, "--out", "run", restarts=1)
-    assert launch.wait(LONGEST_S) == 1
+    assert launch.wait() == 1
     said = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
     assert len(said) == 2, said
     assert "20 updates in a row" in said[0] and said[1].startswith("error: ended before with exit code 5: 20 updates")
@@ -105,7 +104,7 @@ def test_one_process_is_refused(setting: str, server: CommandServer, tmp_path: P
 def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> None:
     with_texts(tmp_path)
     launch = Torchrun(2, tmp_path, "train", *TINY)
-    assert launch.wait(LONGEST_S) == 1
+    assert launch.wait() == 1
     [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
     assert "2 processes were started, which would each train the same run: add train.parallel=ddp" in said
     assert not (tmp_path / "runs").exists()
@@ -114,7 +113,7 @@ def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> N
 def test_what_does_not_go_together_is_refused_once_and_leaves_nothing(tmp_path: Path) -> None:
     with_texts(tmp_path)
     launch = Torchrun(2, tmp_path, "train", *over(TINY, "train.compile=whole"), "train.parallel=fsdp", "--out", "run")
-    assert launch.wait(LONGEST_S) == 1
+    assert launch.wait() == 1
     [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
     assert "train.parallel = fsdp does not go with train.compile = whole" in said
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CASE_SECONDS = 60
+from clocks import HANG_S
 
 
 def load(file: str, function: str) -> Callable[[Path], object]:
@@ -29,7 +29,7 @@ def load(file: str, function: str) -> Callable[[Path], object]:
 
 
 def carry_out(case: dict[str, Any], shim: ctypes.CDLL, scenario: Callable[[Path], object]) -> dict[str, Any]:
-    signal.alarm(CASE_SECONDS)  # a hang ends the case with SIGALRM, which no test expects
+    signal.alarm(HANG_S)  # a hang ends the case with SIGALRM, which no test expects
     error = None
     shim.faults_arm(case["folder"].encode(), case["mode"], case["at"])
     try:

@@ -163,7 +163,6 @@ def test_killed_on_every_way(server: CommandServer, here: Path, compiled: str, p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_compiled_on_two_threads(here: Path) -> None:
     """Inductor's own embedding backward adds atomically: without the deterministic mode, no two runs agree."""
     settings = SETTINGS | {"train.compile": "whole", "train.tokens_per_update": 2048, "train.micro_batch": 64}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from clocks import HANG_S
+
 IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 # Runs where `disk` is the whole of a disk; the mount is seen by this process and its children alone.
@@ -88,5 +90,5 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [*IN_A_NAMESPACE, sys.executable, "-c", SCRIPT, str(tmp_path / "disk")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout == "all as it was\n", done.stderr[-3000:]

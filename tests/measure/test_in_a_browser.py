@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from clocks import HANG_S
 from reports import KINDS
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
@@ -35,7 +36,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     pictures, found = os.environ.get("MONOGRAPH_SCREENSHOTS", str(folder)), {}
     for scheme in SCHEMES:
         command = [sys.executable, str(DRIVER), scheme, pictures, *map(str, pages)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stderr[-2000:]
         found[scheme] = json.loads(done.stdout.splitlines()[-1])
     for kind, page in zip(KINDS, pages, strict=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import monograph
+from clocks import HANG_S
 from monograph.run import StopSignal
 
 SOURCE = Path(monograph.__file__).parents[1]
@@ -21,7 +22,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
     )
 

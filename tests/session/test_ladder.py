@@ -194,7 +194,6 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
 
 
 @pytest.mark.slow  # three graphs are compiled
-@pytest.mark.timeout(900)
 def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
     made, way, losses = ladder(folder), Way(), []
     for each in RUNGS[:3]:
