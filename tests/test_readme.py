@@ -20,10 +20,12 @@ import monograph as mono
 from monograph import cli
 from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.measure.report import write_report
+from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.families import FAMILIES
 from scripts import ROOT, script
 
 README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # The log holds findings, not instructions, and says its machine and date itself.
 TAUGHT = [page for page in PAGES if page.name != "log.md"]
@@ -39,6 +41,23 @@ def texts(directory: Path) -> None:
     (directory / "run.toml").write_text("[train]\nupdates = 2\n")
     (directory / "RUN").mkdir()
     (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
+    """The two pages that tell it agree with the planner's rates, and with the machines of what was measured."""
+    said = "no part of monograph has been measured on a gpu yet"
+    machines = [json.loads(path.read_text())["machine"]["type"] for path in RESULTS.glob("*.json")]
+    known = EFFICIENCIES["NVIDIA H200"]
+    for page in (README, ROOT / "docs" / "plan.md"):
+        text = " ".join(page.read_text().split())
+        assert (said in text.lower()) == (set(machines) == {"cpu"}), page.name
+        products, peak = re.search(r"products at (\d+) of (\d+) TFLOP/s", text).groups()  # type: ignore[union-attr]
+        copies, bandwidth = re.search(r"copies at ([\d.]+) of ([\d.]+) TB/s", text).groups()  # type: ignore[union-attr]
+        assert abs(float(products) / float(peak) - known.products) < 1e-3, page.name
+        assert abs(float(copies) / float(bandwidth) - known.traffic) < 1e-3, page.name
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
