@@ -95,6 +95,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         sliding_window=draw.choice([1, 2, 5, 17, LENGTH - 1, LENGTH, 100]) if windowed else None,
         layer_types=kinds,
         initializer_range=0.3,
+        pad_token_id=draw.choice([None, 0, 5]),
     )
 
 

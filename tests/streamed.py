@@ -22,7 +22,7 @@ LAYERS, ROWS, MICRO_BATCH, UPDATES = 6, 8, 3, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"model_type": "mistral", "sliding_window": 5},
+    "mistral": {"model_type": "mistral", "sliding_window": 5, "pad_token_id": 5},
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING, SLIDING) * 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
 }

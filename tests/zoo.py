@@ -163,7 +163,7 @@ def zoo() -> dict[str, Kind]:
     bert = transformer("BertForMaskedLM", **LANGUAGE)
     return {
         "our llama": Kind(
-            lambda seed: tiny_llama(torch.float64, seed, tie_word_embeddings=True),
+            lambda seed: tiny_llama(torch.float64, seed, tie_word_embeddings=True, pad_token_id=3),
             token_loss,
             lambda s: ragged(ROWS, s),
         ),

@@ -49,7 +49,7 @@ _GAINS = {
 _BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
 _MAY_DIFFER = {
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "initializer_range",
-    "bos_token_id", "eos_token_id",
+    "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
 
 

@@ -51,7 +51,8 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
 
 def in_peft(model, tied, seed=0):
     """PEFT's adapters and rows on a copy of the base, with the numbers of ours."""
-    theirs = tiny_llama(model.model.embed_tokens.weight.dtype, seed, tie_word_embeddings=tied)
+    padding = model.config.pad_token_id
+    theirs = tiny_llama(model.model.embed_tokens.weight.dtype, seed, tie_word_embeddings=tied, pad_token_id=padding)
     theirs.get_input_embeddings = lambda: theirs.model.embed_tokens
     theirs._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     library, ids = peft(), list(TOKENS)
@@ -110,6 +111,16 @@ def test_loss_and_gradients_are_pefts(dtype, tied):
         error, naive = (squares[name, who] ** 0.5 for who in ("ours", "theirs"))
         # Of float64 there is no truth that is nearer.
         assert error <= (1e-12 if dtype == torch.float64 else 1.5 * (naive + torch.finfo(dtype).eps / 2)), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_row_of_the_padding_learns_nothing_from_being_looked_up_as_in_peft(tied):
+    model = tiny_llama(torch.float64, tie_word_embeddings=tied, pad_token_id=TOKENS[1])
+    adapt(model, WITH_ROWS)
+    ours, theirs = loss_and_gradients(model), loss_and_gradients(in_peft(model, tied))
+    rows = "model.embed_tokens.token_rows"
+    assert relative_error(ours[rows], theirs[rows]) < 1e-12
+    assert ours[rows].any(1).tolist() == [True, tied, True]
 
 
 def test_transformers_llama_is_a_module_like_any_other():

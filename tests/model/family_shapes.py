@@ -20,7 +20,7 @@ SMALL = {
 # A key of every kind in every family that has it.
 MIXED = {
     "llama": {"attention_bias": True, "rope_scaling": SCALINGS[1]},
-    "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
-    "qwen2": {"sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
+    "mistral": {"sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": 7},
+    "qwen2": {"attention_dropout": 0.1, "sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
     "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
 }

@@ -78,6 +78,10 @@ def test_sizes_that_are_left_out_are_derived():
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings = 1: expected true or false"),
         ({"bos_token_id": -1}, r"bos_token_id = -1"),
         ({"eos_token_id": (2, "3")}, r"eos_token_id = '3'"),
+        ({"pad_token_id": 64}, r"pad_token_id = 64: expected null or a token id below vocab_size = 64"),
+        ({"pad_token_id": -65}, r"pad_token_id = -65"),
+        ({"pad_token_id": "0"}, r"pad_token_id = '0'"),
+        ({"attention_dropout": -0.1}, r"attention_dropout = -0.1: expected a positive number"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values, said):
@@ -102,7 +106,8 @@ def test_both_spellings_of_rope_in_config_json_are_read():
     four = {**HF, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     older = {**HF, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     five = {**HF, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
-    expected = LlamaConfig(**SMALL, rms_norm_eps=1e-6, rope_theta=5e5, rope_scaling=Llama3Scaling(**scaling))
+    left_open = {"rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2}
+    expected = LlamaConfig(**SMALL, **left_open, rope_theta=5e5, rope_scaling=Llama3Scaling(**scaling))
     assert LlamaConfig.from_hf(four) == LlamaConfig.from_hf(older) == LlamaConfig.from_hf(five) == expected
     linear = {**HF, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert LlamaConfig.from_hf(linear).rope_scaling == LinearScaling(2.0)
@@ -114,6 +119,16 @@ def test_both_spellings_of_rope_in_config_json_are_read():
     [
         ({"model_type": "mamba"}, r"model_type = 'mamba' is not supported: only llama, mistral, qwen2, qwen3 are"),
         ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ({"is_causal": False}, r"is_causal = False is not supported: only True is"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5 is not supported: only 1 is"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, r"per_layer_config = .* is not supported: only None is"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: quantised weights are not"),
+        ({"transformers_weights": "other.safetensors"}, r"transformers_weights = .* is not supported"),
+        ({"rope_parameters": "llama3"}, r"rope_parameters = 'llama3': expected a table"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            r"rope_type = 'yarn' is not supported",
+        ),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
         ({"model_type": None}, r"model_type"),
         ({"vocab_size": None}, r"the key vocab_size is missing"),

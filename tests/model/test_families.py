@@ -40,6 +40,8 @@ def configs(draw, family):
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
         layer_types=tuple(draw(kinds)) if windowed and "layer_types" in keys else (),
         initializer_range=0.3,
+        attention_dropout=draw(st.sampled_from([0.0, 0.1])),
+        pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
     )
 
 
@@ -95,7 +97,7 @@ def test_fp32_equals_transformers(family, data, seed):
 
     config = data.draw(configs(family))
     model = _model(config, seed)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf()))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf())).eval()
     assert type(theirs).__name__ == FAMILIES[family].architecture
     assert model.state_dict().keys() == theirs.state_dict().keys()
     theirs.load_state_dict(model.state_dict())

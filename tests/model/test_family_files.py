@@ -68,7 +68,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     heads = {"num_attention_heads": 32, "hidden_size": 64}
     ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
     theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
-    for key in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+    keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    for key in (*keys, "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id"):
         assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.head_dim == getattr(theirs, "head_dim", 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]

@@ -29,7 +29,9 @@ def logits(weights, config, hidden):
 
 
 def _row(weights, config, ids, documents, places):
-    stream = [weights["model.embed_tokens.weight"][token] for token in ids]
+    embedding = weights["model.embed_tokens.weight"]
+    # Looking up the row of the padding gives it no gradient.
+    stream = [embedding[token].detach() if token == config.pad_token_id else embedding[token] for token in ids]
     for layer in range(config.num_hidden_layers):
         own = {
             name.removeprefix(f"model.layers.{layer}."): value

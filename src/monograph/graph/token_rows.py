@@ -41,7 +41,11 @@ class TokenEmbedding(Table, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
-        return embedding(input, self.weight, self.rows)
+        rows = self.rows
+        if self.padding_idx is not None:  # its row learns nothing from being looked up, as in PEFT
+            padding_K1 = (rows.index_K == self.padding_idx).unsqueeze(-1)
+            rows = rows._replace(values_KD=torch.where(padding_K1, rows.values_KD.detach(), rows.values_KD))
+        return embedding(input, self.weight, rows)
 
 
 class TokenHead(Table, nn.Linear):

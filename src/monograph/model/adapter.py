@@ -86,6 +86,7 @@ def is_adapter(folder: str | Path) -> bool:
 def config_digest(config: LlamaConfig) -> str:
     """SHA-256 of a base's shape, as its config.json has it, in hex; an id and a list of it alone are the same."""
     values = config.to_hf()
+    del values["attention_dropout"], values["pad_token_id"]  # they change no weight's shape
     if len(config.ends) == 1:
         values["eos_token_id"] = config.ends[0]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

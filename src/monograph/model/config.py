@@ -8,7 +8,7 @@ from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.model import scaling
-from monograph.model.families import COMPUTED, FULL, SLIDING, Family, family, windows_from_hf
+from monograph.model.families import FULL, SLIDING, Family, check_computed, family, windows_from_hf
 from monograph.model.scaling import LARGEST_SIZE, Scaling, check_number, check_whole
 from monograph.model.scaling import LinearScaling as LinearScaling
 from monograph.model.scaling import Llama3Scaling as Llama3Scaling
@@ -41,6 +41,10 @@ class LlamaConfig:
         sliding_window: None, or how many positions a query sees, its own the last of them (mistral, qwen2, qwen3).
         layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3). (): all layers are alike.
         initializer_range: standard deviation of the initial weights, see `Llama`.
+        attention_dropout: what transformers drops of the attention weights in training; kept for what is exported, and
+            not computed here.
+        pad_token_id: id whose row of the embedding gets no gradient from being looked up, if there is one. Below 0 it
+            is counted from the end of the vocabulary, and becomes what it means.
         bos_token_id: id that begins a document, if the vocabulary has one.
         eos_token_id: id or ids that end a document.
 
@@ -65,6 +69,8 @@ class LlamaConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     initializer_range: float = 0.02
+    attention_dropout: float = 0.0
+    pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -100,6 +106,8 @@ class LlamaConfig:
 
     def _check_heads(self) -> None:
         self._check_multiple("num_attention_heads", "num_key_value_heads")
+        if self.attention_dropout != 0:
+            check_number("attention_dropout", self.attention_dropout)
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
@@ -138,6 +146,12 @@ class LlamaConfig:
                 raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
             if value is not None and value > LARGEST_SIZE:
                 raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
+        pad, size = self.pad_token_id, self.vocab_size
+        if pad is None:
+            return
+        if isinstance(pad, bool) or not isinstance(pad, int) or not -size <= pad < size:
+            raise InputRefused(f"pad_token_id = {pad!r}: expected null or a token id below vocab_size = {size}")
+        object.__setattr__(self, "pad_token_id", pad % size)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LlamaConfig:
@@ -185,11 +199,7 @@ class LlamaConfig:
             if values.get(key) is None:
                 raise InputRefused(f"the key {key} is missing")
         own = family(values["model_type"])
-        for key, expected in COMPUTED.items():
-            if values.get(key, expected) != expected:
-                raise InputRefused(f"{key} = {values[key]!r} is not supported: only {expected!r} is")
-        if values.get("quantization_config") is not None:
-            raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")
+        check_computed(values)
         # transformers' own epsilon, where the file does not say
         values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
         names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})
@@ -215,7 +225,7 @@ class LlamaConfig:
             # What readers use that know no layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
-        return {"architectures": [self.family.architecture], **COMPUTED, **values}
+        return {"architectures": [self.family.architecture], "hidden_act": "silu", "mlp_bias": False, **values}
 
     @property
     def family(self) -> Family:

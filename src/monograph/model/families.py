@@ -35,12 +35,14 @@ class Family(NamedTuple):
     qk_norm: bool = False
 
 
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", ("attention_bias",), {}),
+    "llama": Family("LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}),
     "mistral": Family(
         "MistralForCausalLM",
         ("sliding_window",),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096, **_ENDS},
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -55,8 +57,16 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
     ),
 }
-# Keys of config.json that change what is computed, with the one value that is computed here.
-COMPUTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False}
+# Keys of config.json that change what transformers computes or loads, with the values that mean what is computed here.
+# Where a key is missing transformers takes one of them.
+_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "is_causal": (True,),
+    "partial_rotary_factor": (1, None),
+    "per_layer_config": (None, {}),
+    "transformers_weights": (None,),
+}
 
 
 def family(model_type: object) -> Family:
@@ -68,6 +78,15 @@ def family(model_type: object) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputRefused(f"model_type = {model_type!r} is not supported: only {', '.join(FAMILIES)} are")
     return FAMILIES[model_type]
+
+
+def check_computed(values: Mapping[str, Any]) -> None:
+    """Raises InputRefused, naming the key, if a config.json asks for what the decoder does not compute."""
+    for key, known in _COMPUTED.items():
+        if values.get(key, known[0]) not in known:
+            raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
+    if values.get("quantization_config") is not None:
+        raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:

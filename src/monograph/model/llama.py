@@ -138,7 +138,8 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty_VD)
+        # As in transformers looking up the row of the padding gives it no gradient; a tied head still does.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD)
         self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -64,12 +64,14 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
     Raises:
         InputRefused: a kind of scaling that is not computed here, or a wrong or missing value.
     """
-    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` beside `rope_scaling`.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` beside `rope_scaling`. Of a file that
+    # has both transformers reads `rope_scaling` alone.
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rope = values.get(name) or {}
     if not isinstance(rope, dict):
-        raise InputRefused(f"rope_scaling = {rope!r}: expected a table or null")
+        raise InputRefused(f"{name} = {rope!r}: expected a table or null")
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise InputRefused(f"rope_parameters.{nested[0]}: one rotary embedding for each kind of layer is not supported")
+        raise InputRefused(f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported")
     if rope.get("partial_rotary_factor", 1) != 1:
         raise InputRefused(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported: only 1 is")
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
@@ -78,7 +80,10 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
         return theta, None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
-    names = [field.name for field in fields(_KINDS[kind])]
+    names, length = [field.name for field in fields(_KINDS[kind])], "original_max_position_embeddings"
+    if length in values:  # beside the table it counts more than in it
+        rope = {**rope, length: values[length]}
+    rope = {length: values["max_position_embeddings"], **rope}
     if missing := [name for name in names if name not in rope]:
         raise InputRefused(f"the key {missing[0]} of the {kind} rope scaling is missing")
     return theta, _KINDS[kind](**{name: rope[name] for name in names})

@@ -149,6 +149,10 @@ def open_session(
     made = made or make_model(settings, text, describe(), device, world.size)
     for line in made.notes:
         progress.line("tokens", line)
+    if dropout := getattr(_shape(made.model), "attention_dropout", 0):
+        progress.line(
+            "note", f"attention_dropout = {dropout} stays in config.json; nothing is dropped in training here"
+        )
     settings, train = made.settings, made.settings.train
     size = int(train.tokens_per_update)
     batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")

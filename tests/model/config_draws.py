@@ -1,0 +1,108 @@
+# Run what uses it: pytest tests/model/test_config_keys.py
+"""Random config.json files that say something of every key that transformers reads, whether or not it changes a number.
+
+Most values are ones that people have, some are ones that nobody computes here; a draw may therefore be refused.
+"""
+
+from __future__ import annotations
+
+from monograph.model.families import FULL, SLIDING
+
+LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
+_FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
+
+# Keys that change no number of a model that is run for its logits, with values that people have.
+IDLE = {
+    "architectures": [None, ["LlamaForCausalLM"], ["Qwen2ForSequenceClassification"]],
+    "transformers_version": ["4.31.0", "5.1.0"], "torch_dtype": ["float32", "bfloat16"], "dtype": ["float32", None],
+    "output_hidden_states": _FLAG, "output_attentions": _FLAG, "return_dict": _FLAG, "use_cache": _FLAG,
+    "chunk_size_feed_forward": [0, 3], "is_encoder_decoder": _FLAG, "is_decoder": _FLAG,
+    "add_cross_attention": _FLAG, "cross_attention_hidden_size": [None], "tie_encoder_decoder": _FLAG,
+    "id2label": [None, {"0": "no", "1": "yes"}], "label2id": [None, {"no": 0, "yes": 1}], "num_labels": [1, 2, 5],
+    "problem_type": [None, "regression"], "finetuning_task": [None, "sst2"], "task_specific_params": [None, {}],
+    "tokenizer_class": [None, "LlamaTokenizer"], "prefix": [None, "x"], "pruned_heads": [{}], "torchscript": _FLAG,
+    "use_bfloat16": _FLAG, "tf_legacy_loss": _FLAG, "name_or_path": ["", "me/model"], "_name_or_path": ["me/model"],
+    "_commit_hash": [None, "0" * 40], "attn_implementation": [None, "eager", "sdpa"], "experts_implementation": [None],
+    "gradient_checkpointing": _FLAG, "tie_last_hidden_states": _OPTIONAL_FLAG, "sep_token_id": [None, 3],
+    "decoder_start_token_id": [None, 1], "bos_token_id": [None, 0, 1], "eos_token_id": [None, 2, [2, 5]],
+    "max_length": [20, 99], "temperature": [0.7], "top_k": [50], "do_sample": _FLAG, "pretraining_tp": [1, 2],
+    "initializer_range": [0.02, 0.5], "attention_dropout": [0.0, 0.25], "unsloth_version": ["2025.1"], "auto_map": [{}],
+    "classifier_dropout": [None, 0.1], "hidden_dropout": [0.1], "token_classification_bias": _FLAG,
+    "attention_chunk_size": [None, 4], "kv_sharing_modes": [None], "number_of_conv_states": [3],
+    "distributed_config": [None], "fusion_config": [None], "mtp_hidden_states_first": _FLAG,
+    "logits_mup_width_multiplier": [2.0], "unpadded_vocab_size": [9], "mlp_layer_types": [None],
+    "use_mrope": [False], "quantization_config": [None], "num_experts": [4],
+}  # fmt: skip
+
+
+def keys_that_count(draw, vocabulary: int) -> dict[str, list]:
+    """Keys that change a number of some family, with values that are computed here and values that are not."""
+    layers = draw.choice([1, 2, 3])
+    kinds = [draw.choice([FULL, SLIDING]) for _ in range(layers)]
+    return {
+        "num_hidden_layers": [layers],
+        "intermediate_size": [24, 40],
+        "num_attention_heads": [4],
+        "num_key_value_heads": [None, 1, 2, 4],
+        "head_dim": [None, 4, 6, 16],
+        "hidden_act": ["silu", "silu", "silu", "swish", "gelu"],
+        "max_position_embeddings": [LENGTH, 64, 4096],
+        "rms_norm_eps": [1e-6, 1e-5, 1e-2],
+        "tie_word_embeddings": _FLAG,
+        "pad_token_id": [None, 0, vocabulary - 1, -1, -2, vocabulary],
+        "attention_bias": _FLAG,
+        "mlp_bias": [False, False, False, True],
+        "sliding_window": [None, 1, 5, LENGTH - 1, LENGTH, 4096],
+        "use_sliding_window": _FLAG,
+        "max_window_layers": [0, 1, 28],
+        "layer_types": [None, kinds, [FULL] * layers, ["chunked_attention"] * layers],
+        "rope_theta": [1e2, 1e4, 5e5, 10_000],
+        "rope_scaling": [None, {}, _rope(draw), _rope(draw)],
+        "rope_parameters": [None, {}, _rope(draw), _rope(draw)],
+        "partial_rotary_factor": [None, 1.0, 1.0, 0.5],
+        "original_max_position_embeddings": [8, 64],
+        "is_causal": [True, True, True, False],
+        "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
+        "transformers_weights": [None, None, "other.safetensors"],
+    }
+
+
+def _rope(draw) -> dict:
+    kind = draw.choice(["default", "default", "linear", "linear", "llama3", "llama3", "yarn", "dynamic"])
+    table = {
+        "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        "rope_theta": draw.choice([1e2, 1e4]), "partial_rotary_factor": draw.choice([1.0, 1.0, 0.5]),
+    }  # fmt: skip
+    wanted = {"factor", "low_freq_factor", "high_freq_factor"} if kind != "default" else set()
+    table = {key: value for key, value in table.items() if key in wanted or draw.random() < 0.3}
+    return {draw.choice(["rope_type", "rope_type", "type"]): kind, **table}
+
+
+def drawn(family: str, draw) -> dict:
+    """One config.json; a key that may be left out is there in a third of the draws."""
+    vocabulary = draw.choice([30, 37])
+    values = {"model_type": family, "vocab_size": vocabulary, "hidden_size": 32}
+    counting = keys_that_count(draw, vocabulary)
+    always = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+    # A file that says one thing which nothing here computes is refused, and tells nothing of its other keys.
+    odd = draw.random() < 0.3
+    for key, choices in {**IDLE, **counting}.items():
+        if key in always or draw.random() < 1 / 3:
+            values[key] = draw.choice(choices)
+    if not odd:
+        values = {key: value for key, value in values.items() if not _is_odd(family, key, value)}
+    return values
+
+
+def _is_odd(family: str, key: str, value) -> bool:
+    if isinstance(value, dict) and "rope" in key:
+        kind = value.get("rope_type", value.get("type"))
+        return kind in ("yarn", "dynamic") or value.get("partial_rotary_factor", 1.0) != 1.0
+    return (
+        value in ("gelu", "other.safetensors", 0.5)
+        or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
+        or (key == "pad_token_id" and value in (30, 37))
+        or (key == "per_layer_config" and bool(value))
+        or (key == "layer_types" and value is not None)
+        and (family in ("llama", "mistral") or "chunked_attention" in value)
+    )

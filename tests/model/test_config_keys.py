@@ -1,0 +1,130 @@
+# Run: pytest tests/model/test_config_keys.py
+"""Every key of a config.json that transformers reads means here what it means there, or is refused by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import config_draws
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.model.families import FAMILIES
+from monograph.model.hub import read_config
+from monograph.model.llama import Llama
+from numerics import relative_error
+
+BOUND = 1e-5  # in fp32, what docs/model.md promises
+
+
+def test_the_draws_have_every_key_that_transformers_reads():
+    from transformers import CONFIG_MAPPING, PreTrainedConfig, cache_utils, masking_utils
+    from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
+
+    read = {field.name for family in FAMILIES for field in dataclasses.fields(CONFIG_MAPPING[family])}
+    for taking in (PreTrainedConfig.__post_init__, RotaryEmbeddingConfigMixin.convert_rope_params_to_dict):
+        read |= {*re.findall(r"\bkwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(taking))}
+    decoders = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FAMILIES]
+    for module in (masking_utils, cache_utils, *decoders):
+        source = inspect.getsource(module)
+        read |= {*re.findall(r"getattr\((?:self\.|\w*_)?config, \"(\w+)\"", source)}
+        read |= {*re.findall(r"\bself\.config\.([a-z]\w+)\b(?!\()", source)} if module in decoders else set()
+    draw = random.Random(0)
+    drawn = {*config_draws.IDLE, *config_draws.keys_that_count(draw, 30), "model_type", "vocab_size", "hidden_size"}
+    assert read - drawn - {"_attn_implementation"} == set()
+
+
+def test_random_files_are_computed_as_transformers_does_or_refused_by_name(tmp_path):
+    counts = _compared(range(24), tmp_path)
+    assert counts["equal"] >= 10 and counts["refused here"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_500_random_files_are_computed_as_transformers_does_or_refused_by_name(tmp_path):
+    counts = _compared(range(500), tmp_path)
+    print(dict(counts))
+    assert counts["equal"] >= 250
+
+
+def _compared(seeds, folder: Path) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        family = list(FAMILIES)[seed % len(FAMILIES)]
+        values = config_draws.drawn(family, random.Random(f"{family} {seed}"))
+        (folder / "config.json").write_text(json.dumps(values))
+        try:
+            config = read_config(folder)
+        except InputRefused as error:
+            fault = str(error).partition("config.json: ")[2]
+            assert any(re.search(rf"\b{key}\b", fault) for key in _named(values)), (seed, values, fault)
+            counts["refused here"] += 1
+            continue
+        theirs = _theirs(folder)
+        if theirs is None:
+            counts["refused by transformers alone"] += 1
+            continue
+        _assert_equal(config, theirs, (seed, values))
+        (folder / "config.json").write_text(json.dumps(config.to_hf()))
+        assert read_config(folder) == config, (seed, values)
+        _assert_equal(config, _theirs(folder), (seed, values))
+        counts["equal"] += 1
+    return counts
+
+
+def _named(values: dict) -> set[str]:
+    """What a refusal may name: a key of the file or of its rotary table, or one that the table lacks."""
+    return {
+        *values,
+        *(key for each in values.values() if isinstance(each, dict) for key in each),
+        "rope_type",
+        "factor",
+    }
+
+
+def _theirs(folder):
+    """The model that transformers makes of a config.json, in fp32; None where it refuses the file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except Exception:
+        return None
+
+
+def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
+    model, generator = Llama(dataclasses.replace(config, initializer_range=0.3)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    assert model.state_dict().keys() == theirs.state_dict().keys(), drawn
+    theirs.load_state_dict(model.state_dict())
+    # Every row of the vocabulary is looked up, the padding's too.
+    tokens = torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
+    theirs.config.return_dict = True  # their own forward pass needs it
+    ours, logits = model.logits(model(tokens)), theirs(tokens).logits
+    assert relative_error(ours, logits) < BOUND, drawn
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    named, others = dict(model.named_parameters()), dict(theirs.named_parameters())
+    assert named.keys() == others.keys(), drawn
+    gradients = torch.autograd.grad((ours * weights).sum(), list(named.values()))
+    expected = torch.autograd.grad((logits * weights).sum(), [others[name] for name in named])
+    # Where a query sees one key only, the gradients of scores are roundings of zero; they are to be seen as such.
+    scale = torch.cat([gradient.flatten() for gradient in expected]).norm()
+    for name, mine, wanted in zip(named, gradients, expected, strict=True):
+        assert (mine - wanted).norm() < BOUND * max(wanted.norm(), 1e-3 * scale), (name, drawn)
+        if name.endswith("embed_tokens.weight"):
+            assert torch.equal(mine.norm(dim=1) == 0, wanted.norm(dim=1) == 0), drawn
+    same = {key: getattr(theirs.config, key) for key in ("attention_dropout", "bos_token_id", "eos_token_id")}
+    assert {key: config.to_hf()[key] for key in same} == same, drawn
