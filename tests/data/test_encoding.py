@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import re
 import threading
 import time
+import unicodedata
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from monograph.data import encoding, text
 from monograph.data.documents import Documents, Reading
@@ -18,6 +22,7 @@ from monograph.data.shards import open_shard, seal
 from monograph.data.sources import find
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from reference import article
 
 READING = Reading("text", skip_bad=False)
 
@@ -31,11 +36,11 @@ def documents(texts, tmp_path):
     return documents_of(texts, tmp_path)
 
 
-def encoded(documents, tokenizer, folder, files=40):
+def encoded(documents, tokenizer, folder):
     """(tokens, starts, records) of both sides, and their writers."""
     folder.mkdir()
     meter = Meter(None, "tokens", None)
-    sides = encode_documents(documents, files, tokenizer, folder, meter)
+    sides = encode_documents(documents, documents.files, tokenizer, folder, meter)
     found = {}
     for name, side in sides.items():
         paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
@@ -76,15 +81,15 @@ def test_who_is_faster_does_not_show_in_the_bytes(texts, trained, tmp_path, monk
     monkeypatch.setattr(encoding, "_BATCH_CHARS", 900)
     encode_batch, delays, begun, told = trained.encode_batch, random.Random(0), [], []
 
-    def delayed(texts):
+    def delayed(texts, inside):
         begun.append(len(texts))
         time.sleep(delays.choice([0.0, 0.0, 0.02]))
-        return encode_batch(texts)
+        return encode_batch(texts, inside)
 
     monkeypatch.setattr(trained, "encode_batch", delayed)
     (tmp_path / "delayed").mkdir()
     meter = Meter(lambda *arguments: told.append((threading.current_thread(), arguments[1])), "tokens", None)
-    encode_documents(documents, 40, trained, tmp_path / "delayed", meter)
+    encode_documents(documents, documents.files, trained, tmp_path / "delayed", meter)
     for path in sorted((tmp_path / "undisturbed").iterdir()):
         assert (tmp_path / "delayed" / path.name).read_bytes() == path.read_bytes()
     assert len(begun) > 20 and meter.done == documents.text_bytes
@@ -113,12 +118,12 @@ def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(texts, tr
     documents, meter = documents_of(texts, tmp_path, held_out=0.3), Meter(None, "tokens", None)
     if where == "tokenizer":
         encode_batch = trained.encode_batch
-        monkeypatch.setattr(trained, "encode_batch", lambda texts: failing(encode_batch(texts)))
+        monkeypatch.setattr(trained, "encode_batch", lambda texts, inside: failing(encode_batch(texts, inside)))
     elif where == "progress":
         monkeypatch.setattr(meter, "add", failing)
     source = map(failing, documents) if where == "reading" else documents
     with pytest.raises(type(error), match="as it was raised"):
-        encode_documents(source, 40, trained, tmp_path / "out", meter)
+        encode_documents(source, documents.files, trained, tmp_path / "out", meter)
     assert own_threads() == []
     # Read ahead, encoded ahead, and no further: an error stops the rest.
     assert len(calls) <= 6 + 2 * encoding._ENCODERS
@@ -151,6 +156,47 @@ def test_both_parts_of_a_file_are_documents(tmp_path):
         tokens = found[side][0].tolist()
         assert tokenizer.decode_bytes(tokens) == expected and sides[side].bytes == len(expected)
         assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+
+
+@pytest.mark.parametrize("space_first", [True, False])
+def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, monkeypatch, space_first):
+    words = "word\nand word \u2460 word " * 60
+    (tmp_path / "a.txt").write_text(words)
+    (tmp_path / "b.txt").write_text(" begun" + words)
+    made = {"alphabet": pre_tokenizers.ByteLevel.alphabet(), "use_regex": True, "space_first": space_first}
+    theirs = article.tokenizer([words], **made)
+    tokenizer = Tokenizer(json.loads(theirs.to_str()), "x")
+    monkeypatch.setattr(text, "PART_CHARS", 100)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
+    sides = encode_documents(documents, documents.files, tokenizer, folder, Meter(None, "tokens", None))
+    tokens = open_shard(folder / "train.tokens", tokenizer.hash, seal(folder / "train.tokens")).tolist()
+    wanted = [[0, *theirs.encode(each, add_special_tokens=False).ids, 1] for each in (words, " begun" + words)]
+    assert tokens == [*wanted[0], *wanted[1]]
+    read = [" " * space_first + words, " begun" + words]
+    assert sides["train"].bytes == len(unicodedata.normalize("NFKC", "".join(read)).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.txt", "the cat\n" * 9000 + "the caf\u00e9\n" + "cat\n" * 9, "a.txt:9001"),
+        ("a.txt.gz", "the cat\n" * 3 + "the caf\u00e9", "a.txt.gz:4"),
+        ("a.jsonl", '{"text": "the cat"}\n{"text": "the caf\\u00e9"}\n', "a.jsonl:2"),
+    ],
+)
+@pytest.mark.parametrize("unknown", ["[UNK]", None])
+@pytest.mark.parametrize("held_out", [0.0, 0.3])
+def test_text_that_would_be_lost_is_refused_by_file_and_line(tmp_path, name, content, place, unknown, held_out):
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    tokenizer = Tokenizer(
+        json.loads(article.tokenizer([content.replace("\u00e9", "e")], unknown=unknown).to_str()), "x"
+    )
+    documents = documents_of(tmp_path / name, tmp_path, held_out if name == "a.txt" else 0)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputRefused, match=rf"{re.escape(place)}: '\u00e9' in '.*the caf\u00e9.*' would be"):
+        encode_documents(documents, documents.files, tokenizer, tmp_path / "out", Meter(None, "tokens", None))
 
 
 def test_large_vocabularies_need_four_bytes(monkeypatch, tmp_path):

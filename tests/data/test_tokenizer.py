@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import unicodedata
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
+from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer, parse
+from monograph.data.tokenizer_file import NORMAL_FORMS
 from monograph.errors import InputRefused, UsageError
+from reference import article
 
 SAMPLE = ["def read(self, size=-1):\n    return self.buffer.read(size)\n", "naïve 数据 <|eos|> 🙂"] * 3
 
@@ -115,6 +120,53 @@ def test_borders_of_documents_are_found_or_asked_for(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<y>"}, "eos_token": "<z>"}')
     configured = Tokenizer.from_file(tmp_path)
     assert (configured.bos_id, configured.eos_id) == (1, 2)
+
+
+ALPHABET = [*pre_tokenizers.ByteLevel.alphabet()]
+PLAIN = ["The cat sat on the mat; a dog (two?) ran.\n"] * 9
+
+
+@pytest.mark.parametrize("form", NORMAL_FORMS)
+@pytest.mark.parametrize("space_first", [True, False])
+@pytest.mark.parametrize("use_regex", [True, False])
+@pytest.mark.parametrize("alphabet", [ALPHABET, []], ids=["whole", "learned"])
+def test_a_tokenizer_from_elsewhere_says_what_the_library_says(form, space_first, use_regex, alphabet):
+    made = {"form": form, "alphabet": alphabet, "use_regex": use_regex, "space_first": space_first}
+    theirs = article.tokenizer([*PLAIN, *SAMPLE], **made)
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.space_first) == (0, 1, 2, space_first)
+    written = ["the cat", " the cat", "\nthe", "", "naïve 数据 🙂", "\u2460 \ufb01 caf\u00e9 e\u0301"]
+    for text in written[: 6 if alphabet else 5]:
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == wanted
+        assert ours.decode(wanted) == theirs.decode(wanted)
+        assert theirs.token_to_id("[UNK]") not in wanted
+    assert ours.decode(ours.encode("the cat", inside=True)) == "the cat"
+    said = "".join(ours.notes)
+    assert ("rewrites text" in said) == (form != "NFC") and ("has no tokens for" in said) == (not alphabet)
+
+
+@pytest.mark.parametrize("unknown", ["[UNK]", None])
+def test_text_that_the_vocabulary_cannot_write_is_refused_and_named(unknown):
+    tokenizer = Tokenizer(json.loads(article.tokenizer(PLAIN, unknown=unknown).to_str()), "x")
+    becomes = r"become \[UNK\]" if unknown else "be left out"
+    with pytest.raises(InputRefused, match=rf"'é' in 'the caté' would {becomes}: the tokenizer has no token"):
+        tokenizer.encode("the caté")
+    assert "has no tokens for '!', '\"', '#' and the like: text with such is refused" in tokenizer.notes[-1]
+    assert not tokenizer.loss(PLAIN[0]) and tokenizer.loss("ok 🙂")
+
+
+def test_what_no_text_can_have_is_not_missed():
+    """The 13 bytes that UTF-8 never uses have no token where an alphabet was learned from text; nothing is lost."""
+    unused = {*tokenizer_file.NEVER_IN_TEXT}
+    letters = [letter for letter, byte in tokenizer_file.byte_alphabet().items() if byte not in unused]
+    tokenizer = Tokenizer(json.loads(article.tokenizer(PLAIN, form="NFC", alphabet=letters).to_str()), "x")
+    assert len(unused) == 13 and not tokenizer.notes
+    assert len({piece for piece in tokenizer.pieces if len(piece) == 1}) == 243
+    for first in range(0, 0x110000, 4096):
+        text = " " + "".join(chr(code) for code in range(first, first + 4096) if not 0xD800 <= code < 0xE000)
+        text = unicodedata.normalize("NFC", text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(

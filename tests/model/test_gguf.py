@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 from chats import speaking
 from monograph.data.tokenizer import Tokenizer
@@ -24,6 +27,7 @@ from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.run.exports import check
+from reference import article
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
 
@@ -165,6 +169,24 @@ def test_the_end_of_a_base_that_was_given_another_tokenizer_stays_one(tmp_path: 
     model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size, eos_token_id=known))
     save_gguf(model, tmp_path / "out", tokenizer, None, refuse)
     assert 'PARAMETER stop "<|im_end|>"' in (tmp_path / "out" / "Modelfile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"space_first": True}, "puts a space before a text"),
+        ({"form": "NFKC"}, r"rewrites text \(NFKC\)"),
+        ({"alphabet": []}, "has no tokens for '!'"),
+    ],
+)
+def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(tmp_path: Path, changed, said) -> None:
+    plain = {"space_first": False, "form": "NFC", "use_regex": True, "alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    for made, expected in ((plain | changed, pytest.raises(InputRefused, match=said)), (plain, nullcontext())):
+        tokenizer = Tokenizer(json.loads(article.tokenizer(["the cat"] * 9, 300, **made).to_str()), "x")
+        model = Llama(replace(SMALL, vocab_size=tokenizer.vocab_size))
+        with expected:
+            save_gguf(model, tmp_path / "out", tokenizer, None, lambda line: None)
+        assert (tmp_path / "out").exists() == (made == plain)
 
 
 def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monograph.data.companions import Companions
+from monograph.data.tokenizer import Tokenizer as OurTokenizer
 from monograph.errors import InputRefused
 from monograph.model.config import Llama3Scaling, LlamaConfig
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
 from monograph.model.llama import Llama
 from numerics import relative_error
+from reference import article
 
 TIED = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)
 UNTIED = replace(TIED, tie_word_embeddings=False, rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 16), rope_theta=5e5)
@@ -27,7 +29,7 @@ class _Tokenizer:
     """Byte-level, with a beginning and an end of document."""
 
     bos_id, eos_id = 0, 1
-    companions = Companions()
+    companions, space_first = Companions(), False
 
     def save(self, path):
         from tokenizers import Tokenizer
@@ -118,6 +120,22 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     assert theirs("a b", add_special_tokens=False)["input_ids"] == [2, 3]
     assert (read_config(tmp_path / "model").bos_token_id, read_config(tmp_path / "model").eos_token_id) == (0, 1)
     assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_a_tokenizer_from_elsewhere_reads_the_same_after_it_was_exported(tmp_path):
+    from transformers import AutoTokenizer
+
+    theirs = article.tokenizer(["the cat sat on the mat"] * 9)
+    ours = OurTokenizer(json.loads(theirs.to_str()), "x")
+    save_model(Llama(replace(TIED, vocab_size=ours.vocab_size)), tmp_path / "model", ours)
+    back = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in ("the cat", " sat", "\u2460 the caf\u00e9"):  # it can write neither
+        wanted = theirs.encode(text, add_special_tokens=False)
+        assert back(text, add_special_tokens=False)["input_ids"] == wanted.ids
+        assert back.decode(wanted.ids, skip_special_tokens=True) == theirs.decode(wanted.ids)
+    again = OurTokenizer.from_file(tmp_path / "model")
+    assert again.hash == ours.hash and again.encode("the cat") == ours.encode("the cat")
+    assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
 def test_without_a_tokenizer_there_is_none(saved):

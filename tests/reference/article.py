@@ -1,13 +1,30 @@
-# Run what uses it: pytest tests/model/test_torch_file.py
+# Run what uses it: pytest tests/model/test_torch_file.py tests/data/test_tokenizer.py
 """The model of A. Tam's "Pretraining a Llama Model on Your Local GPU", for its state dict and as an oracle.
+
+Its tokenizer, too, which learns its alphabet from the text and has no token for any other byte.
 
 The names of its modules and the tables that it keeps as buffers are the article's; the rest is as plain as can be.
 """
 
 from __future__ import annotations
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
+
+
+def tokenizer(texts, vocabulary=500, form="NFKC", alphabet=(), use_regex=False, space_first=True, unknown="[UNK]"):
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token=unknown))
+    made.normalizer = getattr(normalizers, form)()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space_first, use_regex=use_regex)
+    made.decoder = decoders.ByteLevel()
+    special = ["[BOT]", "[EOT]", "[PAD]", *([unknown] if unknown else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=list(alphabet), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
 
 
 class Rotary(nn.Module):

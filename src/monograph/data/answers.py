@@ -164,7 +164,7 @@ class Answers:
         if all_ids[: len(before)] != before:
             # A token of the whole has letters of both; inference has the prompt's tokens before it writes its first.
             self.counts["parted"] += 1
-            after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker)
+            after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
         end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
         if not after:
             raise InputRefused("the chat template leaves the answer out: with it or without, it writes the same")

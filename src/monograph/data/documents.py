@@ -147,6 +147,7 @@ class Documents:
     """All documents of some files, divided; making it reads every record once.
 
     Attributes:
+        files: those.
         reading: how records are read.
         survey: what was found in the records.
         split: which documents are held out.
@@ -159,7 +160,7 @@ class Documents:
     def __init__(
         self, files: Sequence[SourceFile], reading: Reading, held_out: float, progress: Progress | None = None
     ) -> None:
-        self._files, self.reading = files, reading
+        self.files, self.reading = files, reading
         has_records = any(file.has_records for file in files)
         meter = Meter(progress if has_records else None, "records", None)
         self.survey = survey(files, reading, meter)
@@ -170,7 +171,7 @@ class Documents:
     @cached_property
     def text_bytes(self) -> int:
         """Bytes of all texts in UTF-8."""
-        return sum(file.size for file in self._files if not file.has_records) + int(self.survey.bucket_bytes.sum())
+        return sum(file.size for file in self.files if not file.has_records) + int(self.survey.bucket_bytes.sum())
 
     @cached_property
     def train_bytes(self) -> int:
@@ -179,12 +180,12 @@ class Documents:
 
     @cached_property
     def _train_file_bytes(self) -> int:
-        cuts = zip(self._files, self.split.cuts, strict=True)
+        cuts = zip(self.files, self.split.cuts, strict=True)
         return sum(cut for file, cut in cuts if not file.has_records)
 
     def __iter__(self) -> Iterator[Document]:
         """The documents in the order of their files; the parts of one are read before the next is asked for."""
-        for index, file in enumerate(self._files):
+        for index, file in enumerate(self.files):
             if file.has_records:
                 for number, text, size, digest in self._good(index):
                     held_out = bool(self.split.buckets[bucket(digest)])
@@ -199,11 +200,11 @@ class Documents:
         """About `budget_bytes` of the training texts: files in the order of sha256(name), and records by their hash."""
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left = round(share * self._train_file_bytes)
-        order: Sequence[int] = range(len(self._files))
+        order: Sequence[int] = range(len(self.files))
         if share < 1:
-            order = sorted(order, key=lambda index: hashlib.sha256(self._files[index].name.encode()).digest())
+            order = sorted(order, key=lambda index: hashlib.sha256(self.files[index].name.encode()).digest())
         for index in order:
-            file, stop = self._files[index], self.split.cuts[index]
+            file, stop = self.files[index], self.split.cuts[index]
             if file.has_records:
                 for _, text, _, digest in self._good(index):
                     if not self.split.buckets[bucket(digest)] and int.from_bytes(digest[2:6]) < share * 2**32:
@@ -217,7 +218,7 @@ class Documents:
         """(number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
         if index in self.survey.unusable:
             return
-        for number, text in _records(self._files[index], self.reading):
+        for number, text in _records(self.files[index], self.reading):
             if text and not isinstance(text, Fault):
                 content = text.encode()
                 yield number, text, len(content), fingerprint(content)

@@ -20,6 +20,7 @@ from monograph.data.documents import Document, Documents, place, refused
 from monograph.data.progress import Meter, Progress
 from monograph.data.shards import ShardWriter, token_dtype
 from monograph.data.sources import SourceFile
+from monograph.data.text import read_text
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 
@@ -34,7 +35,13 @@ _ENCODERS = 2
 _FED_PARTS = 256
 _INDEX = np.dtype("<u8")
 
-Part = tuple[Document, str]
+
+class Part(NamedTuple):
+    """A stretch of a document's text; `inside` where another stands before it."""
+
+    document: Document
+    text: str
+    inside: bool
 
 
 class Batch(NamedTuple):
@@ -92,7 +99,7 @@ class SideWriter:
 
     Attributes:
         tokens: the shard of tokens.
-        bytes: of all texts so far; of conversations, of what is trained on.
+        bytes: of all texts so far as the tokenizer reads them; of conversations, of what is trained on.
         counts: documents of each file.
     """
 
@@ -119,7 +126,6 @@ class SideWriter:
             records.append(document.record)
             tokens.append(self._bos)
             self._document = document
-            self.bytes += document.bytes
             self.counts[document.file] += 1
         tokens.extend(ids)
 
@@ -137,7 +143,10 @@ class SideWriter:
     def write(self) -> None:
         """Hand what was added to the shards."""
         for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
-            shard.append(np.array(items, dtype=np.int64))
+            added = np.array(items, dtype=np.int64)
+            if shard is self.tokens:  # their bytes, as a tokenizer may read a text in another form than it is stored in
+                self.bytes += int(self._token_bytes[added].sum())
+            shard.append(added)
             items.clear()
 
     def end(self) -> None:
@@ -149,20 +158,23 @@ class SideWriter:
 
 
 def encode_documents(
-    documents: Iterable[Document], files: int, tokenizer: Tokenizer, folder: Path, meter: Meter
+    documents: Iterable[Document], files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
 ) -> dict[str, SideWriter]:
     """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; returns the writers, for what they counted.
 
     One thread reads, `_ENCODERS` have the tokenizer work on all cores, and this one writes, in the order of the text:
     how far each of them is does not show in the files.
+
+    Raises:
+        InputRefused: text that the tokenizer would lose; names file, line and text.
     """
     with ExitStack() as stack:
-        sides = {side: SideWriter(folder / side, tokenizer, files, stack) for side in SIDES}
+        sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
         batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
         pool = stack.enter_context(ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens"))
         encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
-            encoding.append((batch, pool.submit(tokenizer.encode_batch, [text for _, text in batch.parts])))
+            encoding.append((batch, pool.submit(_encoded, tokenizer, batch.parts, files)))
             if len(encoding) > _ENCODERS:
                 _write(sides, *encoding.popleft(), meter)
         while encoding:
@@ -213,9 +225,39 @@ def encode_conversations(
     return sides, dict(skipped), answers.notes(skipped, first_bad)
 
 
+def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]) -> list[list[int]]:
+    """Ids of each part."""
+    inside = [part.inside and tokenizer.space_first for part in parts]
+    try:
+        ids = {
+            kind: iter(
+                tokenizer.encode_batch([p.text for p, each in zip(parts, inside, strict=True) if each == kind], kind)
+            )
+            for kind in {*inside}
+        }
+    except InputRefused as error:
+        lost = next((part.document for part in parts if tokenizer.loss(part.text)), None)
+        if lost is None:
+            raise
+        file = files[lost.file]
+        where = place(file, lost.record) if lost.record else f"{file.path}:{_line_lost(tokenizer, file)}"
+        raise InputRefused(f"{where}: {error}") from None
+    return [next(ids[kind]) for kind in inside]
+
+
+def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
+    """The first line of a text file, from 1, that the tokenizer cannot write."""
+    number = 1
+    for part, _ in read_text(file.path, 0, file.size):
+        if tokenizer.loss(part):
+            return number + next(line for line, text in enumerate(part.split("\n")) if tokenizer.loss(text))
+        number += part.count("\n")
+    return number
+
+
 def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter) -> None:
-    for (document, _), ids in zip(batch.parts, encoding.result(), strict=True):
-        sides["held_out" if document.held_out else "train"].add(document, ids)
+    for part, ids in zip(batch.parts, encoding.result(), strict=True):
+        sides["held_out" if part.document.held_out else "train"].add(part.document, ids)
     for side in sides.values():
         side.write()
     meter.add(batch.read_bytes - meter.done)
@@ -226,8 +268,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
     parts: list[Part] = []
     chars = begin = 0
     for document in documents:
-        for text, done in document.parts:
-            parts.append((document, text))
+        for number, (text, done) in enumerate(document.parts):
+            parts.append(Part(document, text, number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
                 yield Batch(parts, begin + done)

@@ -175,12 +175,12 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     if not isinstance(tokenizer, Tokenizer):
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
-    skipped, said = documents.survey.skipped, documents.notes
+    skipped, said = documents.survey.skipped, (*documents.notes, *tokenizer.notes)
     if reading.answering:
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
         skipped, said = dict(Counter(skipped) + Counter(unusable)), (*said, *more)
     else:
-        sides = encoding.encode_documents(documents, len(files), tokenizer, building, meter)
+        sides = encoding.encode_documents(documents, files, tokenizer, building, meter)
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:

@@ -1,10 +1,12 @@
-"""Byte-level BPE tokenizers, lossless on any text: trained here, read from a `tokenizer.json`, or plain bytes."""
+"""Byte-level BPE tokenizers that lose no text: trained here, read from a `tokenizer.json`, or plain bytes."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ class Tokenizer:
     """A byte-level BPE tokenizer; `tokenizer.json` files that it saves load in transformers.
 
     Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters: no
-    text can end a document. Encoding adds no beginning or end token.
+    text can end a document. Encoding adds no beginning or end token. One that was made here gives any text back; one
+    from elsewhere may put it into a normal form of Unicode or a space before it, as the tokenizers library does with
+    the same file. Text that its vocabulary cannot write is refused and never left out.
 
     Attributes:
         vocab_size: V; ids are 0..V-1 without gaps.
@@ -43,6 +47,7 @@ class Tokenizer:
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
         token_bytes: their lengths, int32 [V].
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
+        space_first: whether a text that begins with no space is given one.
         companions: what lies beside the file, the chat template above all; empty unless `from_file` found something.
     """
 
@@ -59,7 +64,11 @@ class Tokenizer:
         self.vocab_size = len(checked.pieces)
         self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
         self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
-        self._json = checked.json
+        self._json, self.space_first = checked.json, checked.space_first
+        # Which bytes no token stands for, where text may have some.
+        self._lacking = (
+            re.compile(b"[%b]" % re.escape(ByteString(sorted(checked.lacking)))) if checked.lacking else None
+        )
         model = self._json["model"]
         decisive = [
             model["merges"],
@@ -82,6 +91,12 @@ class Tokenizer:
         except Exception as error:  # the library raises the bare class
             raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
         self._engine.encode_special_tokens = True
+        self._inner = self._engine
+        if self.space_first:
+            self._inner = tokenizers.Tokenizer.from_str(
+                text.replace('"add_prefix_space": true', '"add_prefix_space": false')
+            )
+            self._inner.encode_special_tokens = True
         same_ids = all(
             self._engine.token_to_id(token["content"]) == token["id"] for token in self._json["added_tokens"]
         )
@@ -130,7 +145,7 @@ class Tokenizer:
             trusted: whether the file is known to be one of ours; others are loaded in a limited process first.
 
         Raises:
-            InputRefused: not a lossless byte-level BPE of known parts, or neither bos nor eos is known, or a file
+            InputRefused: not a byte-level BPE of known parts, or neither bos nor eos is known, or a file
                 beside it is damaged.
         """
         path = Path(path).expanduser()
@@ -157,40 +172,78 @@ class Tokenizer:
         }
         return cls(content, "bytes")
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, inside: bool = False) -> list[int]:
         """Ids of a text, without beginning and end tokens; `decode` gives the text back.
+
+        Args:
+            text: any.
+            inside: it goes on with other text, so that no space is put before it.
 
         Raises:
             InputRefused: the text has a lone surrogate (an undecodable byte of a command line, say), which UTF-8 has no
-                bytes for.
+                bytes for, or a character that the vocabulary cannot write.
         """
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text], inside)[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[list[int]]:
         """Ids of each text, on all cores."""
+        engine = self._inner if inside else self._engine
         try:
-            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = engine.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             raise InputRefused(
                 "text with a lone surrogate (U+D800 to U+DFFF) cannot be encoded; give valid Unicode"
             ) from None
+        for loss in map(self.loss, texts) if self._lacking else ():
+            if loss:
+                raise InputRefused(f"{loss}; give other text, or a tokenizer that has all bytes")
         return [encoding.ids for encoding in encodings]
 
-    def encode_rendered(self, text: str, marker: str = "") -> list[int]:
+    def loss(self, text: str) -> str:
+        """Which character of a text the vocabulary cannot write, and what would become of it; "" for none."""
+        if self._lacking is None:
+            return ""
+        for token in self._json["added_tokens"]:
+            text = text.replace(token["content"], "") if not token["special"] else text
+        written = self._engine.normalizer.normalize_str(text) if self._engine.normalizer else text
+        content = written.encode()
+        if not (found := self._lacking.search(content)):
+            return ""
+        at = len(content[: found.start()].decode(errors="ignore"))
+        unknown, shown = self._json["model"]["unk_token"], written[max(0, at - 20) : at + 20]
+        becomes = f"become {unknown}" if unknown else "be left out"
+        return f"{written[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for a person on text that does not come back as it was; composed text (NFC) is not worth one."""
+        normal = json.dumps(self._json["normalizer"])
+        forms = [form for form in tokenizer_file.NORMAL_FORMS if form != "NFC" and f'"{form}"' in normal]
+        notes = [
+            f"the tokenizer rewrites text ({form}), and what it makes of it is trained and measured" for form in forms
+        ]
+        if self._lacking:
+            lost = (chr(code) for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000)) if self.loss(chr(code)))
+            examples = ", ".join(map(repr, itertools.islice(lost, 3))) or "control characters"
+            notes.append(f"the tokenizer has no tokens for {examples} and the like: text with such is refused")
+        return tuple(notes)
+
+    def encode_rendered(self, text: str, marker: str = "", inside: bool = False) -> list[int]:
         """Ids of a rendered chat: special tokens are themselves here, and everything between them is `encode`d.
 
         Args:
             text: what a chat template wrote.
             marker: a character that keeps apart the letters of a special token that someone typed; it is left out.
+            inside: it goes on with other text.
 
         Raises:
             InputRefused: as `encode`.
         """
         ids, at = list[int](), 0
         for start, end, index in self.controls(text):
-            ids += [*self.encode(text[at:start].replace(marker, "")), index]
+            ids += [*self.encode(text[at:start].replace(marker, ""), inside and not at), index]
             at = end
-        return ids + self.encode(text[at:].replace(marker, ""))
+        return ids + self.encode(text[at:].replace(marker, ""), inside and not at)
 
     def controls(self, text: str) -> list[tuple[int, int, int]]:
         """(begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""

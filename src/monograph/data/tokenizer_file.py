@@ -1,6 +1,7 @@
-"""Checks a `tokenizer.json` before the tokenizers library sees it: only lossless byte-level BPE of known parts passes.
+"""Checks a `tokenizer.json` before the tokenizers library sees it: only byte-level BPE of known parts passes.
 
-Lossless up to NFC, the one normaliser that is let through, as Qwen has it: decomposed text comes back composed.
+Three things may keep a text from coming back as it was, and each is known here: a normal form of Unicode (Qwen composes
+its text), a space before a text that begins with none, and bytes that the vocabulary has no token for.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
 backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
@@ -33,6 +34,11 @@ KNOWN_PATTERNS = {
     + r"|\p{N}{1,3}" + _SYMBOLS_SLASH + _END,
     "tekken": f"{_NO_WORD}{_UPPER}*{_LOWER}+|{_NO_WORD}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _SYMBOLS_SLASH + _END,
 }  # fmt: skip
+
+
+NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+# The bytes that no text has in UTF-8: a tokenizer that learned its alphabet from text has no token for them.
+NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -93,9 +99,12 @@ class Checked:
         json: a tokenizer.json object of known parts only; padding and truncation are dropped.
         pieces: the bytes that each id stands for, [vocabulary]; empty for special tokens.
         special: {content: id} of the special tokens.
+        lacking: the bytes of texts that no token stands for.
+        space_first: whether a text that begins with no space is given one.
 
     Raises:
-        InputRefused: a part that is unknown, not lossless, or inconsistent; names `where` and the part.
+        InputRefused: a part that is unknown, changes text in a way of its own, or is inconsistent; names `where` and
+            the part.
     """
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
@@ -106,6 +115,9 @@ class Checked:
         added = self._added(content.get("added_tokens", []), vocab)
         self.special = {token["content"]: token["id"] for token in added if token["special"]}
         self.pieces = self._pieces(vocab, added)
+        self.lacking = {*range(256)} - NEVER_IN_TEXT - {piece[0] for piece in self.pieces if len(piece) == 1}
+        steps, unknown = _steps(content.get("pre_tokenizer"), "pretokenizers"), model.get("unk_token")
+        self.space_first = any(_is_byte_level(step) and step["add_prefix_space"] for step in steps)
         self.json: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
@@ -118,11 +130,11 @@ class Checked:
             "model": {
                 "type": "BPE",
                 "dropout": None,
-                "unk_token": None,
+                "unk_token": unknown if isinstance(unknown, str) and unknown in vocab else None,
                 "continuing_subword_prefix": None,
                 "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
+                "fuse_unk": bool(model.get("fuse_unk", False)),
+                "byte_fallback": bool(model.get("byte_fallback", False)),
                 "ignore_merges": bool(model.get("ignore_merges", False)),
                 "vocab": vocab,
                 "merges": self._merges(model.get("merges", []), vocab),
@@ -143,7 +155,7 @@ class Checked:
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
             raise self._refuse(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
-        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
 
@@ -192,11 +204,6 @@ class Checked:
                 raise self._refuse(
                     f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet"
                 ) from None
-        missing = 256 - sum(len(piece) == 1 for piece in pieces.values())
-        if missing:
-            raise self._refuse(
-                f"the vocabulary lacks {missing} of the 256 single bytes, so some text could not be encoded"
-            )
         for entry in added:
             if entry["id"] in pieces:
                 raise self._refuse(f"id {entry['id']} is given twice")
@@ -222,8 +229,8 @@ class Checked:
 
     def _normalizer(self, part: Any) -> Any:
         for step in _steps(part, "normalizers"):
-            if step != {"type": "NFC"}:
-                raise self._refuse(f"normalizer {_kind(step)} is not supported (only NFC is)")
+            if step not in [{"type": form} for form in NORMAL_FORMS]:
+                raise self._refuse(f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are)")
         return part
 
     def _pre_tokenizer(self, part: Any) -> Any:
@@ -272,7 +279,7 @@ def _steps(part: Any, key: str) -> list[Any]:
 
 
 def _is_byte_level(step: Any) -> bool:
-    return _kind(step) == "ByteLevel" and not step.get("add_prefix_space", True)
+    return _kind(step) == "ByteLevel" and isinstance(step.get("add_prefix_space"), bool)
 
 
 def _is_digits(step: Any) -> bool:

@@ -132,7 +132,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 f"max_gen_toks = {max_tokens} leaves no room for a context in the model's {self.max_length} positions: "
                 "give the task a smaller one (--gen_kwargs max_gen_toks=N)"
             )
-        prompts = [self._tokenizer.decode(self._tokenizer.encode(context)[-room:]) for context in contexts]
+        prompts = [[self._tokenizer.bos_id, *self._tokenizer.encode(context)[-room:]] for context in contexts]
         done = generate(self._model, self._tokenizer, prompts, sampling, max_tokens=max_tokens, stop=stop)
         return [completion.text for completion in done]
 

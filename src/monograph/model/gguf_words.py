@@ -46,9 +46,13 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
         The ids that end a text.
 
     Raises:
-        InputRefused: a split pattern or a set of stop tokens that llama.cpp does not know.
+        InputRefused: a split pattern or a set of stop tokens that llama.cpp does not know, or a tokenizer that changes
+            text as llama.cpp does not.
     """
     content = json.loads(tokenizer.to_json())
+    spaced = ("the tokenizer puts a space before a text",) if tokenizer.space_first else ()
+    for fault in (*spaced, *tokenizer.notes):
+        raise InputRefused(f"{fault}; llama.cpp would read other tokens without a word: export with --format hf")
     pre = pre_tokenizer(content)
     tokens, types = _tokens(content, config.vocab_size)
     writer.add_tokenizer_model("gpt2")

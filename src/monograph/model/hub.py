@@ -54,6 +54,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def space_first(self) -> bool:
+        """Whether a text that begins with no space is given one."""
+        ...
+
+    @property
     def companions(self) -> Companions:
         """What belongs beside the tokenizer.json."""
         ...
@@ -206,6 +211,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
+        "add_prefix_space": tokenizer.space_first,  # what transformers 4 would set to false in the tokenizer.json
         **(tokenizer.companions.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
     }
 
