@@ -142,6 +142,9 @@ def test_a_tokenizer_from_elsewhere_says_what_the_library_says(form, space_first
         assert ours.decode(wanted) == theirs.decode(wanted)
         assert theirs.token_to_id("[UNK]") not in wanted
     assert ours.decode(ours.encode("the cat", inside=True)) == "the cat"
+    chat = "[BOT]the cat[EOT][BOT] sat[EOT]"  # each stretch between special tokens is a text to the library
+    assert ours.encode_rendered(chat) == theirs.encode(chat, add_special_tokens=False).ids
+    assert ours.decode(ours.encode_rendered("a[EOT]cat", inside=True)[:1]) == "a"
     said = "".join(ours.notes)
     assert ("rewrites text" in said) == (form != "NFC") and ("has no tokens for" in said) == (not alphabet)
 
@@ -160,7 +163,9 @@ def test_what_no_text_can_have_is_not_missed():
     """The 13 bytes that UTF-8 never uses have no token where an alphabet was learned from text; nothing is lost."""
     unused = {*tokenizer_file.NEVER_IN_TEXT}
     letters = [letter for letter, byte in tokenizer_file.byte_alphabet().items() if byte not in unused]
-    tokenizer = Tokenizer(json.loads(article.tokenizer(PLAIN, form="NFC", alphabet=letters).to_str()), "x")
+    tokenizer = Tokenizer(
+        json.loads(article.tokenizer(PLAIN, form="NFC", alphabet=letters, space_first=False).to_str()), "x"
+    )
     assert len(unused) == 13 and not tokenizer.notes
     assert len({piece for piece in tokenizer.pieces if len(piece) == 1}) == 243
     for first in range(0, 0x110000, 4096):

@@ -174,7 +174,7 @@ def test_the_end_of_a_base_that_was_given_another_tokenizer_stays_one(tmp_path: 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"space_first": True}, "puts a space before a text"),
+        ({"space_first": True}, "puts a space before a text, which is"),
         ({"form": "NFKC"}, r"rewrites text \(NFKC\)"),
         ({"alphabet": []}, "has no tokens for '!'"),
     ],

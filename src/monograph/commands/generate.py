@@ -89,6 +89,9 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     limit = None
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value
+        for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
+            if lost:  # the other choices alone would be another question
+                raise InputRefused(f"--choice: {lost}")
         limit = constraint(kind, wanted, tokenizer.pieces, ends)
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
     given: list[str | list[Message]] = [*prompts, *(prompts_of(file, asked.chat) if file else ())]

@@ -170,7 +170,7 @@ class Rows:
         return int(self._tokenizer.token_bytes[targets].sum())
 
     def texts(self) -> Iterator[bytes]:
-        """The UTF-8 bytes of each document, decoded from its tokens (normalised if the tokenizer file has NFC)."""
+        """The UTF-8 bytes of each document, decoded from its tokens: the text as the tokenizer reads it."""
         for document in range(self.documents):
             first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())

@@ -222,6 +222,8 @@ class Tokenizer:
         notes = [
             f"the tokenizer rewrites text ({form}), and what it makes of it is trained and measured" for form in forms
         ]
+        if self.space_first:
+            notes.append("the tokenizer puts a space before a text, which is trained and measured as a part of it")
         if self._lacking:
             lost = (chr(code) for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000)) if self.loss(chr(code)))
             examples = ", ".join(map(repr, itertools.islice(lost, 3))) or "control characters"

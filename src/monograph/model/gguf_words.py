@@ -50,9 +50,8 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
             text as llama.cpp does not.
     """
     content = json.loads(tokenizer.to_json())
-    spaced = ("the tokenizer puts a space before a text",) if tokenizer.space_first else ()
-    for fault in (*spaced, *tokenizer.notes):
-        raise InputRefused(f"{fault}; llama.cpp would read other tokens without a word: export with --format hf")
+    for changed in tokenizer.notes:
+        raise InputRefused(f"{changed}; llama.cpp would read other tokens without a word: export with --format hf")
     pre = pre_tokenizer(content)
     tokens, types = _tokens(content, config.vocab_size)
     writer.add_tokenizer_model("gpt2")
