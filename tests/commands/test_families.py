@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import OWN, over
+from commands.inputs import OWN, TINY, over
 from monograph.data.tokenizer import Tokenizer
 from monograph.model.families import FAMILIES
 from monograph.model.torch_file import read
-from reference.article import Pretraining
+from reference.article import Pretraining, tokenizer
 
 SHORT = over(OWN, "train.updates=3", "optim.lr=1e-2")
 SIZES = {
@@ -69,14 +69,14 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
     sizes = SIZES | {"max_position_embeddings": 512}  # a document is one row
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **window, initializer_range=0.3))
     theirs.save_pretrained(here / "hf")
-    tokenizer = Tokenizer.bytes()
-    tokenizer.save(here / "hf" / "tokenizer.json")
+    bytewise = Tokenizer.bytes()
+    bytewise.save(here / "hf" / "tokenizer.json")
     done = server.run(here, "evaluate", "hf", "--data", "texts", "--json")
     assert done.code == 0, done.err
 
     nats, size = 0.0, 0
     for path in sorted((here / "texts").iterdir()):
-        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(path.read_text()), tokenizer.eos_id]])
+        ids = torch.tensor([[bytewise.bos_id, *bytewise.encode(path.read_text()), bytewise.eos_id]])
         with torch.no_grad():
             nats += float(theirs(ids, labels=ids).loss) * (ids.shape[1] - 1)
         size += path.stat().st_size
@@ -107,6 +107,48 @@ def test_the_articles_checkpoint_is_trained_on_and_exported(server: CommandServe
     exported = load_file(here / "out" / "model.safetensors")
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_the_articles_tokenizer_is_read_as_its_library_reads_it_and_loses_nothing(
+    server: CommandServer, here: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    paths = sorted((here / "texts").iterdir())
+    for path in paths:
+        path.write_text(path.read_text() + "\nx\u00b2 \ufb01ne")
+    learned = tokenizer([path.read_text() for path in paths], 60, use_regex=True)
+    learned.enable_padding(pad_id=2, pad_token="[PAD]")
+    learned.save(str(here / "bpe_50K.json"))
+    started = ["train", *over(TINY, "data.tokenizer=bpe_50K.json", "train.updates=2"), "--out", "run"]
+    done = server.run(here, *started, figures=0)
+    assert done.code == 0, done.err
+    for said in ("rewrites text (NFKC)", "puts a space before a text", "has no tokens for '!'"):
+        assert said in done.err
+
+    assert server.run(here, "export", "run", "--to", "out", "--format", "hf").code == 0
+    theirs, words = AutoModelForCausalLM.from_pretrained(here / "out"), AutoTokenizer.from_pretrained(here / "out")
+    nats, size = 0.0, 0
+    for path in paths:
+        ids = words(path.read_text(), add_special_tokens=False)["input_ids"]
+        size += len(words.decode(ids).encode())
+        assert words.decode(ids).endswith("\nx2 fine")
+        for begin in range(0, len(ids) + 1, 32):  # the model's positions
+            row = torch.tensor([[0, *ids, 1][begin : begin + 33]])
+            with torch.no_grad():
+                nats += float(theirs(row, labels=row).loss) * (row.shape[1] - 1)
+    found = json.loads(server.run(here, "evaluate", "out", "--data", "texts", "--json").out.splitlines()[-1])
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+    paths[3].write_text("alpha\nbeta\nalph\u00e9")
+    for refused, place in (
+        (("generate", "run", "alpha", "--choice", "beta", "--choice", "\u00e9"), "--choice"),
+        (("generate", "run", "alph\u00e9"), "error"),
+        (("evaluate", "run", "--data", "texts"), "texts/3.txt:3"),
+        (("train", *over(started[1:-2], "train.seed=1"), "--out", "again"), "texts/3.txt:3"),
+    ):
+        done = server.run(here, *refused, figures=0)
+        assert done.code == 3 and f"{place}: '\u00e9' in '" in done.err and "would become [UNK]" in done.err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -250,7 +251,7 @@ def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
     number = 1
     for part, _ in read_text(file.path, 0, file.size):
         if tokenizer.loss(part):
-            return number + next(line for line, text in enumerate(part.split("\n")) if tokenizer.loss(text))
+            return number + next(n for n, line in enumerate(StringIO(part, newline="\n")) if tokenizer.loss(line))
         number += part.count("\n")
     return number
 
