@@ -111,6 +111,8 @@ def test_both_spellings_of_rope_in_config_json_are_read():
     assert LlamaConfig.from_hf(four) == LlamaConfig.from_hf(older) == LlamaConfig.from_hf(five) == expected
     linear = {**HF, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert LlamaConfig.from_hf(linear).rope_scaling == LinearScaling(2.0)
+    both = LlamaConfig.from_hf(linear | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}})
+    assert (both.rope_scaling, both.rope_theta) == (LinearScaling(2.0), 10_000.0)  # as transformers reads it
     assert LlamaConfig.from_hf({**HF, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope_theta == 7.0
 
 
