@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
-from monograph.config.keys import SECTIONS, Fraction, Width
+from monograph.config.keys import SECTIONS, Floored, Fraction, Width
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
@@ -22,6 +22,7 @@ TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
+SCHEDULE = "tests/test_schedule.py"
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 
 # What stands behind a value that works: a law by its number, or the file that tests it.
@@ -37,7 +38,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_answers.py"),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_answers.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
-    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), "tests/test_schedule.py"),
+    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd", "cosine:FLOOR", "wsd:FLOOR"), SCHEDULE),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
@@ -73,6 +74,8 @@ def values(key: str) -> list[str]:
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
+    if Floored in kinds:
+        return [*listed, "cosine:FLOOR", "wsd:FLOOR"]
     if Width in kinds:
         return [*listed, "width:SIZE"]
     return listed if len(kinds) == 1 else []

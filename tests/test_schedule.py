@@ -7,24 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monograph.config import classify, load
 from monograph.schedule import constant, cool_down, warmup_cosine, warmup_stable_decay
+from monograph.session.learning import make_schedule
 
 
 @pytest.mark.parametrize("warmup, total", [(0, 1), (0, 10), (3, 10), (10, 10), (99, 100), (5, 3)])
-def test_cosine_rises_then_falls_and_ends_at_final(warmup, total):
-    factor = warmup_cosine(warmup, total, final=0.2)
+@pytest.mark.parametrize("final", [0.2, 0.0])
+def test_cosine_rises_then_falls_to_final_and_wastes_no_update(warmup, total, final):
+    factor = warmup_cosine(warmup, total, final)
     values = [factor(i) for i in range(total)]
     top = min(warmup, total - 1)
     assert values[: top + 1] == sorted(values[: top + 1])
     assert values[top:] == sorted(values[top:], reverse=True)
     assert all(0 < v <= 1 for v in values)
-    if total > warmup + 1:
-        assert values[-1] == pytest.approx(0.2) and max(values) == 1.0
-    assert factor(10 * total + warmup) == pytest.approx(0.2)
+    if total > warmup:
+        assert max(values) == 1.0 and values[-1] > final and factor(total) == pytest.approx(final)
+    assert factor(10 * total + warmup) == pytest.approx(final)
 
 
 def test_cosine_is_half_way_in_the_middle():
-    assert warmup_cosine(0, 101, final=0.0)(50) == pytest.approx(0.5)
+    assert warmup_cosine(0, 100, final=0.0)(50) == pytest.approx(0.5)
 
 
 def test_constant():
@@ -51,9 +54,24 @@ def test_wsd_is_one_minus_the_root():
 
 
 @pytest.mark.parametrize("first", [5, 50, 90, 99])
-@pytest.mark.parametrize("schedule", [warmup_cosine(10, 100, 0.05), warmup_stable_decay(10, 100, final=0.05)])
-def test_a_cool_down_falls_from_where_the_schedule_is(schedule, first):
-    factor = cool_down(schedule, first, 110, 0.05)
+@pytest.mark.parametrize("schedule", [warmup_cosine(10, 100, 0.0), warmup_stable_decay(10, 100, final=0.0)])
+def test_a_cool_down_falls_from_where_the_schedule_is_and_wastes_no_update(schedule, first):
+    factor = cool_down(schedule, first, 110, 0.0)
     values = [factor(i) for i in range(110)]
-    assert values[:first] == [schedule(i) for i in range(first)] and values[-1] == pytest.approx(0.05)
-    assert values[first - 1 :] == sorted(values[first - 1 :], reverse=True)
+    assert values[:first] == [schedule(i) for i in range(first)] and factor(110) == 0.0
+    assert values[first - 1 :] == sorted(values[first - 1 :], reverse=True) and min(values) > 0
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("cosine", warmup_cosine(10, 100, 0.05)),
+        ("cosine:0", warmup_cosine(10, 100, 0.0)),
+        ("wsd", warmup_stable_decay(10, 100, final=0.05)),
+        ("wsd:0.5", warmup_stable_decay(10, 100, final=0.5)),
+        ("constant", constant(10)),
+    ],
+)
+def test_the_settings_name_a_schedule_and_its_floor(named, expected):
+    factor = make_schedule(load(*classify([f"optim.schedule={named}", "optim.warmup_updates=10"])), 100)
+    assert [factor(i) for i in range(101)] == [expected(i) for i in range(101)]

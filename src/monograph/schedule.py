@@ -22,18 +22,19 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
               = final + (1 - final) * (1 + cos(pi * p)) / 2        after it
-    p         = (i - warmup) / (total - 1 - warmup), at most 1
+    p         = (i - warmup) / (total - warmup), at most 1
 
     Args:
         warmup: updates of warm-up (0 for none).
-        total: updates of the whole run; later indices keep `final`.
-        final: the last factor.
+        total: updates of the whole run; later indices have `final`.
+        final: the factor that update `total` would have. The last update has more, so that none is wasted where
+            `final` is 0.
     """
 
     def factor(index: int) -> float:
         if index < warmup:
             return (index + 1) / warmup
-        progress = min(1.0, (index - warmup) / max(1, total - 1 - warmup))
+        progress = min(1.0, (index - warmup) / max(1, total - warmup))
         return final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
     return factor
@@ -68,12 +69,12 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
 
 
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Another schedule up to update `first`, then a straight line to `final` at update `total` - 1."""
+    """Another schedule up to update `first`, then a straight line to `final`, which update `total` would have."""
 
     def factor(index: int) -> float:
         if index < first:
             return schedule(index)
-        progress = min(1.0, (index - first + 1) / max(1, total - first))
+        progress = min(1.0, (index - first + 1) / max(1, total - first + 1))
         return schedule(max(0, first - 1)) * (1.0 - progress) + final * progress
 
     return factor

@@ -78,6 +78,11 @@ def test_another_optimizer_cannot_take_up_a_run_s_state(server: CommandServer, h
     for change, name in (("optim.name=muon", "exp_avg"), ("optim.ema=0.9", "ema")):
         done = server.run(here, "train", "--from", "a", change, "--out", "b", figures=0)
         assert done.code == 3 and f"does not fit: '{name}." in done.err.splitlines()[-1], done.err
-    for line in ("optim.name=sgd", "optim.ema=1", "optim.schedule=linear"):
+    wrong = (
+        "optim.name=sgd",
+        "optim.ema=1",
+        *(f"optim.schedule={each}" for each in ("linear", "constant:0", "wsd:1.5")),
+    )
+    for line in wrong:
         done = server.run(here, "train", *TINY, line, "--out", "c")
         assert done.code == 2 and line.split("=")[0] in done.err and done.err.count("\n") == 1, done.err

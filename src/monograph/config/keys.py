@@ -51,6 +51,7 @@ Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
+Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -131,8 +132,10 @@ class OptimSection(Section):
         "a number above 0, none, or NUMBER:all",
         "largest gradient norm; updates that stand out are skipped, but for NUMBER:all and none",
     )
-    schedule: Literal["cosine", "constant", "wsd"] = _key(
-        "cosine", "cosine, constant or wsd", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
+    schedule: Literal["cosine", "constant", "wsd"] | Floored = _key(
+        "cosine",
+        "cosine, wsd or constant, the first two also with a floor from 0 to 1, as in cosine:0.1",
+        "rate after warm-up; wsd: constant, and a decay over the last 20 %; the floor is a share of optim.lr (0.05)",
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key(
         "auto", "a whole number, 0 or more, or auto", "linear warm-up"

@@ -10,7 +10,7 @@ from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_
 from monograph.session.width import transfer_of
 from monograph.step import Clip
 
-FINAL = 0.05  # of the peak learning rate, at the last update
+FINAL = 0.05  # of the peak learning rate, where the schedule falls to if optim.schedule names no floor
 
 
 def optimizer_name(settings: Settings, fresh: bool) -> str:
@@ -31,11 +31,17 @@ def make_clip(settings: Settings) -> Clip | None:
 def make_schedule(settings: Settings, updates: int) -> Schedule:
     """The schedule that the settings name."""
     warmup = int(settings.optim.warmup_updates) if settings.optim.warmup_updates != "auto" else planner.warmup(updates)
-    if settings.optim.schedule == "constant":
+    name = settings.optim.schedule.partition(":")[0]
+    if name == "constant":
         return constant(warmup)
-    if settings.optim.schedule == "wsd":
-        return warmup_stable_decay(warmup, updates, final=FINAL)
-    return warmup_cosine(warmup, updates, FINAL)
+    if name == "wsd":
+        return warmup_stable_decay(warmup, updates, final=floor(settings))
+    return warmup_cosine(warmup, updates, floor(settings))
+
+
+def floor(settings: Settings) -> float:
+    """The share of the peak learning rate that the schedule falls to: 0.1 for `cosine:0.1`."""
+    return float(settings.optim.schedule.partition(":")[2] or FINAL)
 
 
 def make_optimizer(settings: Settings, config: LlamaConfig | None = None) -> Optimizer:

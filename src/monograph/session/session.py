@@ -38,7 +38,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session import randomness
-from monograph.session.learning import FINAL, make_schedule
+from monograph.session.learning import floor, make_schedule
 from monograph.stream import Streamed
 
 
@@ -240,7 +240,7 @@ class Session:
     def schedule(self) -> Schedule:
         """The learning rate's course, with the cool-down if one was begun."""
         schedule = make_schedule(self.settings, self.length)
-        return cool_down(schedule, self.cooled[0], self.cooled[1], FINAL) if self.cooled else schedule
+        return cool_down(schedule, *self.cooled, floor(self.settings)) if self.cooled else schedule
 
     def account(self, update: int) -> None:
         """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
