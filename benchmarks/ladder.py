@@ -1,7 +1,7 @@
 """What each usual remedy is worth: `monograph profile --ladder`, several times, rung by rung.
 
-A rung's ratios to the one before, on the clock and in CPU time, are medians of the rounds' own. Losses are those of the
-first round, as the time of the first rung says how long the others are.
+A rung's ratios to the one that it changes, on the clock and in CPU time, are medians of the rounds' own. Losses are
+those of the first round, as the time of the first rung says how long the others are.
 """
 
 from __future__ import annotations
@@ -16,38 +16,31 @@ import harness
 
 SMOKE = ["model.preset=nano", "data.tokenizer=bytes", "data.sequence_length=32", "train.tokens_per_update=128",
          "train.updates=8"]  # fmt: skip
+SPEEDS = ("tokens_per_s", "tokens_per_cpu_s", "update_s", "cpu_s")
 UPDATES = 32  # of a rung at most, so that rounds are alike on any machine that does them in the ladder's time
 
 
 def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rung over all rounds, and the last that could be climbed before it, if there is one."""
+    """One rung over all rounds, and the one that it changes, if there is one."""
     first = rounds[0]
-    case = {name: first[name] for name in ("rung", "change", "obstacle", "notes", "micro_batch")}
+    case = {name: first[name] for name in ("rung", "change", "over", "obstacle", "notes", "micro_batch")}
     if first["obstacle"]:
         return case
-    case |= {name: harness.spread([each[name] for each in rounds]) for name in ("tokens_per_s", "update_s", "cpu_s")}
-    case["tokens_per_cpu_s"] = harness.spread([_per_cpu_s(each) for each in rounds])
+    case |= {name: harness.spread([each[name] for each in rounds]) for name in SPEEDS}
     if before:
         pairs = list(zip(rounds, before, strict=True))
         case["times"] = {
-            "wall": harness.spread([one["tokens_per_s"] / last["tokens_per_s"] for one, last in pairs]),
-            "cpu": harness.spread([_per_cpu_s(one) / _per_cpu_s(last) for one, last in pairs]),
+            clock: harness.spread([one[speed] / last[speed] for one, last in pairs])
+            for clock, speed in (("wall", "tokens_per_s"), ("cpu", "tokens_per_cpu_s"))
         }
-    return case | {name: first[name] for name in ("peak_memory_bytes", "eval_loss", "eval_bits_per_byte")}
-
-
-def _per_cpu_s(found: dict[str, Any]) -> float:
-    return found["tokens_per_s"] * found["update_s"] / found["cpu_s"]
+    kept = ("peak_memory_bytes", "memory_times", "eval_loss", "eval_bits_per_byte")
+    return case | {name: first[name] for name in kept}
 
 
 def cases(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All rungs over all rounds."""
-    made, before = [], list[dict[str, Any]]()
-    for index in range(len(rounds[0]["rungs"])):
-        each = [climbed["rungs"][index] for climbed in rounds]
-        made.append(rung(each, before))
-        before = before if made[-1]["obstacle"] else each
-    return made
+    climbed = {each[0]["rung"]: list(each) for each in zip(*(found["rungs"] for found in rounds), strict=True)}
+    return [rung(each, climbed.get(each[0]["over"], [])) for each in climbed.values()]
 
 
 def main() -> None:
@@ -81,7 +74,7 @@ def main() -> None:
         memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
         speeds = (harness.shown(case[name], 0) for name in ("tokens_per_s", "tokens_per_cpu_s"))
         rows.append([case["rung"], *speeds, *times, memory, loss, ""])
-    heads = ["rung", "tokens/s", "tokens/CPU-s", "over the last", "in CPU time", "peak MiB", "held-out loss", ""]
+    heads = ["rung", "tokens/s", "tokens/CPU-s", "speed", "in CPU time", "peak MiB", "held-out loss", ""]
     harness.print_table(heads, rows)
 
 

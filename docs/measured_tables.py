@@ -188,15 +188,18 @@ def climbing() -> str:
         f"{asked['preset']}, {asked['params'] / 1e6:.2f} M parameters, {asked['updates']} updates of "
         f"{asked['tokens_per_update']:,} tokens, {where}, {counted(asked['rounds'], 'round')}:",
         "",
-        "| rung | tokens/CPU-s | over the last (lowest to highest) | peak memory, MiB | held-out loss |",
-        "|---" * 5 + "|",
+        "| rung | over | tokens/CPU-s | speed (lowest to highest) | peak memory, MiB | memory | held-out loss |",
+        "|---" * 7 + "|",
     ]
     for case in found["cases"]:
         if case["obstacle"]:
-            lines.append(f"| {case['rung']} | not here: {case['obstacle']} | | | |")
+            lines.append(f"| {case['rung']} | {case['over']} | not here: {case['obstacle']} | | | | |")
             continue
         ratio = case["times"]["cpu"] if "times" in case else None
-        over = f" {ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
-        memory, loss = f"{case['peak_memory_bytes'] / 2**20:.1f}", f"{case['eval_loss']:.3f}"
-        lines.append(f"| {case['rung']} | {case['tokens_per_cpu_s']['median']:,.0f} |{over} | {memory} | {loss} |")
+        speed = f"{ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else ""
+        saved = f"{case['memory_times']:.2f} ×" if case["memory_times"] else ""
+        lines.append(
+            f"| {case['rung']} | {case['over'] or ''} | {case['tokens_per_cpu_s']['median']:,.0f} | {speed} "
+            f"| {case['peak_memory_bytes'] / 2**20:.1f} | {saved} | {case['eval_loss']:.3f} |"
+        )
     return "\n".join(lines)

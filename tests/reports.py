@@ -49,13 +49,14 @@ def of_sweep(folder: Path) -> str:
 
 
 def ladder() -> dict[str, Any]:
-    keys = ("tokens_per_s", "update_s", "peak_memory_bytes", "train_loss", "compile_s", "micro_batch", "micro_steps",
-            "times_previous", "eval_loss", "eval_bits_per_byte")  # fmt: skip
+    keys = ("tokens_per_s", "tokens_per_cpu_s", "update_s", "peak_memory_bytes", "train_loss",
+            "compile_s", "micro_batch", "micro_steps", "over", "times", "memory_times", "eval_loss",
+            "eval_bits_per_byte")  # fmt: skip
     numbers = {
-        "eager": (900.0, 0.9, 90e6, 5.8, 0.0, 2, 4, None, 6.0, 2.5),
-        "compiled": (1800.0, 0.45, 70e6, 5.8, 40.0, 2, 4, 2.0, 6.0, 2.5),
-        "recompute": (1200.0, 0.675, 2e9, 5.8, 30.0, 8, 1, 0.667, None, None),
-        "fp8": (None,) * 10,
+        "eager": (900.0, 900.0, 0.9, 90e6, 5.8, 0.0, 2, 4, None, None, None, 6.0, 2.5),
+        "compiled": (1800.0, 1800.0, 0.45, 70e6, 5.8, 40.0, 2, 4, "eager", 2.0, 0.78, 6.0, 2.5),
+        "recompute": (1200.0, 1200.0, 0.675, 2e9, 5.8, 30.0, 8, 1, "compiled", 0.667, 28.6, None, None),
+        "fp8": (None,) * 13,
     }
     rungs = [
         {"rung": name, "change": f"how of {name}", "obstacle": None if values[0] else HOSTILE,
@@ -63,7 +64,7 @@ def ladder() -> dict[str, Any]:
         for name, values in numbers.items()
     ]  # fmt: skip
     return {"device": "a CPU", "params": 2_361_024, "updates": 40, "tokens_per_update": 2048, "tokens": 81_920,
-            "wall_s": 300.0, "rungs": rungs}  # fmt: skip
+            "ratios_of": "cpu", "wall_s": 300.0, "rungs": rungs}  # fmt: skip
 
 
 def of_ladder(_: Path) -> str:

@@ -128,12 +128,10 @@ class Resident:
 
     def _warm(self, batch: Batch) -> None:
         step = self.step
-        kept = {name: counter.clone() for name, counter in step.counters.items()}
         if step.recorder:
             accumulate(step, [batch] * (WARM_UP - 1))  # a micro-step is captured after so many
-        self.rehearse(batch)
-        for name, counter in step.counters.items():
-            counter.copy_(kept[name])
+        with step.counters_kept():
+            self.rehearse(batch)
         self._scored(batch)
 
     def accumulate(self, window: Batch) -> None:

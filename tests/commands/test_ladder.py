@@ -9,13 +9,15 @@ import json
 import signal
 import time
 import xml.etree.ElementTree as xml
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
-from monograph.session.rungs import RUNGS
+from monograph.commands.ladder import Climb, measured
+from monograph.session.rungs import RUNGS, Climbed
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
 LADDER = ["profile", "--ladder", *TINY]
@@ -25,32 +27,47 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     done = server.run(here, *LADDER, "--out", "seen", "--json", env=NO_COMPILER)
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
-    assert found["schema"] == "monograph.ladder/1" and found["updates"] == 8 and found["tokens"] == 1024
+    assert found["schema"] == "monograph.ladder/2" and found["updates"] == 8 and found["tokens"] == 1024
     rungs = {rung["rung"]: rung for rung in found["rungs"]}
     assert list(rungs) == [rung.name for rung in RUNGS]
     missing = {name: rung["obstacle"] for name, rung in rungs.items() if rung["obstacle"]}
-    assert {"compiled", "CUDA graphs", "fp8"} <= missing.keys() <= {"compiled", "bf16", "CUDA graphs", "fp8"}
+    hindered = {"compiled", "CUDA graphs", "fp8", "offload", "adapters", "streaming"}
+    assert hindered <= missing.keys() <= {"bf16", *hindered}
     assert "no-such-compiler" in missing["compiled"]
     there = [rung for rung in found["rungs"] if not rung["obstacle"]]
     for rung in there:
         assert rung["tokens_per_s"] > 0 and rung["update_s_low"] <= rung["update_s"] <= rung["update_s_high"]
         assert rung["peak_memory_bytes"] > 4 * 4 * found["params"] and rung["compile_s"] == 0
-    for one, other in zip(there, there[1:], strict=False):
-        assert other["times_previous"] == pytest.approx(other["tokens_per_s"] / one["tokens_per_s"])
+    for one in there[1:]:
+        other = rungs[one["over"]]
+        assert one["times"] == pytest.approx(one["tokens_per_cpu_s"] / other["tokens_per_cpu_s"])
+        assert one["memory_times"] == pytest.approx(one["peak_memory_bytes"] / other["peak_memory_bytes"])
+    assert {one["over"] for one in there[-3:]} == {"packed"}
+    assert rungs["accumulation"]["memory_times"] < 1 and rungs["8-bit state"]["memory_times"] < 1
     # The same text, seed and tokens: the same model, up to rounding.
     losses = [rung["eval_loss"] for rung in there]
     assert rungs["fused loss and optimizer"]["eval_loss"] == pytest.approx(rungs["eager"]["eval_loss"], rel=1e-5)
     assert max(losses) - min(losses) < 0.01 and 4 < min(losses) < 6
-    assert rungs["larger micro-batch"]["micro_batch"] == 4 and rungs["packed"]["micro_batch"] == 1
+    assert rungs["packed"]["micro_batch"] == 4 and rungs["accumulation"]["micro_batch"] == 1
+    shown = [line for line in done.out.split("\n\n")[0].splitlines() if "not here" not in line]
+    assert shown.count("each over packed:") == 1 and max(map(len, shown)) <= 100
     for name in rungs:
         assert f"\n{name} " in f"\n{done.out}"
-    assert "rung      9 of 9   fp8" in done.err and " left" in done.err
+    assert "rung      13 of 13   streaming" in done.err and " left" in done.err
     # Nothing but what was found: no run, no checkpoint, no lock.
     assert {path.name for path in here.iterdir()} == {"texts", "seen"}
     assert {path.name for path in (here / "seen").iterdir()} == {"ladder.svg", "ladder.json", "report.html"}
     assert json.loads((here / "seen" / "ladder.json").read_text()) == found
     picture = (here / "seen" / "ladder.svg").read_text()
     assert xml.fromstring(picture).tag.endswith("svg") and "not here" in picture and "prefers-color-scheme" in picture
+
+
+def test_a_busy_machine_changes_no_ratio() -> None:
+    """Another program takes two thirds of the clock's time on one rung, and none of the process's own."""
+    quick = Climbed((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
+    disturbed = replace(quick, seconds=(0.3,) * 8)
+    climbs = [Climb(RUNGS[0], "", quick), Climb(RUNGS[1], RUNGS[0].name, disturbed)]
+    assert [measured(climbs, timed)[1]["times"] for timed in ("cpu", "wall")] == pytest.approx([1.0, 1 / 3])
 
 
 def test_without_held_out_text_the_loss_is_the_trainings(server: CommandServer, here: Path) -> None:

@@ -18,6 +18,7 @@ from commands.forked import PROGRAM, CommandServer
 from commands.inputs import OWN, SLOW, TINY, over, rows
 from monograph import load
 from monograph.device import compiler_obstacle
+from monograph.measure.quantities import memory
 from monograph.run.folder import Run
 from monograph.session.choices import discard
 
@@ -92,6 +93,18 @@ def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(server:
     assert again.code == 0 and "so micro-batches of" not in again.err, again.err
     cut, asked = ([row["train_loss"] for row in rows(here / name)] for name in ("run", "same"))
     assert cut == asked and len(cut) == 8
+
+
+def test_the_peak_memory_of_a_run_says_what_recomputing_saves(server: CommandServer, here: Path) -> None:
+    """Tensors alone: the process, with its libraries, would be the same within a few percent."""
+    peaks = {}
+    for remat in ("none", "full"):
+        more = ("train.compile=none", f"train.remat={remat}", "model.num_hidden_layers=12", "train.updates=1")
+        done = server.run(here, "train", *over(TINY, *more), "--json", figures=0)
+        assert done.code == 0, done.err
+        peaks[remat] = json.loads(done.out)["peak_memory_bytes"]
+        assert f"peak memory {memory(peaks[remat])}" in done.err
+    assert peaks["full"] < 0.75 * peaks["none"], peaks
 
 
 def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path) -> None:

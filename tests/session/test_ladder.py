@@ -24,6 +24,7 @@ from monograph.session.choices import sized
 from monograph.session.ladder import Ladder
 from monograph.session.rungs import RUNGS, Rung, Unfused, Way, unfuse
 from monograph.session.session import Session
+from monograph.stream import Streamed
 from numerics import relative_error
 
 CARD = Device("card", "cuda", 2**36, 2**36, 8, has_bf16=True, has_fp8=True)
@@ -49,12 +50,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
-    way, changed = Way(), list[str]()
+    stack, changed = {"": Way()}, list[str]()
     for rung in RUNGS:
-        after = rung.after(way)
-        differ = [key for key, value in asdict(after).items() if value != asdict(way)[key]]
+        assert rung.over in (None, *stack)
+        before = stack[rung.over or [*stack][-1]]
+        after = rung.after(before)
+        differ = [key for key, value in asdict(after).items() if value != asdict(before)[key]]
         assert differ == list(rung.fields) and len(differ) == (rung is not RUNGS[0])
-        changed, way = changed + differ, after
+        changed += differ
+        if rung.over is None:
+            stack[rung.name] = after
     assert set(changed) == set(asdict(Way()))
 
 
@@ -83,7 +88,7 @@ def test_a_loss_of_ones_own_stays() -> None:
 
 
 def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, way, seen = ladder(folder), Way(), {}
+    made, stack, seen = ladder(folder), {"": Way()}, {}
     made.machine = CARD
 
     def look(session: Session, _: Progress) -> None:
@@ -92,16 +97,23 @@ def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(module, "prepare", look)
     for each in RUNGS[1:]:
+        way = stack[each.over or [*stack][-1]]
         made.climb(each, way, Progress())
-        way = each.after(way)
+        if each.over is None:
+            stack[each.name] = each.after(way)
     steps = {name: session.engine.step for name, session in seen.items()}
+    assert [rung.name for rung in RUNGS[1:] if rung.name not in seen] == ["adapters"]  # of a new model
     assert [name for name, step in steps.items() if isinstance(step, Unfused)] == ["compiled"]
     assert {name: step.precision.name for name, step in steps.items() if step.precision.name != "bf16"} == {
         "compiled": "fp32", "fused loss and optimizer": "fp32", "fp8": "fp8",
     }  # fmt: skip
-    assert [name for name, step in steps.items() if step.remat != Remat.Off()] == ["recompute", "CUDA graphs", "fp8"]
-    assert [name for name, session in seen.items() if session.engine.micro_batch == 8] == [*seen][4:]
+    assert {name: step.remat for name, step in steps.items() if step.remat != Remat.Off()} == {
+        "recompute": Remat.Full(), "offload": Remat.Offload(),
+    }  # fmt: skip
+    assert [name for name, session in seen.items() if session.engine.micro_batch != 8] == ["accumulation"]
     assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [*seen][:3]
+    assert [name for name, step in steps.items() if step.optim.state == "8bit"] == ["8-bit state"]
+    assert [name for name, session in seen.items() if isinstance(session.engine, Streamed)] == ["streaming"]
 
 
 # ---- the same tokens ------------------------------------------------------------------------------------------------
@@ -120,17 +132,18 @@ def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
 
-def test_the_larger_micro_batch_is_the_plans_and_what_is_before_a_quarter_of_it(folder: Path) -> None:
+def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(folder: Path) -> None:
     made = ladder(folder)
-    assert made.settings_of(Way(packing="packed", large=True)).train.micro_batch == 8
-    assert made.settings_of(Way(packing="packed")).train.micro_batch == 2
-    assert ladder(folder, "train.micro_batch=2").settings_of(Way()).train.micro_batch == 1
+    assert made.settings_of(Way(packing="packed")).train.micro_batch == 8
+    assert made.settings_of(Way(packing="packed", accumulated=True)).train.micro_batch == 2
+    assert ladder(folder, "train.micro_batch=2").settings_of(Way(accumulated=True)).train.micro_batch == 1
 
 
 def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
     assert made.most == 8 and made.settings_of(Way()).train.remat == "none"
     assert made.settings_of(Way(captured=True)).train.compile == "whole"
+    assert made.settings_of(Way(captured=True, streamed=True)).train.compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
     assert [of_blocks.settings_of(Way(captured=each)).train.compile for each in (False, True)] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").most
@@ -154,14 +167,18 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     made.machine = Device("old", "cpu", 2**34, 2**34, 2, has_bf16=False)
     monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
     found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
-    assert {name for name, why in found.items() if why} == {"compiled", "bf16", "CUDA graphs", "fp8"}
+    without_card = {"CUDA graphs", "fp8", "offload", "streaming"}
+    assert {name for name, why in found.items() if why} == {"compiled", "bf16", "adapters", *without_card}
     assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
     made.machine = CARD
     found = {each.name: made.obstacle(each.after(Way()), each) for each in RUNGS}
-    assert {name for name, why in found.items() if why} == {"CUDA graphs"}  # as this way is not compiled
+    # This way is not compiled, and the model is new.
+    assert {name for name, why in found.items() if why} == {"CUDA graphs", "adapters"}
     assert not made.obstacle(rung("CUDA graphs").after(Way(captured=True)), rung("CUDA graphs"))
     one = ladder(folder, "train.micro_batch=1")
-    assert "one row" in str(one.obstacle(Way(large=True), rung("larger micro-batch")))
+    assert "one row" in str(one.obstacle(Way(accumulated=True), rung("accumulation")))
+    narrow = ladder(folder, "optim.name=adamw:8bit")
+    assert "all rungs have it" in str(narrow.obstacle(Way(narrow_state=True), rung("8-bit state")))
 
 
 def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
@@ -187,9 +204,9 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     settings, text = made.settings, made.texts["packed"]
     config = module.make_model(settings, text, made.machine).recipe.shape()
     optim = Muon() if settings.optim.name == "muon" else AdamW()
-    work = Work(config, 2, 256, optim, compile="none", window_rows=8)
+    work = Work(config, 8, 256, optim, compile="none", window_rows=8)
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
-    assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (2, 4, 6)
+    assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (8, 1, 6)
     assert found.held_out and 4 < found.held_out.loss < 7 and 4 < found.train_loss < 7
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json as jsonlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from monograph.commands.profile import DEFAULT_ROOT, REPORT, sized, started, warn_if_busy
 from monograph.config import Settings
 from monograph.device import clock
-from monograph.measure.ladder_report import HEADS, draw_ladder, fastest, ladder_page, rows, standing
+from monograph.measure.ladder_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
 from monograph.measure.quantities import clock_time
 from monograph.measure.theme import themed
 from monograph.run.progress import Progress
@@ -20,6 +20,7 @@ from monograph.session.rungs import RUNGS, Climbed, Rung, Way
 from monograph.session.summary import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
+SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # on a terminal
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
@@ -40,45 +41,65 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     return 0
 
 
-def _climbed(ladder: Ladder, progress: Progress) -> list[tuple[Rung, Climbed | str]]:
-    made, way, began = list[tuple[Rung, Climbed | str]](), Way(), clock()
+class Climb(NamedTuple):
+    """A rung, the one it was compared with ("" for the first), and what was measured or why nothing was."""
+
+    rung: Rung
+    over: str
+    what: Climbed | str
+
+
+def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
+    made, stack, began = list[Climb](), {"": Way()}, clock()
     for number, rung in enumerate(RUNGS, start=1):
-        measured = sum(not isinstance(what, str) for _, what in made)
-        left = sum(not ladder.obstacle(each.after(way), each) for each in RUNGS[number - 1 :])
+        over = rung.over if rung.over in stack else [*stack][-1]
+        measured = sum(not isinstance(each.what, str) for each in made)
+        left = sum(not ladder.obstacle(each.after(stack[over]), each) for each in RUNGS[number - 1 :])
         about = f"   about {clock_time((clock() - began) / measured * left)} left" if measured and left else ""
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{about}")
-        way, climbed = ladder.climb(rung, way, progress)
-        made.append((rung, climbed))
-        if isinstance(climbed, str):
-            progress.line("", f"not here: {climbed}")
+        way, what = ladder.climb(rung, stack[over], progress)
+        made.append(Climb(rung, over, what))
+        if isinstance(what, str):
+            progress.line("", f"not here: {what}")
+        elif rung.over is None:
+            stack[rung.name] = way
     warn_if_busy(progress)
     return made
 
 
-def _object(ladder: Ladder, climbed: list[tuple[Rung, Climbed | str]], folder: Path) -> dict[str, Any]:
+def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
     machine, train = ladder.machine, ladder.settings.train
-    found: list[dict[str, Any]] = []
-    last: float | None = None
-    for rung, what in climbed:
-        found.append({"rung": rung.name, "change": rung.change, **_measured(what, last)})
-        last = found[-1]["tokens_per_s"] or last
+    timed = "cpu" if machine.type == "cpu" else "wall"
     return {
-        "schema": "monograph.ladder/1",
+        "schema": "monograph.ladder/2",
         "device": machine.name,
+        "ratios_of": timed,
         "cores": machine.cores,
         "params": ladder.params,
         "updates": ladder.updates,
         "tokens_per_update": int(train.tokens_per_update),
         "tokens": ladder.updates * int(train.tokens_per_update),
-        "rungs": found,
+        "rungs": measured(climbed, timed),
         "picture": str(folder / PICTURE),
         "report": str(folder / REPORT),
     }
 
 
-def _measured(what: Climbed | str, last: float | None) -> dict[str, Any]:
+def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
+    """The rungs as the JSON has them; ratios are of tokens per second, of the "wall" clock's or of "cpu" time."""
+    found = dict[str, dict[str, Any]]()
+    for rung, over, what in climbed:
+        found[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}
+        one, other = found[rung.name], found.get(over)
+        for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
+            one[name] = one[key] / other[key] if other and one[key] else None
+    return [*found.values()]
+
+
+def _measured(what: Climbed | str) -> dict[str, Any]:
     keys = (
         "tokens_per_s",
+        "tokens_per_cpu_s",
         "update_s",
         "cpu_s",
         "peak_memory_bytes",
@@ -87,13 +108,12 @@ def _measured(what: Climbed | str, last: float | None) -> dict[str, Any]:
         "micro_batch",
         "micro_steps",
     )
-    scores = ("times_previous", "update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
+    scores = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
     if isinstance(what, str):
         return {"obstacle": what, "notes": [], **dict.fromkeys((*keys, *scores))}
     seconds, held_out = sorted(what.seconds), what.held_out
     return standard_json({
         "obstacle": None, "notes": [*what.notes], **{key: getattr(what, key) for key in keys},
-        "times_previous": what.tokens_per_s / last if last else None,
         "update_s_low": seconds[len(seconds) // 4], "update_s_high": seconds[-1 - len(seconds) // 4],
         "eval_loss": held_out.loss if held_out else None,
         "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,
@@ -101,17 +121,21 @@ def _measured(what: Climbed | str, last: float | None) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any], folder: Path) -> None:
-    lines = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in rows(found["rungs"])]
-    heads, lines = HEADS[:-2], [line[:-2] for line in lines]
-    widths = [max(len(line[column]) for line in [heads, *lines]) for column in range(len(heads))]
-    for line, rung in zip([heads, *lines], [None, *found["rungs"]], strict=True):
+    table = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in [HEADS, *rows(found["rungs"])]]
+    lines = [[line[HEADS.index(head)] for head in SHOWN] for line in table]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(SHOWN))]
+    saving = [each for each, rung in zip(found["rungs"], RUNGS, strict=True) if rung.over]
+    for line, rung in zip(lines, [None, *found["rungs"]], strict=True):
+        if rung is saving[0]:
+            print(f"each over {rung['over']}:")
         if rung and rung["obstacle"]:
             print(f"{line[0]:<{widths[0]}}   not here: {rung['obstacle']}")
             continue
         numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         print("   ".join([line[0].ljust(widths[0]), *numbers]))
-    first, best = found["rungs"][0], fastest(found)
     print(f"\n{standing(found)}")
-    gain = best["tokens_per_s"] / first["tokens_per_s"]
-    print(f"fastest   {best['rung']}: {gain:.2f} × as fast as eager; losses are after {found['tokens']:,} tokens")
+    print(
+        f"fastest   {fastest(found)['rung']}: {gain(found):.2f} × as fast as eager; "
+        f"losses are after {found['tokens']:,} tokens"
+    )
     print(f"written   {folder / REPORT}, {folder / PICTURE}, {folder / NUMBERS}")

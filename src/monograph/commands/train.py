@@ -13,7 +13,6 @@ from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
-from monograph.measure.memory import peak_memory_bytes
 from monograph.measure.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.journal import Journal
@@ -25,6 +24,7 @@ from monograph.session.planning import notes_on
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
+from monograph.session.speed import measure_memory
 from monograph.session.story import Story
 from monograph.session.summary import finished, standard_json
 from monograph.session.warming import prepare
@@ -102,6 +102,7 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
         session.branch(begun := newest(world, parent[0].checkpoints, warn, at=parent[1]))
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
     prepare(session, progress)
+    measure_memory(session, progress)
     if not resumed:
         choices.fix_length(session, progress)
         if world.leads:
@@ -126,8 +127,7 @@ def _loop(session: Session, story: Story, progress: Progress) -> None:
             session.account(done)
             if journal.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s}):
                 rate = story.rate(since, clock() - began)
-                memory = peak_memory_bytes(engine.step.device)
-                loss = journal.last["train_loss"]
+                loss, memory = journal.last["train_loss"], session.peak_memory_bytes
                 block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=journal.skipped)
                 since, began = 0, clock()
             stopping, asked, lost, skipping = session.world.any(

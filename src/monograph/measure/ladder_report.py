@@ -11,6 +11,8 @@ from monograph.measure.look import ACCENT, INK, MUTED, style, svg
 from monograph.measure.page import Cell, folded, number, page, section, table
 
 Found = Mapping[str, Any]
+# What ratios are of: on a CPU of its own time, as other programs take a share of the clock's.
+SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
 def draw_ladder(found: Found) -> Drawing:
@@ -43,14 +45,9 @@ def draw_ladder(found: Found) -> Drawing:
 
 def _said(rung: Found, key: str) -> str:
     if key == "peak_memory_bytes":
-        return memory(rung[key])
-    times = f"   {rung['times_previous']:.2f} ×" if rung["times_previous"] else ""
+        return quantities.memory(rung[key])
+    times = f"   {rung['times']:.2f} ×" if rung["times"] else ""
     return f"{rung[key]:,.0f}{times}"
-
-
-def memory(size: float) -> str:
-    """Bytes, in MiB below a GiB: a small model's are a few."""
-    return quantities.gibibytes(size) if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
@@ -62,8 +59,7 @@ def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
         drawing: of it.
         config: the settings that all rungs share, as TOML.
     """
-    best = fastest(found)
-    first = found["rungs"][0]
+    first, best = found["rungs"][0], fastest(found)
     figures = [
         ("parameters", quantities.count(found["params"])),
         ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
@@ -73,7 +69,7 @@ def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
     ]
     return page(
         title=title,
-        headline=f"{best['tokens_per_s'] / first['tokens_per_s']:.1f} × as fast as eager",
+        headline=f"{gain(found):.1f} × as fast as eager",
         standing=f"{standing(found)}.",
         figures=figures,
         drawings=[drawing],
@@ -86,20 +82,28 @@ def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
 
 def fastest(found: Found) -> Found:
     """The rung with the most tokens per second."""
-    best: Found = max(found["rungs"], key=lambda rung: rung["tokens_per_s"] or 0)
+    best: Found = max(found["rungs"], key=lambda rung: rung[SPEED[found["ratios_of"]]] or 0)
     return best
+
+
+def gain(found: Found) -> float:
+    """How many times as fast as the first rung the fastest is."""
+    speed = SPEED[found["ratios_of"]]
+    times: float = fastest(found)[speed] / found["rungs"][0][speed]
+    return times
 
 
 def standing(found: Found) -> str:
     """What was done, in a sentence without a full stop."""
+    of = {"wall": "", "cpu": " (in CPU time)"}
     return (
-        f"Each rung changes one thing of the one above it: the same text and seed, {found['updates']:,} updates of "
-        f"{found['tokens_per_update']:,} tokens each, on {found['device']}"
+        f"Each rung changes one thing of another one, over which its ratios are{of[found['ratios_of']]}: the same text "
+        f"and seed, {found['updates']:,} updates of {found['tokens_per_update']:,} tokens each, on {found['device']}"
     )
 
 
-HEADS = ("rung", "tokens/s", "over the last", "ms an update", "peak memory", "loss", "compiling, s", "micro-batch",
-         "what is changed, or why not here")  # fmt: skip
+HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "memory", "loss", "compiling, s",
+         "micro-batch", "what is changed, or why not here")  # fmt: skip
 
 
 def rows(rungs: Sequence[Found]) -> list[list[Cell]]:
@@ -111,9 +115,11 @@ def rows(rungs: Sequence[Found]) -> list[list[Cell]]:
         made.append([
             rung["rung"],
             number(rung["tokens_per_s"], "{:,.0f}"),
-            number(rung["times_previous"], "{:.2f} ×"),
+            number(rung["times"], "{:.2f} ×"),
+            rung["over"] or "",
             number(None if update_s is None else 1e3 * update_s, "{:,.0f}"),
-            ("", None) if size is None else (memory(size), size),
+            ("", None) if size is None else (quantities.memory(size), size),
+            number(rung["memory_times"], "{:.2f} ×"),
             number(loss, "{:.3f}"),
             number(rung["compile_s"] or None, "{:.0f}"),
             number(rung["micro_batch"], "{}"),

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from monograph import compat
 from monograph.errors import DiskFull
 from monograph.optim import Plane
 
@@ -88,7 +89,7 @@ def ledger(
 
 
 class LiveBytes:
-    """Counts the CPU allocator's own events inside a `with` block; for tests and benchmarks, it slows code down.
+    """Counts the CPU allocator's own events inside a `with` block, which slows code down.
 
         with LiveBytes() as live:
             loss(hidden, head).backward()
@@ -106,6 +107,7 @@ class LiveBytes:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> LiveBytes:
+        compat.quiet_profiler()
         self._profile.__enter__()
         return self
 

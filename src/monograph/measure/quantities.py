@@ -26,6 +26,11 @@ def gibibytes(value_bytes: float) -> str:
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
+def memory(value_bytes: float) -> str:
+    """Bytes as GiB, and in MiB below one: a small model's are a few. 22_020_096 -> "21.0 MiB"."""
+    return gibibytes(value_bytes) if value_bytes >= 2**30 else f"{value_bytes / 2**20:.1f} MiB"
+
+
 def megabytes(value_bytes: float) -> str:
     """Bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or bytes."""
     if value_bytes < 1e3:

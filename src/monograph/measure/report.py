@@ -21,7 +21,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("wall_s", "time", quantities.duration),
     ("tokens_per_s", "tokens/s", quantities.count),
     ("mfu", "of peak FLOP/s", lambda value: f"{100 * value:.0f} %"),
-    ("peak_memory_bytes", "peak memory", quantities.gibibytes),
+    ("peak_memory_bytes", "peak memory", quantities.memory),
     ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
 )

@@ -128,9 +128,13 @@ class TrainingBlock:
         self._live.__exit__(kind, error, trace)
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
-    def update(self, index: int, *, loss: float, tokens_per_s: float, memory_bytes: int, skipped: int = 0) -> None:
+    def update(
+        self, index: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None, skipped: int = 0
+    ) -> None:
         """Update `index` (counted from 1) is done; cheap enough for every update."""
-        parts = [f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s"), quantities.gibibytes(memory_bytes)]
+        parts = [f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
+        if memory_bytes is not None:
+            parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
         self._index, self._figures = index, "   ".join(parts)

@@ -22,15 +22,15 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.loop import train
-from monograph.measure.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
+from monograph.measure.memory import reset_peak_memory
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import choices
-from monograph.session.rungs import FEWER, Climbed, Rung, Way, unfuse
+from monograph.session.rungs import ADAPTER_RANK, FEWER, Climbed, Rung, Way, unfuse
 from monograph.session.session import Session
 from monograph.session.setup import make_model, open_corpus, open_session
-from monograph.session.speed import calibrate
+from monograph.session.speed import calibrate, peak_bytes
 from monograph.session.warming import prepare
 
 RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
@@ -94,28 +94,43 @@ class Ladder:
         micro = min(int(train.micro_batch), rows)
         if way.packing == "padded":
             rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
+        by_block = way.streamed or way.remat == "offload"
         fixed = {
-            "train.compile": train.compile if way.captured else "none",
+            "train.compile": "none" if not way.captured else "blocks" if by_block else train.compile,
             "train.precision": way.precision,
             "train.remat": way.remat,
-            "train.micro_batch": micro if way.large else max(1, micro // FEWER),
+            "train.micro_batch": max(1, micro // FEWER) if way.accumulated else micro,
             "train.tokens_per_update": rows * length,
+            "train.memory": "stream" if way.streamed else "device",
             "data.packing": way.packing,
         }
+        if way.narrow_state:
+            fixed["optim.name"] = self.settings.optim.name.partition(":")[0] + ":8bit"
+        if way.adapters:
+            fixed["lora.rank"] = ADAPTER_RANK
         return self.settings.resolve(fixed, "ladder")
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Why this machine or text cannot climb the rung, None if nothing is known that hinders it."""
-        device = self.machine.type
-        if rung.name == "compiled":
-            return compiler_obstacle() if device == "cpu" else None
-        if rung.name == "bf16":
-            return None if self.machine.has_bf16 else "this device has no bf16 arithmetic"
-        if rung.name == "larger micro-batch" and int(self.settings.train.micro_batch) == 1:
-            return "no more than one row fits, or an update has one row"
-        if rung.name == "CUDA graphs":
-            return "no CUDA device" if device != "cuda" else None if way.captured else "nothing is compiled"
-        return Precision(way.precision).obstacle(self.machine) if rung.name == "fp8" else None
+        settings, on_cpu = self.settings, self.machine.type == "cpu"
+        hinders: dict[str, tuple[bool, str | None]] = {
+            "compiled": (on_cpu, compiler_obstacle()),
+            "bf16": (not self.machine.has_bf16, "this device has no bf16 arithmetic"),
+            "CUDA graphs": (on_cpu or not way.captured, "no CUDA device" if on_cpu else "nothing is compiled"),
+            "fp8": (True, Precision(way.precision).obstacle(self.machine)),
+            "accumulation": (int(settings.train.micro_batch) == 1, "a micro-batch has one row already"),
+            "offload": (on_cpu, "a CPU's memory is the host's"),
+            "8-bit state": (settings.optim.name.endswith(":8bit"), "all rungs have it: optim.name"),
+            "adapters": (True, self._no_adapters()),
+            "streaming": (on_cpu, "a CPU's memory is the host's"),
+        }
+        hindered, why = hinders.get(rung.name, (False, None))
+        return why if hindered else None
+
+    def _no_adapters(self) -> str | None:
+        if self.settings.lora.rank:
+            return "all rungs have them: lora.rank"
+        return None if self.settings.model.init else "model.init names no weights that could be frozen"
 
     def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
         """Train and measure one rung.
@@ -187,7 +202,7 @@ class Ladder:
                 tokens=tokens / len(seconds),
                 micro_batch=micro,
                 micro_steps=-(-rows // micro),
-                peak_memory_bytes=_peak_bytes(session),
+                peak_memory_bytes=peak_bytes(session),
                 train_loss=statistics.fmean(losses[-max(1, len(losses) // 4) :]),
                 held_out=self._scored(engine),
                 compile_s=session.compile_s,
@@ -203,19 +218,3 @@ class Ladder:
             return None
         with graph.set_aside(engine.step):
             return evaluate(engine, rows, batch_rows=engine.micro_batch or 1, limit=HELD_OUT_ROWS)
-
-
-def _peak_bytes(session: Session) -> int:
-    """Bytes of tensors at the peak of an update."""
-    engine = session.engine
-    if engine.step.device.type == "cuda":
-        return peak_memory_bytes(engine.step.device)
-    windows = session.open_batches(0)
-    window = next(windows)
-    windows.close()
-    with LiveBytes() as live:
-        engine.rehearse(window)
-    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
-    flat = [each for plane in engine.step.planes for each in (plane.param, plane.grad, *plane.state.values())]
-    kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
-    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)

@@ -1,4 +1,4 @@
-"""The rungs of a ladder: ways to train one model on one text, each different from the one before in one thing."""
+"""The rungs of a ladder: ways to train one model on one text, each different from another one in one thing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from monograph.optim import Plane, planes, trainable
 from monograph.resident import Resident
 from monograph.step import Step
 
-FEWER = 4  # times the rows that a micro-batch has before the larger one
+FEWER = 4  # times the rows of a micro-batch, where more of them are accumulated
+ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -24,33 +25,49 @@ class Way:
     fused: bool = False
     precision: str = "fp32"
     packing: str = "padded"
-    large: bool = False
-    remat: str = "none"
     replayed: bool = False
+    accumulated: bool = False
+    remat: str = "none"
+    narrow_state: bool = False
+    adapters: bool = False
+    streamed: bool = False
 
 
 class Rung(NamedTuple):
-    """One thing that is changed: its name, what it is in a few words, and the fields of the way."""
+    """One thing that is changed.
+
+    Attributes:
+        name: of the rung.
+        change: what it is, in a few words.
+        fields: of the way.
+        over: the rung whose way is changed; None: the last one before it that could be climbed and has None itself.
+    """
 
     name: str
     change: str
     fields: Mapping[str, Any]
+    over: str | None = None
 
     def after(self, way: Way) -> Way:
         """The way with the change."""
         return replace(way, **self.fields)
 
 
+# The first ones make training faster, each over the one before; the others save memory, each on its own.
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
     Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
     Rung("fused loss and optimizer", "logits in chunks; one graph updates all parameters", {"fused": True}),
     Rung("bf16", "train.precision=bf16", {"precision": "bf16"}),
     Rung("packed", "data.packing=packed", {"packing": "packed"}),
-    Rung("larger micro-batch", f"train.micro_batch, up to {FEWER} times the rows", {"large": True}),
-    Rung("recompute", "train.remat=full", {"remat": "full"}),
     Rung("CUDA graphs", "micro-steps are captured once and replayed", {"replayed": True}),
     Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
+    Rung("accumulation", f"train.micro_batch, {FEWER} times as many micro-steps", {"accumulated": True}, "packed"),
+    Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
+    Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
+    Rung("8-bit state", "optim.name=...:8bit", {"narrow_state": True}, "packed"),
+    Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, "packed"),
+    Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, "packed"),
 )
 
 
@@ -96,6 +113,11 @@ class Climbed:
     def tokens_per_s(self) -> float:
         """Targets a second."""
         return self.tokens / self.update_s
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """Targets a second of this process's CPU time."""
+        return self.tokens / self.cpu_s
 
 
 class Unfused(Step):

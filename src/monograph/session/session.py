@@ -60,6 +60,8 @@ class Session:
         world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
+        peak_bytes: what tensors took at the peak of an update, as measured before the first one; None where it was not,
+            as on a GPU, which counts them all the while.
         elapsed_s: seconds spent in earlier processes of the same run.
         budget_s: seconds that the training was given, None if it was given updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine was slower
@@ -80,6 +82,7 @@ class Session:
     planned: Candidate | None = None
     eager_reason: str | None = None
     kernel: Kernel | None = None
+    peak_bytes: int | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
@@ -103,6 +106,12 @@ class Session:
     def spent_s(self) -> float:
         """Seconds of training so far, over all processes of the run."""
         return self.elapsed_s + clock() - self.training_since_s
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Bytes of tensors at the peak; None where nothing measured it."""
+        device = self.engine.step.device
+        return peak_memory_bytes(device) if device.type == "cuda" else self.peak_bytes
 
     def save(self, keep: int = 0) -> None:
         """Write a checkpoint of this moment; metrics are made durable first.
@@ -240,7 +249,7 @@ class Session:
     def schedule(self) -> Schedule:
         """The learning rate's course, with the cool-down if one was begun."""
         schedule = make_schedule(self.settings, self.length)
-        return cool_down(schedule, *self.cooled, floor(self.settings)) if self.cooled else schedule
+        return cool_down(schedule, self.cooled[0], self.cooled[1], floor(self.settings)) if self.cooled else schedule
 
     def account(self, update: int) -> None:
         """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
@@ -257,7 +266,7 @@ class Session:
     def _remember_memory(self) -> None:
         """Keep how far a GPU's peak is from its trace for later plans, if what was traced is what ran.
 
-        A captured micro-step holds a pool that no plan knows. On a CPU the peak is all of the process.
+        A captured micro-step holds a pool that no plan knows.
         """
         step, planned = self.engine.step, self.planned
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):

@@ -1,17 +1,23 @@
-"""What an update takes on this machine: timed on a few that are thrown away, and kept for the next plan."""
+"""What an update takes on this machine, in seconds and bytes: measured on a few that are thrown away."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
 
 from monograph.data.place import calibration_file
 from monograph.device import clock, describe, synchronize
 from monograph.distributed.world import World
+from monograph.errors import DiskFull
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
+from monograph.measure.memory import LiveBytes, peak_memory_bytes
+from monograph.measure.quantities import memory
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.adapters import lora_of
+from monograph.run.progress import Progress
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
 from monograph.stream import Streamed
@@ -38,18 +44,55 @@ def seconds_per_update(engine: Resident, update: Callable[[], object], world: Wo
             the same.
         world: the ranks that update together, of which rank 0 says how often.
     """
-    kept = {name: counter.clone() for name, counter in engine.step.counters.items()}
     times: list[float] = []
     world = world or World()
-    while world.agreed(len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)):
-        synchronize(engine.step.device)
-        began = clock()
-        update()
-        synchronize(engine.step.device)
-        times.append(clock() - began)
-    for name, counter in engine.step.counters.items():
-        counter.copy_(kept[name])
+    with engine.step.counters_kept():
+        while world.agreed(len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)):
+            synchronize(engine.step.device)
+            began = clock()
+            update()
+            synchronize(engine.step.device)
+            times.append(clock() - began)
     return sorted(times)[len(times) // 4]
+
+
+def measure_memory(session: Session, progress: Progress) -> None:
+    """Note what an update needs on a CPU, where nothing counts it while the run goes on."""
+    if session.engine.step.device.type == "cuda":
+        return
+    with progress.stage("memory", "of an update, thrown away") as stage:
+        try:
+            session.peak_bytes = peak_bytes(session)
+            stage.result = memory(session.peak_bytes)
+        except DiskFull as full:
+            stage.result = f"not measured: {full}"
+
+
+def peak_bytes(session: Session) -> int:
+    """Bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations and the window.
+
+    On a GPU torch's allocator has counted them since it was last told to begin anew. On a CPU its events are recorded
+    in an update of two micro-batches, which is thrown away: libraries and the compiler, which take hundreds of MB of
+    the process, would hide what a technique saves.
+    """
+    engine = session.engine
+    if engine.step.device.type == "cuda":
+        return peak_memory_bytes(engine.step.device)
+    batches = session.open_batches(0)
+    window = next(batches)
+    batches.close()
+    rows = 2 * (engine.micro_batch or session.batches.rows_per_window)
+    with session.undisturbed(), engine.step.counters_kept(), LiveBytes() as live:
+        engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
+    if isinstance(engine, Streamed):
+        return live.peak_bytes + sum(engine.ledger()["device"].values())
+    flat = [each for plane in engine.step.planes for each in (plane.param, plane.grad, *plane.state.values())]
+    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
+    return live.peak_bytes + _bytes([*frozen, *engine.model.buffers(), *flat, *window.values()])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def remember(session: Session, seconds: float) -> None:

@@ -17,9 +17,9 @@ from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
+from monograph.measure.memory import reset_peak_memory
 from monograph.measure.python_lines import accepted_share
-from monograph.measure.quantities import counted, duration, gibibytes
+from monograph.measure.quantities import counted, duration, memory
 from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
@@ -160,12 +160,13 @@ class Story:
             ended = session.length >= most_updates(session)  # the text, and not the time
             promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
-        memory = gibibytes(summary["peak_memory_bytes"])
-        if session.planned and session.engine.step.device.type == "cuda":
-            memory += f" ({gibibytes(session.planned.peak_memory_bytes)} planned)"
+        peak = summary["peak_memory_bytes"]
+        needed = "not measured" if peak is None else memory(peak)
+        if session.planned:
+            needed += f" ({memory(session.planned.peak_memory_bytes)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(self._skipped(rows), "skipped update")
-        progress.line("", f"peak memory {memory}{compiled}   {skipped}   {session.run.folder}")
+        progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
         progress.gap()
@@ -174,7 +175,7 @@ class Story:
 
     def _summary(self) -> dict[str, Any]:
         session = self.session
-        device, machine = session.engine.step.device, describe(default_device())
+        machine = describe(default_device())
         rows = session.run.rows()
         last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
         rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
@@ -194,7 +195,7 @@ class Story:
             "eval_weights": "averaged" if self.averaged else "last",
             "tokens_per_s": rate,
             "mfu": use,
-            "peak_memory_bytes": peak_memory_bytes(device),
+            "peak_memory_bytes": session.peak_memory_bytes,
             "wall_s": session.elapsed_s + clock() - session.started_s,
             "training_s": session.spent_s,
             "promised_s": session.budget_s,

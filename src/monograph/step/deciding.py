@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,6 +46,14 @@ class Deciding:
         names += ["loss_scale", "good"] if self.precision.scaled else []
         names += ["recent"] if self.clip and self.clip.skip_spikes else []
         return {name: getattr(self, name) for name in names}
+
+    @contextmanager
+    def counters_kept(self) -> Iterator[None]:
+        """Whatever updates are made in the block, afterwards the counters are what they were."""
+        kept = {name: counter.clone() for name, counter in self.counters.items()}
+        yield
+        for name, counter in self.counters.items():
+            counter.copy_(kept[name])
 
     def begun(self, plane: Plane) -> Plane:
         """The plane as it is before the first update."""
