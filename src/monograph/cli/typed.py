@@ -41,6 +41,9 @@ AxisArguments = Annotated[
     ),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, a Hugging Face folder or a .pth file")]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="run the Python file that a run names, also one from elsewhere")
+]
 Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # what several processes do together
 
@@ -86,12 +89,14 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print every value and its origin, and stop")
     ] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Train a model on text. With no arguments: three minutes on Python's own sources."""
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
-    settings = _settings(arguments, {} if minutes is None else {"train.minutes": minutes})
+    _trust(trust_code)
+    settings = _settings(arguments, {} if minutes is None else {"train.minutes": minutes}, runs_code=not print_config)
     if print_config:
         print(settings.to_toml(origins=True), end="")
         return 0
@@ -113,11 +118,13 @@ def sweep(
         Path | None,
         typer.Option(metavar="DIR", help="the sweep's folder, new or to go on with; default: runs/DATE-TIME"),
     ] = None,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Train many runs that differ in a few settings, as many at once as pays, and compare them."""
     from monograph.commands.sweep import run
 
+    _trust(trust_code)
     return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, json=json)
 
 
@@ -151,6 +158,7 @@ def profile(
     ladder: Annotated[
         bool, typer.Option("--ladder", help="measure what compiling, bf16, packing and so on are worth, one by one")
     ] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Say where the time of an update goes, what binds it and the one change that helps most."""
@@ -159,7 +167,8 @@ def profile(
     else:
         from monograph.commands.profile import run
 
-    return interrupts.working(run)(_settings(arguments), out=out, json=json)
+    _trust(trust_code)
+    return interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
 
 
 @app.command()
@@ -205,11 +214,13 @@ def evaluate(
         typer.Option(metavar="PATH", help="text, or a file of questions; default: what the run held out"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="ask each question by the model's chat template")] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
+    _trust(trust_code)
     return interrupts.working(command)(run, data=data or [], chat=chat, json=json)
 
 
@@ -224,11 +235,13 @@ def compare(
         typer.Option(metavar="PATH", help="text, or a file of questions; default: what the first held out"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="ask each question by the models' chat templates")] = False,
+    trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
     """Say whether one model is better than another on the same text or questions, and how sure that is."""
     from monograph.commands.compare import run as command
 
+    _trust(trust_code)
     return interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
 
 
@@ -284,7 +297,15 @@ def check(
     return interrupts.working(command)(run, json=json)
 
 
-def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None) -> Settings:
+def _trust(said: bool) -> None:
+    if said:
+        from monograph.run.trust import trust_code
+
+        trust_code()
+
+
+def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None, runs_code: bool = False) -> Settings:
+    """What the arguments say; `runs_code`: to a command that may run the Python file that they name."""
     from monograph.config import classify, load
 
     toml, overrides = classify(arguments or [])
@@ -292,4 +313,8 @@ def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None
         if key in overrides:
             raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
         overrides[key] = value
+    if toml is not None and (toml.parent / "run.lock").is_file():  # it is a run's own, with that run's rules
+        from monograph.config.recorded import hold_to_its_run
+
+        hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
     return load(toml, overrides)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from monograph import __version__, checkpointing
-from monograph.config import load as load_settings
+from monograph.config.recorded import run_settings
 from monograph.data.place import cache_root
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
@@ -97,7 +97,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     saved = checkpointing.load_state(sound[-1]) if sound else {}
     files = {
         "run.lock": _fault(lock),
-        "config.toml": _fault(lambda: load_settings(folder.config, {}, {}).fingerprint, saved.get("settings")),
+        "config.toml": _fault(lambda: run_settings(folder, runs_code=False)),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -79,8 +79,18 @@ class Settings(BaseModel):
         anywhere = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 
-    def _lines(self, origins: bool) -> Iterator[str]:
-        values = self.values()
+    def has_fingerprint(self, sha256: str) -> bool:
+        """Whether that is the fingerprint, as taken now or before there were the keys that nobody set here.
+
+        A run's config.toml sets every key that there was when it was written, so that a key which came later, with a
+        default, does not make the file another one.
+        """
+        then = self.resolve(ANYWHERE, "fingerprint")
+        text = "\n".join(then._lines(origins=False, among=then.origins)) + "\n"
+        return sha256 in (self.fingerprint, hashlib.sha256(text.encode()).hexdigest())
+
+    def _lines(self, origins: bool, among: Collection[str] = KEYS) -> Iterator[str]:
+        values = {key: value if key in among else None for key, value in self.values().items()}
         if self.model.init is not None:
             values["model.preset"] = None  # its default excludes what was given
         for name, section in SECTIONS.items():

@@ -19,6 +19,17 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
 
 
+def state_root() -> Path:
+    """The folder for what a user must not lose or share, $MONOGRAPH_HOME or the system's.
+
+    A relative path is passed over: it would mean a folder of whoever made the one that this process was started in.
+    """
+    home, xdg = (Path(os.environ.get(name, "")).expanduser() for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
+    if home.is_absolute():
+        return home
+    return (xdg if xdg.is_absolute() else Path(os.path.expanduser("~")) / ".local" / "state") / "monograph"
+
+
 def calibration_file() -> Path:
     """Where it is kept how long updates took on this machine."""
     return cache_root()[0] / "calibration.json"

@@ -93,7 +93,7 @@ def load_to_export(
     if run is None:
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = checkpointing.newest(run.checkpoints, warn)
-    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
+    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
         stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
@@ -111,7 +111,7 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
             f"{run.folder} holds a module of its own ({init}), not a Llama: "
             "`monograph evaluate` scores it, and Python loads it"
         )
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    recipe = Recipe.recorded(checkpoint.state["recipe"], run)
     if recipe.lora is None or recipe.file:
         model = _restored(run, checkpoint)
         return model, model.config
@@ -190,7 +190,7 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
         NoValidCheckpoint: a run without one.
     """
     checkpoint = checkpointing.newest(run.checkpoints, warn)
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    recipe = Recipe.recorded(checkpoint.state["recipe"], run)
     loss: Loss = token_loss
     if recipe.file or recipe.lora:
         require_same_file(recipe, run)

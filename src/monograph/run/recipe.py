@@ -17,8 +17,9 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
+from monograph.run.trust import code_digest, code_file, require_trusted
 
-_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary")  # entries that older checkpoints lack
+_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
 SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
 
 
@@ -38,6 +39,8 @@ class Recipe(NamedTuple):
         base_sha256: of the frozen weights as they are stored, where there are adapters.
         vocabulary: first id that the weights of `init` were not trained with and the number of tokens, where these
             were given rows (`monograph.model.vocabulary.extend`); None where none were.
+        config: of the run whose checkpoint recorded this recipe, None where a person's settings made it: whose word
+            it is that `function` may run. It is not recorded itself.
     """
 
     init: str | None
@@ -49,22 +52,32 @@ class Recipe(NamedTuple):
     adapter: str | None = None
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
+    config: Path | None = None
 
     @classmethod
-    def recorded(cls, saved: Mapping[str, Any]) -> Recipe:
-        """The recipe that a checkpoint recorded; raises KeyError where it lacks an entry."""
+    def recorded(cls, saved: Mapping[str, Any], run: Run) -> Recipe:
+        """The recipe that a run's checkpoint recorded.
+
+        Raises:
+            KeyError: it lacks an entry.
+            InputRefused: sizes that are no whole numbers, which the function would be given, or no text as `init`.
+        """
         asked = [name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS]
-        return cls(**{name: saved[name] for name in asked})
+        init, sizes = saved["init"], saved["sizes"]
+        numbers = isinstance(sizes, dict) and all(isinstance(size, int) for size in sizes.values())
+        if not numbers or not isinstance(init, str | None):
+            raise InputRefused(f"{run.checkpoints}: the recorded recipe is not one that Monograph writes")
+        return cls(**{name: saved[name] for name in asked if name != "config"}, config=run.config)
 
     def entries(self) -> dict[str, Any]:
         """What a checkpoint records; without adapters what it did before there were any."""
-        return {key: value for key, value in self._asdict().items() if value is not None or key not in _SINCE_ADAPTERS}
+        found = self._replace(config=None)._asdict()
+        return {key: value for key, value in found.items() if value is not None or key not in _SINCE_ADAPTERS}
 
     @property
     def file(self) -> Path | None:
         """The Python file that builds the module, if one does."""
-        file = (self.init or "").partition(":")[0]
-        return Path(file) if file.endswith(".py") and file != self.init else None
+        return code_file(self.init)
 
     def checked(self) -> Recipe:
         """This recipe with the digest of its file, or of an adapter with its base.
@@ -80,7 +93,7 @@ class Recipe(NamedTuple):
             stored.require(shape_in(str(base.init)))
             return base
         if self.file:
-            return self._replace(sha256=hashlib.sha256(_source(self)).hexdigest())
+            return self._replace(sha256=code_digest(str(self.init)))
         if self.init is None:
             self.shape(vocab_size=1)
         elif is_weight_file(self.init):
@@ -135,24 +148,17 @@ def is_weight_file(name: str | Path) -> bool:
     return str(name).endswith(WEIGHT_FILES) and not Path(name).is_dir()
 
 
-def _source(recipe: Recipe) -> bytes:
-    try:
-        return Path(recipe.file or "").read_bytes()
-    except OSError as error:
-        raise InputRefused(
-            f"model.init = {recipe.init!r}: {recipe.file} cannot be read ({error.strerror}); "
-            f"it is looked for from {Path.cwd()}"
-        ) from None
-
-
 def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     """The module that a Python file's function builds, and the file's loss, or that of tokens.
 
     Raises:
-        InputRefused: the file or the function cannot be used, or returns no such module.
+        InputRefused: the file or the function cannot be used, or returns no such module; or a run names the file, and
+            nobody here vouches for that run.
     """
     where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
-    _source(recipe)
+    code_digest(str(recipe.init))
+    if recipe.config:
+        require_trusted(recipe.config, [recipe.init])
     # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
     folder, digest = str(file.resolve().parent), hashlib.sha256(str(file.resolve()).encode()).hexdigest()
     name = f"monograph_init_{digest[:8]}_{file.stem}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
-from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
+from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
 from monograph.data.places import spooled_stdin
@@ -20,9 +21,11 @@ from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
 from monograph.run.folder import Run
+from monograph.run.follower import Follower
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, run_named, shape_in
 from monograph.run.register import SWEEP
+from monograph.run.trust import marked
 from monograph.run.vocabulary import tokenizer_of
 from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
 from monograph.session.planning import require_positions
@@ -147,13 +150,13 @@ def settings_of(run: Run, given: Settings) -> Settings:
 
     Raises:
         UsageError: it does.
-        InputRefused: the run was stopped before its settings were written.
+        InputRefused: the run was stopped before its settings were written; or as `run_settings`.
     """
     if not run.begun:
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {run.folder}`"
         )
-    own = load_settings(run.config, {}, {})
+    own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
     for key, value in given.pinned().items():
         mine = own.values()[key]
         if value in (mine, "auto"):
@@ -198,7 +201,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
     if not parent.begun:
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
-    own = load_settings(parent.config, {}, {})
+    own = run_settings(parent, runs_code=given.model.init is None)
     taken = {*given.pinned()}
     if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
         raise UsageError(
@@ -223,9 +226,15 @@ def branched(parent: Run, given: Settings) -> Settings:
     return given.resolve(kept, str(parent.config))
 
 
-def write_config(run: Run, settings: Settings) -> None:
-    """Write config.toml so that it is the former one or this one, whole, whatever happens."""
-    write_whole(run.config, settings.to_toml())
+def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> None:
+    """Write config.toml so that it is the former one or this one, whole, whatever happens; with this user's mark.
+
+    Args:
+        run: its folder.
+        settings: of the run, or of a sweep.
+        inits: values of model.init that a sweep varies.
+    """
+    write_whole(run.config, marked(settings.to_toml(), [settings.model.init, *inits]))
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.config import Settings
-from monograph.config import load as load_settings
+from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
@@ -88,7 +88,7 @@ def progress_of(world: World) -> Progress:
 def again(world: World, run: Run, settings: Settings) -> str:
     """The command line that goes on with a run in the way in which it trains now, which may not be its file's."""
     parallel = settings.train.parallel
-    same = load_settings(run.config, {}, {}).train.parallel == parallel
+    same = run_settings(run, runs_code=False).train.parallel == parallel
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)

@@ -185,10 +185,10 @@ class Session:
                 f"{self.corpus.name}: not what {self.run.folder} was trained on "
                 f"(text, tokenizer or form changed): {instead}"
             )
-        saved = Recipe.recorded(state["recipe"])
+        saved = Recipe.recorded(state["recipe"], self.run)
         require_same_file(saved, self.run)
         require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        if saved != self.recipe or state["model_config"] != self._model_config():
+        if saved.entries() != self.recipe.entries() or state["model_config"] != self._model_config():
             raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monograph.config import load as load_settings
+from monograph.config.recorded import run_settings
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Subject:
 
 def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
     """A run's newest sound model; see `load_trained`."""
-    settings = load_settings(run.config, {}, {})
+    settings = run_settings(run)
     precision = Precision(settings.train.precision)  # the run's own, or the figures differ
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return Subject(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from monograph import planner
 from monograph.config import Settings, classify, keys, load
 from monograph.config.axes import SEED, Axis, Point, axes_of, points
+from monograph.config.recorded import hold_to_its_run, run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -58,6 +59,7 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     """
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
+    hold_to_its_run(toml, runs_code="model.init" not in overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
     settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
     require_one_device(settings, "sweep")
@@ -103,7 +105,7 @@ def of_newest_run() -> Settings:
     if not runs:
         return load(None, {}).resolve(short, ORIGIN)
     run = Run(runs[-1])
-    own = load(run.config, {}, {})
+    own = run_settings(run)
     kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
     if run.tokenizer.is_file():
         kept["data.tokenizer"] = str(run.tokenizer)

@@ -14,6 +14,7 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
+from monograph.config.recorded import run_settings
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
@@ -57,6 +58,7 @@ class Sweep:
             return found
         record: dict[str, Any] = {
             "schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points],
+            "settings": settings.fingerprint,
         }  # fmt: skip
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
@@ -64,7 +66,7 @@ class Sweep:
         with sweep.run.lock(new=True):
             record["target"] = target.to_toml() if target else None
             sweep.write()
-            write_config(sweep.run, settings)
+            write_config(sweep.run, settings, sweep.inits)
         return sweep
 
     @classmethod
@@ -93,8 +95,13 @@ class Sweep:
 
     @property
     def settings(self) -> Settings:
-        """What all members share, as it was asked for."""
-        return load_settings(self.run.config, {}, {})
+        """What all members share, as it was asked for; raises InputRefused as `run_settings`."""
+        return run_settings(self.run, inits=self.inits, recorded=self.record.get("settings"))
+
+    @property
+    def inits(self) -> list[str]:
+        """The values of model.init that members differ in."""
+        return sorted({str(point["model.init"]) for point in self.points if "model.init" in point})
 
     @property
     def wide(self) -> Path:

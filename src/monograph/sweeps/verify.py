@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from monograph.config import Settings
-from monograph.config import load as load_settings
+from monograph.config.recorded import run_settings
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.errors import InputRefused
@@ -37,7 +37,7 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     member = [row["train_loss"] for row in outcome.rows if row.get("train_loss") is not None]
     if not member:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
-    settings = load_settings(outcome.run.config, {}, {})
+    settings = run_settings(outcome.run)
     text = open_corpus(settings, progress)
     compiled = settings.train.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
     alone = losses(settings, text, len(member), progress, compiled=compiled)

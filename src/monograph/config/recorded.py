@@ -1,0 +1,76 @@
+"""The settings that a run's config.toml holds: as its checkpoints recorded them, and with code that may run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from monograph import checkpointing
+from monograph.checkpointing import CheckpointDamaged
+from monograph.config.settings import Settings
+from monograph.config.sources import load
+from monograph.errors import InputRefused, UsageError
+from monograph.run.folder import Run
+from monograph.run.trust import require_trusted
+
+
+def run_settings(
+    run: Run, *, runs_code: bool = True, inits: Sequence[str] = (), recorded: str | None = None
+) -> Settings:
+    """The settings of a run; whatever reads its config.toml reads it here.
+
+    Args:
+        run: its folder.
+        runs_code: whether what is made of the settings may run the Python file that they name.
+        inits: values of model.init that a sweep names beside those of its config.toml.
+        recorded: the fingerprint of the settings, where no checkpoint of the run says it.
+
+    Raises:
+        InputRefused: the file is not what the run was begun with, or it names code that nobody here vouches for.
+        UsageError: it is no configuration, and no checkpoint says what it was.
+    """
+    expected = recorded or _fingerprint(run)
+    try:
+        found = load(run.config, {}, {})
+    except UsageError as error:
+        if expected is None:
+            raise
+        there = hashlib.sha256(run.config.read_bytes()).hexdigest() if run.config.is_file() else "nothing"
+        raise _changed(run, expected, f"{there} ({error})") from None
+    if expected is not None and not found.has_fingerprint(expected):
+        raise _changed(run, expected, found.fingerprint)
+    if runs_code:
+        require_trusted(run.config, [found.model.init, *inits])
+    return found
+
+
+def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
+    """Hold a TOML file that a person named to the rules of the run in whose folder it lies, if it lies in one.
+
+    Raises:
+        InputRefused: as `run_settings`.
+    """
+    if toml is None or not (toml.parent / "run.lock").is_file():
+        return
+    run = Run(toml.parent)
+    if toml.name == run.config.name:
+        run_settings(run, runs_code=runs_code)
+    elif runs_code:
+        require_trusted(toml, [load(toml, {}, {}).model.init])
+
+
+def _fingerprint(run: Run) -> str | None:
+    """The fingerprint of a run's settings, by the newest of its checkpoints whose state is sound; None without one."""
+    for folder in sorted(run.checkpoints.glob("step-*"), reverse=True):
+        with suppress(CheckpointDamaged, KeyError):
+            return str(checkpointing.load_state(folder)["settings"])
+    return None
+
+
+def _changed(run: Run, expected: str, found: str) -> InputRefused:
+    return InputRefused(
+        f"{run.config}: not what the run was begun with: expected content of sha256 {expected}, found {found}; "
+        "put it back, and give other settings as KEY=VALUE to a new run with --from"
+    )

@@ -1,0 +1,134 @@
+"""Whether the Python file that a run names may run: this user wrote the run on this machine, or says so now.
+
+A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names, under a secret that
+only this user can read:
+
+    mark = HMAC-SHA256(secret, text, [(model.init, path of its file, SHA-256 of the file), ...])
+
+So a mark that is copied to another run, or whose file was replaced or lies elsewhere, says nothing, and a run that is
+moved as a whole keeps its own. Where no secret can be kept, this process has one that nobody else has: training goes
+on, and a later command asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import os
+import tempfile
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from monograph.data.place import state_root
+from monograph.errors import InputRefused
+
+OPTION = "--trust-code"
+MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
+_SECRET_BYTES = 32
+_MARK = "# mark "
+_by_word: set[str] = set()  # holds OPTION once a person has given it to this process
+
+
+def trust_code() -> None:
+    """Let this process run what any run names: the person said --trust-code."""
+    _by_word.add(OPTION)
+
+
+def code_file(init: str | None) -> Path | None:
+    """The Python file that `model.init` names, None where it names something else or nothing."""
+    file = (init or "").partition(":")[0]
+    return Path(file) if file.endswith(".py") and file != init else None
+
+
+def code_digest(init: str) -> str:
+    """SHA-256 of the Python file that `model.init` names, in hex.
+
+    Raises:
+        InputRefused: it cannot be read, or is no file of a program's size.
+    """
+    file, where = code_file(init) or Path(init), f"model.init = {init!r}"
+    try:
+        if not file.is_file() and file.exists():
+            raise InputRefused(f"{where}: {file}: expected a regular file")
+        if file.stat().st_size > MOST_CODE_BYTES:
+            raise InputRefused(f"{where}: {file}: expected a program, of {MOST_CODE_BYTES:,} bytes at most")
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputRefused(
+            f"{where}: {file} cannot be read ({error.strerror}); it is looked for from {Path.cwd()}"
+        ) from None
+
+
+def marked(text: str, inits: Collection[str | None]) -> str:
+    """The text of a config.toml with this user's mark.
+
+    Args:
+        text: of the settings.
+        inits: every `model.init` that they name.
+    """
+    return f"{text}{_MARK}{_mark(text, inits, create=True)}\n"
+
+
+def is_ours(config: Path, inits: Collection[str | None]) -> bool:
+    """Whether this user wrote that config.toml on this machine, and with that code as it is now; see `marked`."""
+    try:
+        text, _, mark = config.read_text(encoding="utf-8").rpartition(_MARK)
+        return hmac.compare_digest(mark.strip().encode(), _mark(text, inits).encode())
+    except (OSError, ValueError, InputRefused):
+        return False
+
+
+def require_trusted(config: Path, inits: Collection[str | None]) -> None:
+    """Refuse to run the code that a run names, unless this user wrote the run here or said --trust-code.
+
+    Args:
+        config: the run's config.toml.
+        inits: every `model.init` that the run names, wherever it does.
+
+    Raises:
+        InputRefused: naming the file that would run.
+    """
+    code = _code(inits)
+    if code and not _by_word and not is_ours(config, inits):
+        raise InputRefused(
+            f"{config.parent} would run the program {code[0][1]}, and nothing on this machine says that you trained "
+            f"this run with that file as it is now: read it first, then add {OPTION}"
+        )
+
+
+def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
+    """(model.init, path, digest) of each of them that names a Python file."""
+    named = {init: file for init in inits if init and (file := code_file(init))}
+    return sorted((init, str(file.resolve()), code_digest(init)) for init, file in named.items())
+
+
+def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str:
+    code = _code(inits)
+    return hmac.new(_secret(state_root(), create), json.dumps([text, code]).encode(), "sha256").hexdigest()
+
+
+def _secret(folder: Path, create: bool) -> bytes:
+    """This user's secret in the folder, or, where it cannot be kept or others could know it, that of the process."""
+    path = folder / f"secret-{os.geteuid()}"  # the folder may be one that several people share
+    with suppress(OSError):
+        if create and not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder) as file:  # which only its owner may read
+                file.write(os.urandom(_SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+                with suppress(FileExistsError):  # another process was faster: its secret is the one
+                    os.link(file.name, path)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status, found = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
+        if (status.st_uid, status.st_mode & 0o077, len(found)) == (os.geteuid(), 0, _SECRET_BYTES):
+            return found
+    return _of_this_process()
+
+
+@functools.cache
+def _of_this_process() -> bytes:
+    return os.urandom(_SECRET_BYTES)
