@@ -40,7 +40,12 @@ AxisArguments = Annotated[
         show_default=False,
     ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="a run, `last`, a Hugging Face folder or a .pth file")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|FOLDER", help="a run, `last`, a checkpoint's folder, a Hugging Face folder or a .pth file"
+    ),
+]
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="run the Python file that a run names, also one from elsewhere")
 ]
@@ -287,7 +292,7 @@ def build(arguments: ConfigArguments = None) -> int:
 @app.command()
 def check(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="verify this run's files; default: this machine")
+        str | None, typer.Argument(metavar="[RUN]", help="verify this run's or model's files; default: this machine")
     ] = None,
     json: Json = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""`monograph check`: is this machine, or a run's files, in order?"""
+"""`monograph check`: is this machine, a run or a model's folder in order?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json as jsonlib
 import platform
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,19 +14,27 @@ import torch
 from monograph import __version__, checkpointing
 from monograph.config.recorded import run_settings
 from monograph.data.place import cache_root
+from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.models import own_tokenizer
+from monograph.run.models import load_to_export, own_tokenizer
+from monograph.run.recipe import names_run
 from monograph.run.register import record, serial
+from monograph.run.vocabulary import tokenizer_of
 from monograph.session.choices import recorded_parent
 
 
 def run(run: str | None, *, json: bool) -> int:
     """Say what was found, one fact a line; with `json`, the same as numbers whose names have their units."""
-    found, lines, error = (*_machine(), None) if run is None else _run(Run.open(run))
+    if run is None:
+        found, lines, error = *_machine(), None
+    elif not names_run(run) and Path(run).is_dir():
+        found, lines, error = _folder(run)
+    else:
+        found, lines, error = _run(Run.open(run))
     for name, text in lines.items():
         print(f"{name:<16}{text}")
     if json:
@@ -114,6 +123,18 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
     listed = {key: [{"name": name, "fault": fault} for name, fault in table.items()] for key, table in tables.items()}
     return {"run": str(folder.folder), **listed}, lines, error
+
+
+def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Verify what a model's folder says of itself; it has no digests, so that a changed number goes unnoticed."""
+    files = {
+        "weights": _fault(lambda: load_to_export(folder)),
+        "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
+    }
+    lines = {name: f"damaged: {fault}" if fault else "sound" for name, fault in files.items()}
+    faults = [fault for fault in files.values() if fault]
+    listed = [{"name": name, "fault": fault} for name, fault in files.items()]
+    return {"run": folder, "files": listed, "checkpoints": []}, lines, InputRefused(faults[0]) if faults else None
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> str | None:

@@ -131,6 +131,8 @@ def _side(name: str) -> _Side:
 def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Found:
     """Bits per byte of the same text."""
     first = sides[0]
+    if first.subjects[0].strange and not data:
+        _warn(first.subjects[0].strange)
     texts = [_rows(side, first, data, reading) for side in sides]
     own = statistics.fmean(bits_per_byte(first, texts[0], report))
     found = [

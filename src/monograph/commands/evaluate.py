@@ -43,6 +43,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
 
 
 def _text(subject: Subject, data: list[str], report: Report) -> tuple[Evaluation, str]:
+    if subject.strange and not data:
+        _warn(subject.strange)
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
     text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
     if not data and text.fingerprint != subject.fingerprint:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
+from monograph.config.recorded import strange_text
 from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
@@ -36,6 +37,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or go on training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+    settings, from_ = choices.model_given(settings, from_)
     if not (resume or from_):  # whose own settings say more
         require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
@@ -54,9 +56,11 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
             settings = choices.settings_of(folder, settings if resume else Settings())
+            _warn_of_text(folder, settings, progress)
         elif parent:
             settings = choices.branched(parent[0], settings)
             choices.record_parent(folder, *parent)
+            _warn_of_text(parent[0], settings, progress)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
             progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
@@ -72,6 +76,11 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     if json and world.leads:
         print(jsonlib.dumps(standard_json(summary)))
     return 0
+
+
+def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
+    if told := strange_text(run, settings):
+        progress.line("warning", told)
 
 
 def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> Session:

@@ -6,14 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from monograph import checkpointing
 from monograph.checkpointing import CheckpointDamaged
 from monograph.config.settings import Settings
 from monograph.config.sources import load
+from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
-from monograph.run.trust import require_trusted
+from monograph.run.trust import is_ours, require_trusted
 
 
 def run_settings(
@@ -31,7 +33,8 @@ def run_settings(
         InputRefused: the file is not what the run was begun with, or it names code that nobody here vouches for.
         UsageError: it is no configuration, and no checkpoint says what it was.
     """
-    expected = recorded or _fingerprint(run)
+    state = _state(run)
+    expected = recorded or state.get("settings")
     try:
         found = load(run.config, {}, {})
     except UsageError as error:
@@ -42,7 +45,9 @@ def run_settings(
     if expected is not None and not found.has_fingerprint(expected):
         raise _changed(run, expected, found.fingerprint)
     if runs_code:
-        require_trusted(run.config, [found.model.init, *inits])
+        recipe = state.get("recipe")
+        trained_with = recipe.get("sha256") if isinstance(recipe, dict) else None
+        require_trusted(run.config, [found.model.init, *inits], trained_with)
     return found
 
 
@@ -61,12 +66,22 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
         require_trusted(toml, [load(toml, {}, {}).model.init])
 
 
-def _fingerprint(run: Run) -> str | None:
-    """The fingerprint of a run's settings, by the newest of its checkpoints whose state is sound; None without one."""
+def strange_text(run: Run, settings: Settings) -> str:
+    """A line on the text outside of its folder that a run names which this user did not write here; of others empty."""
+    source, home = settings.data.source, run.folder.resolve()
+    places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
+    beyond = [each for each in places if each != "stdlib" and home not in Path(each).expanduser().resolve().parents]
+    if not beyond or is_ours(run.config, [settings.model.init]):
+        return ""
+    return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """The state of the newest checkpoint of which it is sound; nothing of a run without one."""
     for folder in sorted(run.checkpoints.glob("step-*"), reverse=True):
-        with suppress(CheckpointDamaged, KeyError):
-            return str(checkpointing.load_state(folder)["settings"])
-    return None
+        with suppress(CheckpointDamaged):
+            return checkpointing.load_state(folder)
+    return {}
 
 
 def _changed(run: Run, expected: str, found: str) -> InputRefused:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse
-from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, serial
+from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, record, runs_in, serial
 
 DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {
@@ -43,10 +43,13 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Run:
-    """A run's folder. Make one with `create`, find one with `open`; `lock` it before writing anything."""
+    """A run's folder. Make one with `create`, find one with `open`; `lock` it before writing anything.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `at` is the update of the checkpoint by whose folder the run was named; None: by its own, which means the newest.
+    """
+
+    def __init__(self, folder: Path, at: int | None = None) -> None:
+        self.folder, self.at = folder, at
         self.config = folder / "config.toml"
         self.checkpoints = folder / "checkpoints"
         self.figures = folder / "figures"
@@ -77,16 +80,17 @@ class Run:
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
-        """The run at path `name`; "last" is the newest one in `root` that has begun, and "last/..." a run inside that.
+        """The run at path `name`; "last" is the newest one in `root` that has begun, "last/..." what is in it.
 
+        The folder of one of its checkpoints names the run as it was then, `Run.at`.
         Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused, also for a
         sweep, of which one run must be named.
         """
-        folder = cls.located(name, root)
+        folder, at = cls.located(name, root), checkpoint_named(Path(name))
         if (folder / SWEEP).is_file():
             best = "best" if (folder / "best").exists() else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
-        return cls(folder)
+        return cls(folder, at)
 
     @staticmethod
     def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
@@ -98,6 +102,8 @@ class Run:
             if not runs:
                 raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
             folder = runs[-1].joinpath(*inner)
+        if checkpoint_named(folder) is not None:
+            folder = folder.parent.parent
         if not (folder / "run.lock").is_file():
             found = "there is no such folder" if not folder.exists() else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]
@@ -108,6 +114,11 @@ class Run:
             if path.exists() and not path.is_file():
                 raise InputRefused(f"{path}: expected a regular file; put it back")
         return folder
+
+    @property
+    def named(self) -> Path:
+        """What names it: its folder, or that of the checkpoint of update `at`."""
+        return self.folder if self.at is None else self.checkpoints / f"step-{self.at:08d}"
 
     @property
     def begun(self) -> bool:

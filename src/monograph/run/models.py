@@ -65,9 +65,9 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
     """A language model and its tokenizer, from a run ("last", a run's folder), a Hugging Face folder or a weight file.
 
-    Of a run the newest checkpoint that passes verification is taken, and where the run kept an average of its weights
-    (`optim.ema`) the average. A file of torch.save has its tokenizer.json beside it. Nothing is fetched from the
-    network.
+    Of a run the newest checkpoint that passes verification is taken, or the one whose folder is named, and where the
+    run kept an average of its weights (`optim.ema`) the average. A file of torch.save has its tokenizer.json beside it.
+    Nothing is fetched from the network.
 
     Raises:
         InputRefused: none of these, or damaged; names what is wrong.
@@ -76,7 +76,7 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     run = run_named(folder)
     if run is None:
         return settle(_merged(_load(folder, warn, None, {}))), Tokenizer.from_file(tokenizer_of(folder))
-    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
 
@@ -92,7 +92,7 @@ def load_to_export(
     run = run_named(folder)
     if run is None:
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
-    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
@@ -156,7 +156,7 @@ def _load(
 ) -> Llama:
     """A model whose weights may lie in their files still, and whose adapters are not merged yet."""
     if run := run_named(folder):
-        return _of_run(run, checkpointing.newest(run.checkpoints, warn), dtype)[0]
+        return _of_run(run, checkpointing.newest(run.checkpoints, warn, at=run.at), dtype)[0]
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
@@ -189,7 +189,7 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
         InputRefused: the file changed since, or what it builds does not take the weights.
         NoValidCheckpoint: a run without one.
     """
-    checkpoint = checkpointing.newest(run.checkpoints, warn)
+    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     recipe = Recipe.recorded(checkpoint.state["recipe"], run)
     loss: Loss = token_loss
     if recipe.file or recipe.lora:

@@ -13,7 +13,15 @@ from typing import Any
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
 POLL_S = 0.1
+_CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
+
+
+def checkpoint_named(path: Path) -> int | None:
+    """The update of the checkpoint that a path RUN/checkpoints/step-UPDATE names, None of another path."""
+    inside = path.parent.name == "checkpoints" and not (path / "run.lock").is_file()
+    found = _CHECKPOINT.fullmatch(path.name) if inside else None
+    return int(found[1]) if found else None
 
 
 def runs_in(root: Path) -> list[Path]:

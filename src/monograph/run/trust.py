@@ -38,9 +38,12 @@ def trust_code() -> None:
 
 
 def code_file(init: str | None) -> Path | None:
-    """The Python file that `model.init` names, None where it names something else or nothing."""
+    """The Python file that `model.init` names, None where it names something else or nothing.
+
+    A folder may be called x.py:y, and be what an adapter names as its base: what is there by the whole name is no code.
+    """
     file = (init or "").partition(":")[0]
-    return Path(file) if file.endswith(".py") and file != init else None
+    return Path(file) if file.endswith(".py") and file != init and not os.path.lexists(init or "") else None
 
 
 def code_digest(init: str) -> str:
@@ -63,13 +66,15 @@ def code_digest(init: str) -> str:
 
 
 def marked(text: str, inits: Collection[str | None]) -> str:
-    """The text of a config.toml with this user's mark.
+    """The text of a config.toml with this user's mark; without one where the code that it names cannot be read.
 
     Args:
         text: of the settings.
         inits: every `model.init` that they name.
     """
-    return f"{text}{_MARK}{_mark(text, inits, create=True)}\n"
+    with suppress(InputRefused):
+        return f"{text}{_MARK}{_mark(text, inits, create=True)}\n"
+    return text
 
 
 def is_ours(config: Path, inits: Collection[str | None]) -> bool:
@@ -81,22 +86,30 @@ def is_ours(config: Path, inits: Collection[str | None]) -> bool:
         return False
 
 
-def require_trusted(config: Path, inits: Collection[str | None]) -> None:
+def require_trusted(config: Path, inits: Collection[str | None], sha256: object = None) -> None:
     """Refuse to run the code that a run names, unless this user wrote the run here or said --trust-code.
 
     Args:
         config: the run's config.toml.
         inits: every `model.init` that the run names, wherever it does.
+        sha256: of the file that the run says it was trained with, where it says so.
 
     Raises:
         InputRefused: naming the file that would run.
     """
     code = _code(inits)
-    if code and not _by_word and not is_ours(config, inits):
+    if not code or _by_word or is_ours(config, inits):
+        return
+    init, path, found = code[0]
+    if sha256 not in (None, found):
         raise InputRefused(
-            f"{config.parent} would run the program {code[0][1]}, and nothing on this machine says that you trained "
-            f"this run with that file as it is now: read it first, then add {OPTION}"
+            f"{code_file(init)}: not the file that {config.parent} was trained with: put it back, or read it, and then "
+            f"add {OPTION}"
         )
+    raise InputRefused(
+        f"{config.parent} would run the program {path}, and nothing on this machine says that you trained this run "
+        f"with that file as it is: read it first, then add {OPTION}"
+    )
 
 
 def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ from monograph.model.files import has_weights
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, run_named, shape_in
+from monograph.run.recipe import Recipe, names_run, run_named, shape_in
 from monograph.run.register import SWEEP
 from monograph.run.trust import marked
 from monograph.run.vocabulary import tokenizer_of
@@ -51,7 +51,7 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     """
     model, chosen = settings.model, dict[str, object]()
     if model.init and (other := run_named(model.init)):  # as soon as this run has begun, `last` is itself
-        chosen["model.init"] = str(other.folder)
+        chosen["model.init"] = str(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = planner.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
@@ -194,7 +194,21 @@ def parent_named(name: str) -> tuple[Run, int | None]:
     run, _, update = name.rpartition("@")
     if run and not update.isdecimal() and not Path(name).exists():
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
-    return (Run.open(run), int(update)) if run and update.isdecimal() else (Run.open(name), None)
+    parent = Run.open(run if run and update.isdecimal() else name)
+    return parent, int(update) if run and update.isdecimal() else parent.at
+
+
+def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
+    """The settings, and the run that `--from` names: a model's folder that is no run is model.init, with no optimizer.
+
+    Raises:
+        UsageError: model.init is given, too.
+    """
+    if name is None or names_run(name) or not Path(name, "config.json").is_file():
+        return settings, name
+    if settings.model.init:
+        raise UsageError(f"--from {name} and model.init = {settings.model.init} both name a model; give one")
+    return settings.resolve({"model.init": name}, "--from"), None
 
 
 def branched(parent: Run, given: Settings) -> Settings:

@@ -114,6 +114,11 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         known = out or world.recall("run")
         if resume:
             run = Run.open(resume)
+            if run.at is not None:
+                raise UsageError(
+                    f"--resume {resume}: a run goes on from its newest checkpoint: name {run.folder}, "
+                    f"or start a new run from this one with --from {resume}"
+                )
         elif world.again and known is None:
             raise UsageError("the ranks were started again: name the run's folder with --out, which a restart goes on")
         elif world.again and Run(Path(str(known))).begun:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monograph.config.recorded import run_settings
+from monograph.config.recorded import run_settings, strange_text
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
@@ -39,6 +39,7 @@ class Subject:
     averaged: bool = False
     own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
     fingerprint: str = ""
+    strange: str = ""  # what a person is told before `own_text` is read; nothing of their own run
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -61,6 +62,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
         averaged,
         {key: getattr(settings.data, key) for key in ("source", "held_out")},
         state["fingerprint"],
+        strange_text(run, settings),
     )
 
 
