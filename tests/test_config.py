@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from monograph.config import KEYS, Settings, classify, load
 from monograph.config.keys import SECTIONS, DataSection, ModelSection
+from monograph.config.settings import ANYWHERE
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
 
@@ -188,6 +190,18 @@ def test_the_fingerprint_sees_values_and_not_origins() -> None:
     assert settings_of("[train]\nseed = 1").fingerprint == settings_of(train__seed="1").fingerprint
     assert settings_of().fingerprint == settings_of(train__seed="0").fingerprint
     assert settings_of().fingerprint != settings_of(train__seed="1").fingerprint
+
+
+def test_a_key_that_came_later_does_not_make_an_older_file_another_one(tmp_path: Path) -> None:
+    """An older version wrote and hashed all keys that it had; here that was all but `train.keep`."""
+    whole = settings_of("[train]\nseed = 1\ncompile = 'none'").resolve(ANYWHERE, "test").to_toml()
+    (tmp_path / "config.toml").write_text(older := whole.replace("keep = 2\n", ""))
+    recorded = hashlib.sha256(older.encode()).hexdigest()
+    assert older != whole and load(tmp_path / "config.toml", {}, {}).fingerprint != recorded
+    assert load(tmp_path / "config.toml", {}, {}).has_fingerprint(recorded)
+    for change in (("seed = 1", "seed = 3"), ("eps = 1e-08\n", ""), ("seed = 1\n", "")):
+        (tmp_path / "config.toml").write_text(older.replace(*change))
+        assert not load(tmp_path / "config.toml", {}, {}).has_fingerprint(recorded), change
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:

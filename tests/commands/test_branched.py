@@ -54,7 +54,10 @@ def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Pa
     assert server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "a", figures=0).code == 0
     assert sum(row["skipped"] for row in rows(here / "a")) == 1
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))
-    assert server.run(here, "train", "--from", "a", "train.updates=3", "--out", "b", figures=0).code == 0
+    branch = ["train", "--from", "a", "train.updates=3", "--out", "b"]
+    done = server.run(here, *branch)
+    assert done.code == 3 and "own.py: not the file that a was trained with" in done.err and not (here / "b").exists()
+    assert server.run(here, *branch, "model.init=own.py:build", figures=0).code == 0, "named by the person again"
     assert [row["skipped"] for row in rows(here / "b")] == [False] * 3
 
 

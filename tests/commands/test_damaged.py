@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, newest, with_texts
+from monograph.config import load
+from monograph.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +138,76 @@ def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     assert done.code == 4 and done.err.count("\n") == 1 and "no checkpoint is sound" in done.err
     assert "{" not in done.err and all(each["fault"] for each in found["checkpoints"]) and found["checkpoints"]
     assert f"{newest(run).name:<16}damaged: " in done.out
+
+
+READ_CONFIG: dict[str, list[str]] = {
+    "evaluate": ["evaluate", "RUN"],
+    "compare": ["compare", "runs/parent", "RUN"],
+    "train --from": ["train", "--from", "RUN", "train.updates=1", "--out", "out"],
+    "train --resume": ["train", "--resume", "RUN"],
+    "train CONFIG.toml": ["train", "RUN/config.toml", "train.updates=1", "--out", "out"],
+    "sweep": ["sweep", "--out", "out"],
+    "sweep CONFIG.toml": ["sweep", "RUN/config.toml", "--out", "out"],
+    "profile": ["profile", "RUN/config.toml", "--out", "out"],
+    "plan": ["plan", "RUN/config.toml"],
+    "data show": ["data", "show", "RUN/config.toml"],
+    "data build": ["data", "build", "RUN/config.toml"],
+    "check": ["check", "RUN"],
+}
+DIGESTS = re.compile(r"config\.toml: not what the run was begun with: expected content of sha256 \w{64}, found \w{64}")
+
+
+def flips(config: Path, count: int) -> Iterator[str]:
+    """config.toml with one bit of its settings flipped, at places that are spread over it, and where that was."""
+    whole, draws = config.read_bytes(), random.Random(0)
+    end, sound = whole.index(b"# mark "), load(config, {}, {}).fingerprint
+    for number in range(count):
+        at = end * number // count + draws.randrange(end // count)
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << draws.randrange(8)
+        config.write_bytes(flipped)
+        try:
+            if load(config, {}, {}).fingerprint == sound:
+                continue  # another spelling of the same
+        except UsageError:
+            pass
+        yield f"byte {at}: {whole[at - 20 : at]!r} {chr(whole[at])!r} became {chr(flipped[at])!r}"
+    config.write_bytes(whole)
+
+
+def refused_flips(name: str, count: int, run: Path, server: CommandServer) -> None:
+    """No command takes settings that are not the run's; prints a row of the table."""
+    here, tried = run.parent.parent, 0
+    for case in flips(run / "config.toml", count):
+        done = server.run(here, *(each.replace("RUN", "runs/run") for each in READ_CONFIG[name]), figures=0)
+        said = done.out if name == "check" else done.err.splitlines()[-1]
+        assert done.code == 3 and DIGESTS.search(said), (case, done.err)
+        assert not (here / "out").exists() and "Traceback" not in done.err, (case, done.err)
+        tried += 1
+    print(f"{name:<20} {tried:4} flipped bits   {tried:4} refused, both digests named   0 taken")
+    assert tried > count / 2
+
+
+@pytest.mark.parametrize("name", READ_CONFIG)
+def test_a_flipped_bit_in_config_toml_is_refused_by_whatever_reads_it(
+    name: str, run: Path, server: CommandServer
+) -> None:
+    refused_flips(name, 3, run, server)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", READ_CONFIG)
+def test_many_flipped_bits_in_config_toml(name: str, run: Path, server: CommandServer) -> None:
+    refused_flips(name, 25, run, server)
+
+
+def test_the_settings_of_a_sweep_have_their_digest_too(sound: Path, tmp_path: Path, server: CommandServer) -> None:
+    shutil.copytree(sound, tmp_path / "copy")
+    here = tmp_path / "copy"
+    assert server.run(here, "sweep", *TINY, "optim.lr=1e-3,2e-3", "--out", "s", figures=0).code == 0
+    config = here / "s/config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
+    for command in (["sweep", "--out", "s"], ["sweep", "--out", "s", "--verify", "0"]):
+        done = server.run(here, *command, figures=0)
+        assert done.code == 3 and DIGESTS.search(done.err.splitlines()[-1]), done.err

@@ -12,6 +12,7 @@ from types import CodeType
 import pytest
 
 import monograph
+from monograph.run.recipe import Recipe
 
 PACKAGE = Path(monograph.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -72,6 +73,29 @@ def test_programs_are_started_in_two_places_and_files_run_in_one() -> None:
     started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}
     assert started == STARTS_PROGRAMS
     assert {file for file, found in by_file.items() if "exec_module" in found} == RUNS_A_FILE
+
+
+def imports(path: Path, name: str, *modules: str) -> bool:
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+    return any(node.module in modules and name in {each.name for each in node.names} for node in nodes)
+
+
+def test_what_runs_a_file_knows_who_named_it() -> None:
+    """A recipe of a checkpoint knows its run, and settings of a run are read where they are held to that run's rules.
+
+    All else that reads a TOML file reads one that a person named, and looks whether it is a run's, or writes it itself.
+    """
+    by_file = {path.relative_to(PACKAGE).as_posix(): path for path in SOURCES}
+    runs = {file for file, path in by_file.items() if imports(path, "from_file", "monograph.run.recipe")}
+    assert runs == {"run/models.py"}
+    reads = {
+        file for file, path in by_file.items() if imports(path, "load", "monograph.config", "monograph.config.sources")
+    }
+    assert reads == {"config/__init__.py", "config/recorded.py", "cli/typed.py", "sweeps/asked.py", "sweeps/folder.py"}
+    for file in ("cli/typed.py", "sweeps/asked.py"):
+        assert "hold_to_its_run" in compiled(by_file[file])
+    with pytest.raises(TypeError, match="run"):
+        Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0})  # type: ignore[call-arg]
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -20,6 +20,7 @@ from monograph.run.exports import save
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights
 from monograph.run.recipe import Recipe
+from monograph.run.trust import marked
 from monograph.run.vocabulary import tokenizer_of
 
 MODULE = """
@@ -57,6 +58,7 @@ def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
     config = model.config.to_hf() if isinstance(model, Llama) else None
     state = {"recipe": recipe._asdict(), "model_config": config}
     checkpointing.save(run.checkpoints, Checkpoint(3, unique_state(model), {}, state))
+    run.config.write_text(marked("", [recipe.init]))
     Tokenizer.bytes().save(run.tokenizer)
     return run
 
@@ -115,13 +117,13 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
-    recipe = Recipe(f"{file}:build", "auto", {}, 0)
+    recipe, run = Recipe(f"{file}:build", "auto", {}, 0), Run(file.parent / "run")
     first = recipe.checked()
-    assert first == recipe.checked() and Recipe.recorded(first._asdict()) == first
+    assert first == recipe.checked() and Recipe.recorded(first._asdict(), run).entries() == first.entries()
     file.write_text(MODULE + "\n")
     assert recipe.checked() != first
     with pytest.raises(KeyError):
-        Recipe.recorded({"init": None})
+        Recipe.recorded({"init": None}, run)
 
 
 @pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])

@@ -53,8 +53,10 @@ def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
 
 def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "own")
-    write_config(run, settings({"model.init": "own.py:build"} | FIXED))
-    assert settings_of(run, settings({})).model.init == "own.py:build"
+    (tmp_path / "own.py").write_text("")
+    init = f"{tmp_path}/own.py:build"
+    write_config(run, settings({"model.init": init} | FIXED))
+    assert settings_of(run, settings({})).model.init == init
 
 
 @pytest.mark.parametrize(
