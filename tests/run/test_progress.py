@@ -202,7 +202,7 @@ def test_other_text_on_standard_error_appears_above_the_block(monkeypatch: pytes
 
 
 def test_samples_cannot_act_on_the_terminal() -> None:
-    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == "a·[2J·b⏎    c··"
+    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == r"a\x1b[2J\rb⏎    c\x07\u202e"
 
 
 def test_a_long_text_is_wrapped_before_its_time() -> None:

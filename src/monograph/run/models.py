@@ -27,6 +27,7 @@ from monograph.run.adapters import digest, lora_of, require_base, require_base_o
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
 from monograph.run.vocabulary import compared, extended, tokenizer_of
+from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,7 +240,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         return tokenizer
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0]
-        copy = f"the folder that `monograph data build {run.config}` prints has a copy"
+        copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
 
 

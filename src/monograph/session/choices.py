@@ -30,6 +30,7 @@ from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
+from monograph.terminal import shell_words
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 # A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
@@ -151,7 +152,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
     """
     if not run.begun:
         raise InputRefused(
-            f"{run.folder} was stopped before it began: start it with `monograph train --out {run.folder}`"
+            f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
     own = load_settings(run.config, {}, {})
     for key, value in given.pinned().items():
@@ -175,7 +176,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
             f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
-            f"leave it out, or start a new run with --from {run.handle}"
+            f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
 

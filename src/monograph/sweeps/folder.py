@@ -20,6 +20,7 @@ from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
 from monograph.session.width import carried
 from monograph.sweeps.members import ORIGIN, Member, described
+from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
 # What a member of a first sweep learns from at least, however slow the machine: with much less the best rate is that of
@@ -52,7 +53,7 @@ class Sweep:
             if found.record["asked"] != asked(settings, points):
                 raise UsageError(
                     f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
-                    f"`monograph sweep --out {out}`, or name a new folder"
+                    f"`monograph sweep --out {shell_words(out)}`, or name a new folder"
                 )
             return found
         record: dict[str, Any] = {
@@ -173,7 +174,9 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     result = sweep.record.get("result") or {}
     best, members = result.get("best"), result.get("members", [])
     if not best:
-        raise InputRefused(f"{folder}: a sweep without a best setting yet: `monograph sweep --out {folder}` goes on")
+        raise InputRefused(
+            f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` goes on"
+        )
     return {
         each["knobs"].get(SEED, index): sweep.member(index)
         for index, each in enumerate(members)
