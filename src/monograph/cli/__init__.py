@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # (docs/log.md). libgomp reads this when torch is imported, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        _require_surroundings(given)
         code = _run(_with_resume_value(given))
         sys.stdout.flush()
     except _BadCommandLine as error:
@@ -65,6 +66,22 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except BaseException as error:  # a module of the user's may raise anything, SystemExit(0) too
         code = _unforeseen(error, given)
     sys.exit(code)
+
+
+def _require_surroundings(arguments: list[str]) -> None:
+    """Refuse what no library below could work with.
+
+    Raises:
+        InputRefused: the working folder is gone, or it, an argument or a setting of the environment is not UTF-8.
+    """
+    try:
+        told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
+    except FileNotFoundError:
+        raise InputRefused("the working folder was deleted: change to one that is there") from None
+    told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
+    for what, text in told.items():
+        if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+            raise InputRefused(f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8")
 
 
 def _follows() -> bool:

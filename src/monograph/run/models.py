@@ -16,7 +16,7 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
-from monograph.graph.windows import settle, windowed
+from monograph.graph.windows import require_finite, settle, windowed
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
@@ -76,7 +76,10 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     """
     run = run_named(folder)
     if run is None:
-        return settle(_merged(_load(folder, warn, None, {}))), Tokenizer.from_file(tokenizer_of(folder))
+        model = settle(_merged(_load(folder, warn, None, {})))
+        for name, weight in model.named_parameters():  # a run's are saved only where they are finite
+            require_finite(weight, f"{folder}: {name}")
+        return model, Tokenizer.from_file(tokenizer_of(folder))
     checkpoint = checkpointing.newest(run.checkpoints, warn)
     return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
