@@ -95,7 +95,8 @@ def ways_around(source: str) -> set[str]:
             found.add("stream")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not _to_standard(node):
             found.add("stream")
-        if isinstance(node, ast.Attribute | ast.Name) and text.rpartition(".")[2] == "own" and "terminal" in source:
+        imported = node.names if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal" else []
+        if text == "terminal.own" or "own" in [each.name for each in imported]:
             found.add("own")
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and "\\x1b" in ascii(node.value):
             found.add("escapes")
@@ -112,6 +113,6 @@ def test_all_that_is_printed_passes_the_one_function() -> None:
     for way, source in (
         ("bytes", "os.write(2, text)"), ("bytes", "sys.stdout.buffer.write(b'')"), ("stream", "typer.echo('')"),
         ("stream", "print('', file=sys.__stderr__)"), ("escapes", r"print('\x1b[1m')"),
-        ("own", "from monograph import terminal\nterminal.own(sys.stderr, text)"),
+        ("own", "terminal.own(sys.stderr, text)"), ("own", "from monograph.terminal import own as w"),
     ):  # fmt: skip
         assert way in ways_around(source), source

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,17 @@ def test_no_text_of_others_commands_a_terminal(hostile: Path, server: CommandSer
         assert "]0;owned" in said[command], command  # visible, and not left out
     piped = server.run(hostile, "generate", run, HOSTILE[:20], *written)
     assert HOSTILE.replace("\x85", "") in piped.out  # to a file every character
+
+
+SHOWING = [["generate", "run", "字é"], ["data", "show", *TINY], ["train", *TINY, "--out", "字"]]
+
+
+@pytest.mark.parametrize("arguments", SHOWING, ids=lambda arguments: arguments[0])
+def test_a_stream_that_cannot_show_a_character_spells_it(
+    arguments: list[str], place: Path, server: CommandServer, tmp_path: Path
+) -> None:
+    shutil.copytree(place, tmp_path / "here")
+    (tmp_path / "here" / "texts" / "0.txt").write_text("字 é " * 60)
+    done = server.run(tmp_path / "here", *arguments, env={"PYTHONIOENCODING": "ascii"}, figures=0)
+    assert done.code == 0 and (done.out + done.err).isascii(), done.err
+    assert r"\u5b57" in done.out or arguments[0] == "train"
