@@ -98,7 +98,8 @@ def ways_around(source: str) -> set[str]:
         imported = node.names if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal" else []
         if text == "terminal.own" or "own" in [each.name for each in imported]:
             found.add("own")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and "\\x1b" in ascii(node.value):
+        value = node.value if isinstance(node, ast.Constant) else None
+        if "\x1b" in (value.decode("latin-1") if isinstance(value, bytes) else str(value)):
             found.add("escapes")
     return found
 
