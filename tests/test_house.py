@@ -164,3 +164,25 @@ def test_constraints_pin_every_dependency_and_name_no_build_or_place() -> None:
     wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     assert {requirement.split(">=")[0] for requirement in wanted if ">=" in requirement} <= pins.keys()
     assert not [pin for pin in pins.values() if not all(part.isdigit() for part in pin.split("."))]
+
+
+# What they read is what this program wrote itself, through a pipe or from an engine's own text.
+OWN_JSON = {"lm_eval/model.py", "data/sandbox.py", "data/template.py", "distributed/world.py", "data/tokenizer.py"}
+OWN_JSON |= {
+    "model/gguf_words.py",
+    "data/tables.py",
+    "data/conversations.py",
+    "measure/profiler.py",
+    "measure/memory.py",
+}
+
+
+def test_json_of_others_has_one_reader_and_homes_one_function() -> None:
+    """`parse_json` refuses a key that is there twice; `Path.expanduser` raises where `~NAME` is no user's home."""
+    for path in SOURCES:
+        inner = path.relative_to(ROOT / "src" / "monograph").as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                text = ast.unparse(node)
+                assert node.attr != "expanduser" or text == "os.path.expanduser", name(path)
+                assert text not in ("json.loads", "json.load", "jsonlib.loads") or inner in OWN_JSON, name(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import monograph
-from cli.called import ENVIRONMENT, Calls, monograph_
+from cli.called import COMMANDS, ENVIRONMENT, Calls, monograph_
 from monograph import cli, errors
 from monograph.interrupts import Terminated
 
@@ -171,3 +172,40 @@ def test_red_only_on_a_terminal_that_takes_it(
     monkeypatch.setenv(variable, value)
     monograph_("check")
     assert capsys.readouterr().err == "error: no\n"
+
+
+def test_a_working_folder_that_is_gone(calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in COMMANDS:
+        assert monograph_(command) == 3
+        assert capsys.readouterr().err == "error: the working folder was deleted: change to one that is there\n"
+    assert not calls
+
+
+@pytest.mark.parametrize("where", ["argument", "MONOGRAPH_HOME", "working folder"])
+def test_names_that_are_not_utf8_are_refused_before_any_library_sees_them(
+    where: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = os.fsdecode(b"a\xff")
+    if where == "MONOGRAPH_HOME":
+        monkeypatch.setenv(where, name)
+    if where == "working folder":
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+    for command in ("train", "generate", "export"):
+        assert monograph_(command, name if where == "argument" else "a") == 3
+        err = capsys.readouterr().err
+        assert where in err and r"a\udcff, is not UTF-8" in err and err.count("\n") == 1
+    assert not calls
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), BaseException("no")])
+def test_no_exception_ends_a_command_in_silence(
+    error: BaseException, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", os.getcwd())
+    calls.outcome = error
+    assert monograph_("check") == 1
+    assert capsys.readouterr().err.startswith(f"bug: {type(error).__name__}")

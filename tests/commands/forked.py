@@ -146,6 +146,9 @@ def carry_out(case: dict[str, object]) -> None:
         os.dup2(writing, 1)
         os.close(reading)
     shown = on_a_terminal() if case.get("terminal") else None
+    # What the server's streams know of their files, such as that one can be sought in, is not so of these.
+    encoding = os.environ.get("PYTHONIOENCODING")
+    sys.stdout, sys.stderr = (os.fdopen(each, "w", 1, encoding, closefd=False) for each in (1, 2))
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]

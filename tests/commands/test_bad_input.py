@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import OWN, TINY, over, with_texts
+from commands.inputs import LONG, OWN, SLOW, TINY, over, sound, with_texts
 
 MODULES = {
     "fails.py": "x = 1\ndef build():\n    raise ValueError('no')\n",
@@ -178,3 +179,71 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         done = server.run(here, *arguments)
         assert done.code == 4 and "sha256" in done.err, done.err
     assert not (here / "e").exists()
+
+
+RAISING = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.head, self.calls = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size), 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        if {when}:
+            raise {error}
+        return self.head(self.embedding(tokens))
+
+def build(vocab_size):
+    return Own(vocab_size)
+
+def loss(model, batch):
+    targets = batch["targets"].flatten()
+    logits = model(batch["tokens"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+"""
+TRIAL, UPDATE, EVALUATION = "True", "self.calls >= 5", "not torch.is_grad_enabled()"
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('no')", "StopIteration", "SystemExit(0)", "BaseException('no')"])
+def test_whatever_a_module_raises_is_a_line_that_names_it(error: str, server: CommandServer, here: Path) -> None:
+    kind = error.partition("(")[0]
+    for number, when in enumerate((TRIAL, UPDATE, EVALUATION)):
+        (here / "own.py").write_text(RAISING.format(when=when, error=error))
+        run = here / f"run{number}"
+        done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", run.name, figures=0)
+        last = done.err.splitlines()[-1]
+        assert done.code == 3 and "Traceback" not in done.err, done.err
+        assert last.startswith("error: ") and "Own" in last and kind in last and "own.py:13" in last, last
+        assert run.exists() == (when != TRIAL) and (when == TRIAL or sound(run) >= 0)
+    done = server.run(here, "sweep", *OWN, "model.init=own.py:build", "train.seed=0,1", "--out", "sweep", figures=0)
+    assert done.code == 3 and "own.py:13" in done.err.splitlines()[-1], done.err
+
+
+def test_a_loss_that_raises_is_named_by_its_line(server: CommandServer, here: Path) -> None:
+    source = RAISING.format(when="False", error="None").replace("    targets =", "    raise SystemExit\n    targets =")
+    (here / "own.py").write_text(source)
+    done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run")
+    assert done.code == 3 and "error: loss failed" in done.err and "own.py:20): SystemExit" in done.err, done.err
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_a_run_folder_that_goes_away_while_it_trains_is_one_line(how: str, server: CommandServer, here: Path) -> None:
+    (here / "slow.py").write_text(SLOW)
+    for arguments in (["train", *LONG], ["sweep", *LONG, "train.seed=0,1"]):
+        command = server.start(here, *arguments, figures=0)
+        command.until(lambda: any((here / "run").rglob("metrics.jsonl")))
+        if how == "moved":
+            (here / "run").rename(here / f"elsewhere-{arguments[0]}")
+        else:
+            shutil.rmtree(here / "run", ignore_errors=True)
+            shutil.rmtree(here / "run", ignore_errors=True)  # what was written in between
+        done = command.wait()
+        last = done.err.splitlines()[-1]
+        assert done.code == 3 and "run: was moved or deleted while it was in use" in last, done.err
+        assert not (here / "run").exists()
+    if how == "moved":
+        goes_on = server.run(here, "train", "--resume", "elsewhere-train", "--print-config")
+        assert goes_on.code == 0

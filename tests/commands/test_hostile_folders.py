@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from chats import speaking
-from monograph.commands import evaluate, export
-from monograph.errors import MonographError
+from monograph.commands import compare, evaluate, export
+from monograph.errors import InputRefused, MonographError
 from monograph.model.config import LlamaConfig
+from monograph.model.files import read_header
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.run.models import load
@@ -140,3 +143,44 @@ def test_each_is_used_or_refused_in_a_line(sound: Path, tmp_path: Path, seed: in
 
 def test_the_sound_folder_is_used(sound: Path, tmp_path: Path) -> None:
     assert used(sound / "model", tmp_path / "out", sound / "text.txt", 0) == 2 + 1 + ("gguf" in FORMATS)
+
+
+def copied(sound: Path, folder: Path) -> Path:
+    shutil.copytree(sound / "model", folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", [*FILES, "model.safetensors.index.json"])
+def test_a_key_that_is_there_twice_is_refused(file: str, sound: Path, tmp_path: Path) -> None:
+    """Readers would take different ones of the two values."""
+    folder = copied(sound, tmp_path / "model")
+    if file == "model.safetensors.index.json":
+        tensors = read_header(folder / "model.safetensors")
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        (folder / file).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+        load(folder)
+    text = (folder / file).read_text()
+    key = next(iter(json.loads(text)))
+    (folder / file).write_text(text.replace("{", f'{{"{key}": 7, ', 1))
+    with pytest.raises(InputRefused, match=f"{file}: .*has the key '{key}' twice in one object"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    value: float, dtype: torch.dtype, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, bad = copied(sound, tmp_path / "model"), "model.layers.0.mlp.down_proj.weight"
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights[bad][-1, -1] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    said = f"{bad} holds NaN or infinity"
+    for command in (
+        lambda: evaluate.run(str(folder), data=[str(sound / "text.txt")], chat=False, json=True),
+        lambda: compare.run([str(sound / "model"), str(folder)], data=[str(sound / "text.txt")], chat=False, json=True),
+        *(lambda kind=kind: export.run(str(folder), to=tmp_path / "out", format=kind, dtype=None) for kind in FORMATS),
+    ):
+        with pytest.raises(InputRefused, match=said):
+            command()
+        assert not capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["model"]

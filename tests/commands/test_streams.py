@@ -1,14 +1,20 @@
-"""Run: pytest tests/commands/test_streams.py (standard output that nobody reads, terminals that take no escapes)."""
+"""Run: pytest tests/commands/test_streams.py
+
+Standard output that nobody reads, terminals that take no escapes, texts that would command a terminal.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import TINY, with_texts
+from commands.inputs import TINY, over, with_texts
+from monograph.terminal import visible
 
 COMMANDS = [
     ["train", "--resume", "run", "--json"],
@@ -69,3 +75,76 @@ def test_a_terminal_gets_the_escapes_that_it_takes(
         if re.search(r"\x1b\[[\d;]*m", done.out):
             found.add(" ".join(arguments[:2]))
     assert found == coloured
+
+
+# A title, a colour that no part of our display has, the end of a paste, C1's start of both, what turns writing around.
+HOSTILE = "\x1b]0;owned\x07\x1b[53mover\x9b53m\x9d0;owned\x9c\x1b[201~\u202eid\x85\b\x7f"
+# What rich sends: colours, the cursor up, a line cleared, the cursor hidden and shown.
+OURS = re.compile(r"\x1b\[(?!53m)[\d;]*m|\x1b\[\d*A|\x1b\[2K|\x1b\[\?25[hl]")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A folder with a run of which everything that a stranger may choose is hostile."""
+    folder = tmp_path_factory.mktemp("hostile")
+    texts = folder / f"texts{HOSTILE}"
+    texts.mkdir()
+    for number in range(10):
+        (texts / f"{number}{HOSTILE}.txt").write_text(f"{HOSTILE} {number}\n" * 12, encoding="utf-8")
+    (folder / "bad.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
+    (folder / "config.toml").write_text('model.preset = "\\u001B]0;owned\\u0007"\n')
+    return folder
+
+
+def test_no_text_of_others_commands_a_terminal(hostile: Path, server: CommandServer) -> None:
+    texts, run = f"texts{HOSTILE}", f"run{HOSTILE}"
+    tiny = over([texts, *TINY[1:]], "data.held_out=0.3")
+    written = ["--regex", re.escape(HOSTILE.replace("\x85", "")), "--max-tokens", "99"]
+    said = {}
+    for arguments, code in (
+        (["train", *tiny, "--out", run], 0),
+        (["train", "--resume", run], 0),
+        (["sweep", *tiny, "train.seed=0,1", "--out", f"sweep{HOSTILE}"], 0),
+        (["generate", run, HOSTILE[:20], *written], 0),
+        (["evaluate", run], 0),
+        (["evaluate", run, "--data", texts], 0),
+        (["compare", run, run], 0),
+        (["check", run], 0),
+        (["export", run, "--to", f"out{HOSTILE}"], 0),
+        (["plan", *tiny], 0),
+        (["data", "show", *tiny], 0),
+        (["data", "build", *tiny], 0),
+        (["train", *tiny, "--print-config"], 0),
+        (["train", *tiny, "--out", run], 3),
+        (["train", "bad.jsonl"], 3),
+        (["train", "config.toml"], 2),
+        (["train", f"nothere{HOSTILE}"], 3),
+        (["train", f"train.x=1{HOSTILE}"], 2),
+        (["generate", f"nothere{HOSTILE}"], 3),
+        (["generate", run, "--regex", f"({HOSTILE}"], 3),
+        ([HOSTILE], 2),
+        ([f"--{HOSTILE}"], 2),
+    ):
+        done = server.run(hostile, *arguments, env={"TERM": "xterm"}, terminal=1, figures=0)
+        assert done.code == code, done.out
+        rest = OURS.sub("", done.out).replace("\r\n", "\n").replace("\r", "")
+        assert visible(rest) == rest, f"{arguments}: {rest!r}"
+        said[arguments[0]] = said.get(arguments[0], "") + rest
+    for command in ("train", "generate", "evaluate", "compare", "export", "data"):
+        assert "]0;owned" in said[command], command  # visible, and not left out
+    piped = server.run(hostile, "generate", run, HOSTILE[:20], *written)
+    assert HOSTILE.replace("\x85", "") in piped.out  # to a file every character
+
+
+SHOWING = [["generate", "run", "字é"], ["data", "show", *TINY], ["train", *TINY, "--out", "字"]]
+
+
+@pytest.mark.parametrize("arguments", SHOWING, ids=lambda arguments: arguments[0])
+def test_a_stream_that_cannot_show_a_character_spells_it(
+    arguments: list[str], place: Path, server: CommandServer, tmp_path: Path
+) -> None:
+    shutil.copytree(place, tmp_path / "here")
+    (tmp_path / "here" / "texts" / "0.txt").write_text("字 é " * 60)
+    done = server.run(tmp_path / "here", *arguments, env={"PYTHONIOENCODING": "ascii"}, figures=0)
+    assert done.code == 0 and (done.out + done.err).isascii(), done.err
+    assert r"\u5b57" in done.out or arguments[0] == "train"

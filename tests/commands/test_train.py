@@ -218,3 +218,33 @@ def test_discard_leaves_what_is_not_its_own(tmp_path: Path) -> None:
     (run.folder / "mine.txt").write_text("1")
     discard(run)
     assert [path.name for path in run.folder.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_rows_of_a_token_or_two(length: int, server: CommandServer, here: Path) -> None:
+    """A prompt, the token before it and one to write need three positions; a shorter model says what it can."""
+    settings = over(TINY, f"data.sequence_length={length}")
+    done = server.run(here, "train", *settings, "--out", "run", figures=0)
+    assert done.code == 0 and f"{'generate' if length > 1 else 'evaluate'} run" in done.err, done.err
+    assert server.run(here, "evaluate", "run").code == 0
+    prompt = shlex.split(done.err.partition("generate run ")[2].splitlines()[0]) if length > 1 else []
+    assert server.run(here, "generate", "run", *prompt).code == (0 if length > 1 else 3)
+
+
+def test_a_held_out_loss_that_is_no_number_is_said_and_not_ranked(server: CommandServer, here: Path) -> None:
+    lost = 'reduction="sum") * (1 if torch.is_grad_enabled() else float("nan"))'
+    (here / "own.py").write_text(SLOW.replace("0.05", "0").replace('reduction="sum")', lost))
+    done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run", "--json")
+    assert done.code == 0 and "held-out nan bits/byte" in done.err, done.err
+    assert (here / "run" / "report.html").is_file()
+    assert json.loads(done.out)["eval_bits_per_byte"] is None
+    for command in (["evaluate", "run", "--json"], ["compare", "run", "run"]):
+        done = server.run(here, *command)
+        assert done.code == 3 and not done.out and "run: its loss on this text is nan" in done.err, done.err
+
+
+def test_a_file_whose_name_begins_with_a_tilde(server: CommandServer, here: Path) -> None:
+    (here / "~root.txt").write_text("alpha beta gamma " * 200)
+    assert server.run(here, "data", "show", "~root.txt", *TINY[1:]).code == 0
+    done = server.run(here, "data", "show", "texts", "data.tokenizer=~nobody.json")
+    assert done.code == 3 and "~nobody.json" in done.err.splitlines()[-1], done.err

@@ -86,7 +86,7 @@ def test_stop_ids_are_those_of_all_three_places(tmp_path: Path) -> None:
         ("generation_config.json", '{"eos_token_id": [1, true]}', "expected a token id"),
         ("generation_config.json", '{"eos_token_id": [-1]}', "expected a token id"),
         ("generation_config.json", f'{{"eos_token_id": {list(range(99))}}}', "at most 64"),
-        ("generation_config.json", "[]", "not a JSON object"),
+        ("generation_config.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 5}', "bos_token is '5': expected a token's text"),
         ("tokenizer_config.json", '{"bos_token": {"content": []}}', "expected a token's text"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "has no special token '<none>'"),

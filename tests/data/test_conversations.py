@@ -258,7 +258,9 @@ def test_turns_left_out_are_counted(opened: Any) -> None:
 def test_a_row_shows_what_is_trained(opened: Any) -> None:
     text = opened(chats=[said("why\x1b", "so", "and", "thus")], held_out=0)
     begin, end = "<|im_start|>", "<|im_end|>"
-    plain = f"[{begin}user\nwhy␛{end}\n{begin}assistant\n]so{end}[\n{begin}user\nand{end}\n{begin}assistant\n]thus{end}"
+    plain = (
+        f"[{begin}user\nwhy\\x1b{end}\n{begin}assistant\n]so{end}[\n{begin}user\nand{end}\n{begin}assistant\n]thus{end}"
+    )
     shown = render_row(text, 0, colour=False)
     assert plain in shown and f"128 positions, {text.train.tokens} trained, 1 piece" in shown
     assert f"\x1b[32mso{end}\x1b[0m" in render_row(text, 0, colour=True)

@@ -262,8 +262,8 @@ def test_saved_datasets(sources, tmp_path):
     ]  # fmt: skip
     state = sources / "saved" / "state.json"
     for content, said in (
-        ("[]", "is not a JSON object"),
-        ("{", "is not a JSON object"),
+        ("[]", "expected a JSON object; save"),
+        ("{", "cannot be read as JSON"),
         ('{"_data_files": 1}', "is not what save_to_disk writes"),
         ('{"_data_files": [{"filename": "../a.arrow"}]}', "lists a.arrow, which is not there"),
         ('{"_data_files": [{"filename": "gone.arrow"}]}', "lists gone.arrow, which is not there"),

@@ -156,7 +156,12 @@ def test_merges_may_be_written_as_text():
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[]", "not a JSON object"), (b"[" * 200_000, "not JSON")],
+    [
+        (b"", "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"[]", "expected a JSON object"),
+        (b"[" * 200_000, "cannot be read as JSON: nested too deeply"),
+    ],
 )
 def test_what_is_not_json_is_refused(tmp_path, data, message):
     path = tmp_path / "t.json"

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from monograph.errors import DiskFull
-from monograph.measure import figures, look
+from monograph.measure import figures, look, report
 from monograph.measure.report import write_report
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
@@ -286,3 +286,14 @@ def test_memory_is_drawn_where_it_was_measured() -> None:
         [*others, last] = drawings
         assert (last.name == "memory") == drawn
     assert "planned  5.00" in last.svg and "measured  6.00" in last.svg and len(others) == 4
+
+
+@pytest.mark.parametrize("bits", [math.nan, math.inf, -math.inf, 0.0, None])
+def test_any_score_and_any_count_is_said_in_words(
+    bits: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: (b"", []))  # which takes seconds, and says nothing of these
+    summary = SUMMARY | {"eval_bits_per_byte": bits, "passed_over": {"empty": 2, "not JSON": 1_000}, "notes": {}}
+    write_report(tmp_path, summary, metrics(20), YARDSTICKS, SAMPLES)
+    text = (tmp_path / "report.html").read_text()
+    assert ">2 empty, 1,000 not JSON<" in text and ">none<" in text

@@ -115,9 +115,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dic
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weight"), [("f16", 1e5), ("q8_0", 1e7), ("f32", float("inf")), ("bf16", float("nan"))]
-)
+@pytest.mark.parametrize(("dtype", "weight"), [("f16", 1e5), ("q8_0", 1e7)])
 def test_a_weight_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, weight: float) -> None:
     model = Llama(SMALL)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import Progress, screen
+from monograph.run.crowd import CrowdBlock
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -202,7 +203,7 @@ def test_other_text_on_standard_error_appears_above_the_block(monkeypatch: pytes
 
 
 def test_samples_cannot_act_on_the_terminal() -> None:
-    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == "a·[2J·b⏎    c··"
+    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == r"a\x1b[2J\rb⏎    c\x07\u202e"
 
 
 def test_a_long_text_is_wrapped_before_its_time() -> None:
@@ -213,3 +214,41 @@ def test_a_long_text_is_wrapped_before_its_time() -> None:
     assert len(lines) > 3
     assert all(len(line) <= 100 for line in lines)
     assert sum(line.count("path") for line in lines) == 12 and sum(line.count("words") for line in lines) == 12
+
+
+class Tty(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    table = ["lr   bits/byte " * 4, *("1e-3   2.500 " * 4 for _ in range(9))]
+    for width in range(1, 61):
+        for height in (1, 2, 5, 12):
+            monkeypatch.setenv("COLUMNS", str(width))
+            monkeypatch.setenv("LINES", str(height))
+            stream = Tty()
+            progress = Progress(stream)
+            live, crowd = progress.screen.is_live, CrowdBlock(progress.screen, 10, lambda: table)
+            progress.header("monograph 0.1   " * 9)
+            progress.line("data", "many words " * 9, "")
+            with progress.stage("tokens", "many words " * 9) as stage:
+                stage.result = "result " * 20
+            with progress.training(40, 80_000, YARDSTICKS if width % 2 else {}) as block:
+                block.update(7, loss=1.0, tokens_per_s=1.0, memory_bytes=1)
+                block.held_out(1_000, 3.0)
+                block.held_out(70_000, 2.0)
+                block.sample(0.5, "字" * 60)
+                block.note("note " * 30)
+            with crowd:
+                crowd.update(5, "figures " * 9)
+            before, region = len(stream.getvalue()), [*block._region(), *crowd._region()]
+            with progress.screen.live(region.copy, block._spoken):
+                pass
+            drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue()[before:])
+            assert bool(drawn) == live
+            assert all(screen.cell_len(line) <= width for line in drawn.splitlines())

@@ -64,7 +64,7 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     session = SimpleNamespace(
         engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings, world=World()
     )
-    telling = SimpleNamespace(session=session, opening=Opening("alpha", "alpha", (), ()))
+    telling = SimpleNamespace(session=session, _writes=True, opening=Opening("alpha", "alpha", (), ()))
     assert Story._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from monograph.checkpointing import blocks
 from monograph.checkpointing.large import LargeFile
+from monograph.data.files import parse_json
 from monograph.errors import InputRefused
 from monograph.model import layout
 
@@ -154,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parse(path: Path, data: bytes) -> Manifest:
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         kind = f"format {content['format']} with blocks of {content['block_bytes']} bytes"
         ours = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
         if kind != ours:
@@ -182,7 +183,7 @@ def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
     with _opened(path, entry.bytes) as descriptor:
         _require(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
     try:
-        return dict(json.loads(text))
+        return dict(parse_json(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(path, "a JSON object", f"something else ({error})") from error
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import typer
 import typer.main
 
-from monograph import interrupts
+from monograph import interrupts, terminal
 from monograph.cli.typed import app, launched
 from monograph.errors import (
     DiskFull,
@@ -38,13 +38,12 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command that `arguments` (default: the process's) name, and exits with the contract's code."""
     given = sys.argv[1:] if arguments is None else arguments
-    for name in ("stdout", "stderr"):  # which a wrapper may have closed
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    terminal.guard()
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
     # (docs/log.md). libgomp reads this when torch is imported, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        _require_surroundings(given)
         code = _run(_with_resume_value(given))
         sys.stdout.flush()
     except _BadCommandLine as error:
@@ -64,9 +63,25 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except Exception as error:
+    except BaseException as error:  # a module of the user's may raise anything, SystemExit(0) too
         code = _unforeseen(error, given)
     sys.exit(code)
+
+
+def _require_surroundings(arguments: list[str]) -> None:
+    """Refuse what no library below could work with.
+
+    Raises:
+        InputRefused: the working folder is gone, or it, an argument or a setting of the environment is not UTF-8.
+    """
+    try:
+        told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
+    except FileNotFoundError:
+        raise InputRefused("the working folder was deleted: change to one that is there") from None
+    told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
+    for what, text in told.items():
+        if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+            raise InputRefused(f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8")
 
 
 def _follows() -> bool:
@@ -111,22 +126,20 @@ def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
 
 def _fail(message: str, code: int) -> int:
     """One line on stderr, its first word red on a terminal."""
-    from monograph.run.screen import takes_colour
-
-    label = "\033[31merror:\033[0m" if takes_colour(sys.stderr) else "error:"
-    print(label, _shown(message), file=sys.stderr)
+    label = "\033[31merror:\033[0m" if terminal.takes_colour(sys.stderr) else "error:"
+    terminal.own(sys.stderr, f"{label} {terminal.one_line(message)}\n")
     return code
 
 
-def _shown(message: str) -> str:
-    """One line; what a name or a file from outside has of a terminal's commands is spelled out."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
-
-
-def _unforeseen(error: Exception, arguments: list[str]) -> int:
-    """What no room foresaw: a full or broken disk or a forbidden path is said as such, anything else is our bug."""
+def _unforeseen(error: BaseException, arguments: list[str]) -> int:
+    """What no room foresaw: a user's module, a full or broken disk, a forbidden path; anything else is our bug."""
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
+    if "torch" in sys.modules:  # without which there is no module
+        from monograph.graph.trial import refused_by_others
+
+        if refused := refused_by_others(error):
+            return _end(str(refused), refused.exit_code, told=_follows())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
         return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
@@ -140,6 +153,6 @@ def _unforeseen(error: Exception, arguments: list[str]) -> int:
             "or data.sequence_length",
             OutOfDeviceMemory.exit_code,
         )
-    summary = _shown(f"{type(error).__name__}: {error}")[:200]
+    summary = terminal.one_line(f"{type(error).__name__}: {error}")[:200]
     print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
     return 1

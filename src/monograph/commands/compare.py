@@ -28,7 +28,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.register import SWEEP
-from monograph.session.subject import Subject, answered, of_folder, of_run
+from monograph.session.subject import Subject, answered, of_folder, of_run, require_finite
 from monograph.sweeps.folder import seeds_of_best
 
 
@@ -139,7 +139,10 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
         compare_on(first, texts[0], side, rows, progress=report)
         for side, rows in zip(sides[1:], texts[1:], strict=True)
     ]
-    return _Found([own, *(each.b for each in found)], found, texts[0].documents)
+    scores = [own, *(each.b for each in found)]
+    for side, score in zip(sides, scores, strict=True):
+        require_finite(score, side.name, "this text")
+    return _Found(scores, found, texts[0].documents)
 
 
 def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:

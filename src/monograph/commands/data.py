@@ -10,9 +10,9 @@ from monograph.data.show import answer_ends, render_row
 from monograph.errors import UsageError
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
-from monograph.run.screen import takes_colour
 from monograph.session.choices import sized
 from monograph.session.setup import open_corpus
+from monograph.terminal import own, takes_colour
 
 
 def show(settings: Settings, *, row: int | None) -> int:
@@ -31,7 +31,7 @@ def show(settings: Settings, *, row: int | None) -> int:
         print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
-    print(render_row(corpus, row or 0, colour=takes_colour(sys.stdout)))
+    own(sys.stdout, render_row(corpus, row or 0, colour=takes_colour(sys.stdout)) + "\n")
     return 0
 
 

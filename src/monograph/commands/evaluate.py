@@ -14,7 +14,7 @@ from monograph.evaluation import Accuracy, Evaluation, evaluate
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
-from monograph.session.subject import Subject, answered, of_folder, of_run
+from monograph.session.subject import Subject, answered, of_folder, of_run, require_finite
 from monograph.session.summary import standard_json
 
 # What --json gives, null where it was not measured.
@@ -34,6 +34,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
         raise UsageError("--chat is how questions are asked: give a file of them with --data")
     with Progress().stage("evaluate", run) as stage:
         measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
+    if isinstance(measured, Evaluation):
+        require_finite(measured.loss, run, "this text")
     print(line + (", averaged weights" if subject.averaged else ""))
     if json:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}

@@ -8,11 +8,12 @@ from pathlib import Path
 from monograph.model.adapter import save_adapter
 from monograph.run.exports import check, save
 from monograph.run.models import load_to_export
+from monograph.terminal import shell_words
 
 ADAPTER = "adapter"  # beside the merged model
 _NEXT = {
     "hf": "a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({folder!r})",
-    "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {folder}/Modelfile",
+    "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}",
 }
 
 
@@ -28,5 +29,5 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     if adapters and format == "hf":
         save_adapter(adapters, to / ADAPTER)
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
-    print(f"{to}: {_NEXT[format].format(folder=str(to))}")
+    print(f"{to}: {_NEXT[format].format(folder=str(to), modelfile=shell_words(to / 'Modelfile'))}")
     return 0

@@ -29,6 +29,7 @@ from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
 from monograph.session.warming import prepare
 from monograph.stream import Streamed
+from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("profiles")
 TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
@@ -83,7 +84,9 @@ def sized(settings: Settings, progress: Progress) -> Settings:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     for run in map(Run, map(Path, sources)):
         if run.begun and run.checkpoints.is_dir():
-            raise UsageError(f"{run.folder} is a run, not text: `monograph profile {run.config}` takes its settings")
+            raise UsageError(
+                f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
+            )
     settings = choices.sized(settings)
     for line in notes_on(settings):
         progress.line("note", line)

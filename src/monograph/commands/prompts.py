@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json as jsonlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.config.nearest import did_you_mean
+from monograph.data.files import json_fault, parse_json
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
 
@@ -65,9 +65,9 @@ def prompts_of(path: Path, chat: bool) -> Iterator[str | list[Message]]:
             yield line
             continue
         try:
-            record = jsonlib.loads(line)
-        except (ValueError, RecursionError):
-            raise InputRefused(f"{path}:{number}: no JSON; {expected}") from None
+            record = parse_json(line)
+        except (ValueError, RecursionError) as error:
+            raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
         record = record if isinstance(record, dict) else {}
         prompt, messages = record.get("prompt"), record.get("messages")
         if chat and isinstance(messages, list) and messages and all(map(_is_message, messages)):

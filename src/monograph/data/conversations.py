@@ -6,6 +6,7 @@ import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from monograph.data.files import parse_json
 from monograph.data.records import KINDS, Fault, Record, checked, json_objects, short
 from monograph.data.sources import LINES, SourceFile
 from monograph.data.tables import table_columns, table_objects
@@ -185,7 +186,7 @@ def _are_calls(calls: Any) -> bool:
 def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value else None
+            value = parse_json(value) if value else None
         except (ValueError, RecursionError):
             raise _Bad("tools", "'tools' is a text that is not JSON") from None
     if value is None or isinstance(value, list):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from monograph.errors import DiskFull, InputRefused
 
+MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 of a tensor
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -48,8 +51,60 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+class KeyTwice(ValueError):
+    """An object has a key twice, of which every reader would take another value."""
+
+
+def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a decoder's pairs; raises KeyTwice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise KeyTwice(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+_ONCE = json.JSONDecoder(object_pairs_hook=object_once)
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """A JSON value, none of whose objects has a key twice.
+
+    Raises:
+        ValueError: it is none, or `KeyTwice`; see `json_fault`.
+        RecursionError: it is nested too deeply.
+    """
+    return _ONCE.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
+
+
+def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file that may be anybody's.
+
+    Args:
+        path: the file.
+        instead: ends the message of what is wrong, with what to do.
+        most_bytes: a larger file is not read.
+
+    Raises:
+        InputRefused: the file holds something else, or a key twice.
+    """
+    try:
+        if path.stat().st_size > most_bytes:
+            raise InputRefused(f"{path}: larger than {most_bytes >> 20} MiB, which no such file needs{instead}")
+        values = parse_json(path.read_bytes())
+    except OSError as error:
+        raise InputRefused(f"{path}: cannot be read: {error.strerror}{instead}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}{instead}") from None
+    if not isinstance(values, dict):
+        raise InputRefused(f"{path}: expected a JSON object{instead}")
+    return values
+
+
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Why `json.loads` refused a text, in a reader's words."""
+    """Why `parse_json` refused a text, in a reader's words."""
+    if isinstance(error, KeyTwice):
+        return f"has the key {ascii(str(error)[:40])} twice in one object"
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return "a number has too many digits" if "digits" in str(error) else str(error)

@@ -11,9 +11,9 @@ from pathlib import Path
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     """The cache folder: `given`, $MONOGRAPH_HOME or the system's; and whether a person chose it (then it must work)."""
     if given is not None:
-        return Path(given).expanduser(), True
+        return Path(os.path.expanduser(given)), True
     if home := os.environ.get("MONOGRAPH_HOME"):
-        return Path(home).expanduser(), True
+        return Path(os.path.expanduser(home)), True
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "monograph", False
     return Path(os.path.expanduser("~")) / ".cache" / "monograph", False

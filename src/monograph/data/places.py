@@ -49,7 +49,7 @@ def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) 
         return [Candidate("stdin", spooled_stdin(spool, progress), chosen=True)]
     if item.startswith(HUB):
         return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
-    path = Path(item).expanduser()
+    path = Path(os.path.expanduser(item))
     if os.path.isdir(path):
         return _folder(path, skipped)
     if os.path.isfile(path):

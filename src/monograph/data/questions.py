@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,7 +42,7 @@ def hold_questions(places: Sequence[str], text_key: str) -> bool:
         UsageError: some are and some are not; their scores have nothing in common.
         InputRefused: a file cannot be read.
     """
-    quizzes = [place for place in places if _holds_questions(Path(place).expanduser(), text_key)]
+    quizzes = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
     if quizzes and len(quizzes) < len(places):
         other = next(place for place in places if place not in quizzes)
         raise UsageError(f"--data: {quizzes[0]} holds questions and {other} does not; evaluate them one by one")
@@ -57,7 +58,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
     Raises:
         InputRefused: a bad record, by file and line: a score over the others would be another quiz's.
     """
-    return [question for place in places for question in _questions(Path(place).expanduser())]
+    return [question for place in places for question in _questions(Path(os.path.expanduser(place)))]
 
 
 def _holds_questions(path: Path, text_key: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.data.blocks import read_blocks
+from monograph.data.files import KeyTwice, object_once
 
 # Parsing a line can take some twenty times its size.
 LONGEST_BYTES = 1 << 25
@@ -29,26 +30,14 @@ KINDS: dict[type, str] = {
 }  # fmt: skip
 
 
-class _KeyTwice(Exception):
-    pass
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _KeyTwice(next(key for key in keys if keys.count(key) > 1))
-    return found
-
-
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
 # Numbers become floats unseen: Python refuses to read integers of thousands of digits, and no text is a number.
-_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=float, parse_constant=_no_constant)
+_JSON = json.JSONDecoder(object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant)
 # Where a number is written again, as in the arguments of a tool's call, 3 stays 3.
-_EXACT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+_EXACT = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_no_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
@@ -115,7 +104,7 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
         fault = Fault("not an object", f"is {KINDS[type(record)]}, not an object")
     except UnicodeDecodeError as error:
         fault = not_utf8(error)
-    except _KeyTwice as error:
+    except KeyTwice as error:
         fault = Fault("a key twice", f"has the key {short(str(error))} twice in one object")
     except json.JSONDecodeError as error:
         fault = Fault("not JSON", f"is not JSON: {error.msg}, at character {error.pos + 1}")

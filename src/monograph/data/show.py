@@ -8,15 +8,9 @@ from monograph.data.corpus import Corpus
 from monograph.data.rows import IGNORE
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import UsageError
+from monograph.terminal import visible
 
 _TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
-
-# Text may hold terminal commands; show C0 controls (but line feed and tab), delete and C1 controls as pictures instead.
-_PICTURES = (
-    {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
-    | {127: 0x2421}
-    | dict.fromkeys(range(128, 160), 0xFFFD)
-)
 
 
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
@@ -41,7 +35,7 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         place = slice(column, column + piece.length)
         inputs, targets = row["tokens"][place], row["targets"][place]
         part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
-        lines.append(_painted(f"── {_safe(piece.document)}, {part} ──", _BORDER, colour))
+        lines.append(_painted(f"── {visible(piece.document)}, {part} ──", _BORDER, colour))
         # The last target is no input of the row, and never without training.
         ids = [*inputs.tolist(), int(targets[-1])]
         lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
@@ -55,7 +49,7 @@ def answer_ends(corpus: Corpus) -> str:
     """What the answers of the training conversations end with, by name, id and how often."""
     names = {index: name for name, index in corpus.tokenizer.special.items()}
     ends = corpus.train.answer_ends().items()
-    return ", ".join(f"{_safe(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends)
+    return ", ".join(f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends)
 
 
 def _runs(tokenizer: Tokenizer, ids: list[int], trained: list[bool], colour: bool) -> str:
@@ -74,13 +68,9 @@ def _counted(number: int, noun: str) -> str:
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {index: name.encode() for name, index in tokenizer.special.items()}
-    return _safe(
+    return visible(
         b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode("utf-8", errors="replace")
     )
-
-
-def _safe(text: str) -> str:
-    return text.translate(_PICTURES)
 
 
 def _painted(text: str, code: str, colour: bool) -> str:

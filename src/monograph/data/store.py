@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.answers import DAY
 from monograph.data.documents import Documents, Reading
-from monograph.data.files import sync_folder, write_durably, writing
+from monograph.data.files import parse_json, sync_folder, write_durably, writing
 from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
 from monograph.data.request import FORMAT, Request
@@ -256,7 +256,7 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
 def _manifest(folder: Path, key: str) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = parse_json(path.read_bytes())
         digest = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputRefused(f"{path}: cannot be read ({type(error).__name__})") from None

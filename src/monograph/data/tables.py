@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data.blocks import Damaged, missing, refuse_unreadable
+from monograph.data.files import read_json
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
 
@@ -18,6 +19,7 @@ _BOMB_BYTES, _BOMB_RATIO = 1 << 28, 1000
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
 _STATE, _INFO, _DICTIONARY = "state.json", "dataset_info.json", "dataset_dict.json"
+_AGAIN = "; save the dataset again"
 
 
 def table_rows(path: Path, key: str) -> Iterator[Record]:
@@ -186,7 +188,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
         InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
     """
     if (folder / _DICTIONARY).is_file() and not (folder / _STATE).is_file():
-        splits = _read(folder / _DICTIONARY).get("splits")
+        splits = read_json(folder / _DICTIONARY, _AGAIN).get("splits")
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             if len(splits) > 1:
                 choice = f"give one of them, such as {folder / splits[0]}"
@@ -194,30 +196,18 @@ def saved_tables(folder: Path) -> list[Path] | None:
             return saved_tables(folder / splits[0])
     if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
         return None
-    state = _read(folder / _STATE)
+    state = read_json(folder / _STATE, _AGAIN)
     try:
         names = [each["filename"] for each in state["_data_files"]]
         paths = [folder / name for name in names]
     except (KeyError, TypeError):
-        raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes; save the dataset again") from None
+        raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes{_AGAIN}") from None
     if state.get("_indices_data_files"):
         raise InputRefused(f"{folder}: saved with an order of its own; call flatten_indices() and save it again")
     for path in paths:
         if path.parent != folder or path.suffix != ".arrow" or not path.is_file():
-            raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there; save the dataset again")
+            raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there{_AGAIN}")
     return paths
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise refuse_unreadable(path, error) from None
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise InputRefused(f"{path}: is not a JSON object; save the dataset again")
-    return content
 
 
 def hub_tables(name: str) -> list[Path]:

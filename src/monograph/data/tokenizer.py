@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ class Tokenizer:
             InputRefused: not a byte-level BPE of known parts, or neither bos nor eos is known, or a file
                 beside it is damaged.
         """
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if path.is_dir() else path
         beside = companions.read(path.parent)
         if bos is None and eos is None:

@@ -9,11 +9,10 @@ backtracking, a normaliser that inflates text), none of which Python can catch, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import json_fault
+from monograph.data.files import read_json
 from monograph.errors import InputRefused
 
 MAX_FILE_BYTES = 1 << 27
@@ -57,21 +56,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputRefused: missing, too large, or not a JSON object.
     """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputRefused(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; this is not a tokenizer.json")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputRefused(
-            f"{path}: cannot be read ({error.strerror}); give bpe:N, bytes or the path of a tokenizer.json"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputRefused(
-            f"{path}: not JSON ({json_fault(error)}); give the tokenizer.json of a byte-level BPE tokenizer"
-        ) from None
-    if not isinstance(content, dict):
-        raise InputRefused(f"{path}: not a JSON object; give the tokenizer.json of a byte-level BPE tokenizer")
-    return content
+    return read_json(path, "; give bpe:N, bytes or the tokenizer.json of a byte-level BPE tokenizer", MAX_FILE_BYTES)
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from monograph.graph.lora import Factor, adapters, merged
 from monograph.graph.token_rows import Table, tables
-from monograph.graph.windows import kept_dtype
+from monograph.graph.windows import kept_dtype, require_finite
 from monograph.ops.token_rows import replaced
 
 
@@ -31,7 +31,8 @@ class Plain(NamedTuple):
 def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     """The parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
 
-    Its adapters must stand beside plain weights, not beside quantised ones.
+    Its adapters must stand beside plain weights, not beside quantised ones. Reading one raises InputRefused where it
+    holds NaN or an infinity.
     """
     layers = adapters(module)
     of_tokens = tables(module)
@@ -47,7 +48,11 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
             read = functools.partial(merged, layers[holder])
         elif last == "weight" and holder in of_tokens:
             read = functools.partial(_replacing, read, of_tokens[holder])
-        yield Plain(name, like, read)
+        yield Plain(name, like, functools.partial(_finite, name, read))
+
+
+def _finite(name: str, read: Callable[[], Tensor]) -> Tensor:
+    return require_finite(read(), name)
 
 
 def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:

@@ -6,6 +6,7 @@ Does it run, is the loss finite, does every parameter get a finite gradient, and
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, MonographError
+from monograph.errors import InputRefused, MonographError, host_is_full
 from monograph.graph.inspect import buffers_kept, running
+
+OTHERS = "monograph_init_"  # begins the names of the Python modules made of the files that model.init names
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,38 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
             raise
         except Exception as error:
             where = f"in {inside[-1]}" if inside else "in the loss function"
-            raise InputRefused(
-                f"the trial step failed {where}: {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from error
+            raise InputRefused(f"the trial step failed {where}{said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """What an exception says, in the line that tells of it, and at which line of a user's file it was raised."""
+    lines, at = str(error).splitlines(), _raised_at(error)
+    return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
+
+
+def refused_by_others(error: BaseException) -> InputRefused | None:
+    """The refusal in the place of what a module or loss that is not ours raised, SystemExit too; None where ours did.
+
+    Running out of memory is nobody's fault, and an interrupt nobody's either.
+    """
+    if isinstance(error, MonographError | KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
+        return None
+    # A generator that a StopIteration passes makes a RuntimeError of it.
+    cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+    at = _raised_at(cause)
+    return InputRefused(f"{at[1]} failed{said(cause)}") if at else None
+
+
+def _raised_at(error: BaseException) -> tuple[str, str] | None:
+    """(FILE:LINE, class of the module or name of the function) of the innermost frame that is neither torch's nor ours.
+
+    What a module calls, such as a helper in another file, counts as the module's line.
+    """
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package, owner = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_locals.get("self")
+        theirs = isinstance(owner, nn.Module) and package not in ("torch", "monograph")
+        if theirs or package.startswith(OTHERS):
+            name = type(owner).__name__ if theirs else frame.f_code.co_name
+            found = f"{frame.f_code.co_filename}:{line}", name
+    return found

@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from monograph.errors import InputRefused
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -32,6 +34,18 @@ def windowed(stored: Tensor, becomes: torch.dtype) -> Tensor:
     window = Window(stored)
     window.becomes = becomes
     return window
+
+
+def require_finite(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, of a model that somebody else may have trained.
+
+    Raises:
+        InputRefused: it holds NaN or an infinity.
+    """
+    # The extremes of what holds NaN are NaN, and finding them takes no memory, as a mask of all elements would.
+    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()):
+        raise InputRefused(f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights")
+    return tensor
 
 
 def kept_dtype(tensor: Tensor) -> torch.dtype:

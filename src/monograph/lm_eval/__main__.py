@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from monograph.errors import MonographError, UsageError
+from monograph.terminal import one_line
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
 
         cli_evaluate()
     except MonographError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", one_line(str(error)), file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -21,6 +21,7 @@ from monograph.evaluation import Continuation, score
 from monograph.evaluation.continuations import BATCH_TOKENS
 from monograph.graph.precision import Precision
 from monograph.run.models import load
+from monograph.terminal import one_line
 
 MAX_TOKENS = 256  # where a task does not say; lm-evaluation-harness's own default
 # Names that tasks have for the most tokens to write, in lm-evaluation-harness's order.
@@ -55,7 +56,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
             raise UsageError(f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens")
-        model, self._tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
+        model, self._tokenizer = load(run, lambda line: print("warning:", one_line(line), file=sys.stderr))
         self._model = model.to(default_device()).eval()
         self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def _headline(summary: Summary) -> str:
 def _standing(summary: Summary, yardsticks: Mapping[str, float]) -> str:
     """One sentence: which yardsticks the run is below, and which it is not."""
     bits = summary.get("eval_bits_per_byte")
-    if bits is None or not yardsticks:
+    if bits is None or not math.isfinite(bits) or not yardsticks:
         return ""
     ordered = sorted(yardsticks.items(), key=lambda item: -item[1])
     beaten = [f"{name} ({value:.2f})" for name, value in ordered if bits < value]
@@ -117,7 +118,9 @@ def _rest(summary: Summary) -> list[tuple[str, str]]:
 
 def _named(key: str, value: Any) -> tuple[str, str]:
     """A key and its value in words; the key's ending says the unit."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, Mapping):
+        name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
         name, text = key, str(value)
     elif key.endswith("_s"):
         name, text = key.removesuffix("_s"), quantities.duration(value)

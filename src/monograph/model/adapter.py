@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from monograph.data.files import inside
+from monograph.data.files import inside, read_json
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Adapted, Lora, adapt, adapters
@@ -23,7 +23,7 @@ from monograph.graph.targets import ALL_LINEAR
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.adapter_tokens import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
 from monograph.model.config import LlamaConfig
-from monograph.model.files import DTYPES, new_folder, read_header, read_json, read_tensors, write_json
+from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.llama import Llama
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

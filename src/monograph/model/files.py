@@ -17,12 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.data.files import inside, json_fault
+from monograph.data.files import inside, read_json
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
 
-MOST_JSON_BYTES = 1 << 24  # an index has about 100 of a tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,25 +33,6 @@ class Stored(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        InputRefused: the file holds something else.
-    """
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise InputRefused(f"{path}: has more than {MOST_JSON_BYTES >> 20} MiB, which no such file needs")
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputRefused(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}") from None
-    if not isinstance(values, dict):
-        raise InputRefused(f"{path}: expected a JSON object")
-    return values
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

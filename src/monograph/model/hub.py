@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monograph.data.companions import Companions
-from monograph.data.files import inside
+from monograph.data.files import inside, read_json
 from monograph.errors import InputRefused
 from monograph.graph.merging import plain_parameters
 from monograph.graph.windows import kept_dtype, settle, windowed
@@ -26,7 +26,6 @@ from monograph.model.files import (
     mapped_tensors,
     new_folder,
     read_headers,
-    read_json,
     write_json,
     write_tensors,
 )

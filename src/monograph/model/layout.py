@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from monograph.data.files import parse_json
+
 # In the library's order, by falling element size: laid out so, every tensor is aligned to its element.
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
@@ -111,7 +113,7 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
             is allocated is never more than the file's length.
     """
     try:
-        header = json.loads(prefix[LENGTH_BYTES:].decode())
+        header = parse_json(prefix[LENGTH_BYTES:].decode())
         header.pop("__metadata__", None)
         found = sorted(
             (_entry(name, value) for name, value in header.items()), key=lambda entry: (entry.begin, entry.end)

@@ -21,6 +21,7 @@ from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse
 from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, record, runs_in, serial
+from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {
@@ -277,7 +278,8 @@ def _is_as_good_as_empty(folder: Path) -> bool:
 
 
 def _already_a_run(folder: Path) -> InputRefused:
-    return InputRefused(f"--out {folder} already holds a run; continue it with --resume {folder}, or name a new folder")
+    again = f"continue it with --resume {shell_words(folder)}, or name a new folder"
+    return InputRefused(f"--out {folder} already holds a run; {again}")
 
 
 def _in_use(folder: Path) -> RunInUse:

@@ -16,7 +16,7 @@ from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
-from monograph.graph.windows import settle, windowed
+from monograph.graph.windows import require_finite, settle, windowed
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
@@ -27,6 +27,7 @@ from monograph.run.adapters import digest, lora_of, require_base, require_base_o
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
 from monograph.run.vocabulary import compared, extended, tokenizer_of
+from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,10 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     """
     run = run_named(folder)
     if run is None:
-        return settle(_merged(_load(folder, warn, None, {}))), Tokenizer.from_file(tokenizer_of(folder))
+        model = settle(_merged(_load(folder, warn, None, {})))
+        for name, weight in model.named_parameters():  # a run's are saved only where they are finite
+            require_finite(weight, f"{folder}: {name}")
+        return model, Tokenizer.from_file(tokenizer_of(folder))
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
@@ -239,7 +243,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         return tokenizer
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0]
-        copy = f"the folder that `monograph data build {run.config}` prints has a copy"
+        copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from monograph.errors import InputRefused
+from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
@@ -164,7 +165,7 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
         require_trusted(recipe.config, [recipe.init])
     # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
     folder, digest = str(file.resolve().parent), hashlib.sha256(str(file.resolve()).encode()).hexdigest()
-    name = f"monograph_init_{digest[:8]}_{file.stem}"
+    name = f"{OTHERS}{digest[:8]}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from monograph.data.files import parse_json
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
@@ -73,6 +74,6 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
 def parsed(text: bytes) -> dict[str, Any]:
     """The JSON object that a text is; nothing where it is none."""
     with suppress(ValueError, RecursionError):
-        found = json.loads(text)
+        found = parse_json(text)
         return found if isinstance(found, dict) else {}
     return {}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from time import monotonic
 from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
+from monograph.terminal import own, takes_colour, takes_escapes, visible
+
 WIDTH = 100  # characters, at most
+NARROWEST = 40  # characters of a printed line, at least: a narrower terminal breaks it, where we could only cut
 REDRAW_S = 0.5  # on a terminal
 SPEAK_S = 10.0  # otherwise: a line at least and, while nothing changes stage, at most this often
 
@@ -53,7 +56,7 @@ class _Stream:
             if not self.is_utf8:
                 text = text.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
             try:
-                self._stream.write(text)
+                own(self._stream, text)
             except (OSError, ValueError):
                 self._stream = None
         return len(text)
@@ -72,16 +75,6 @@ class _Stream:
         if self._stream is None:
             raise OSError("the stream is gone")
         return self._stream.fileno()
-
-
-def takes_escapes(stream: TextIO | _Stream) -> bool:
-    """Whether `stream` may be sent escape sequences: a terminal that is not dumb."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def takes_colour(stream: TextIO | _Stream) -> bool:
-    """Whether those sequences may be colours: not with NO_COLOR (no-color.org)."""
-    return takes_escapes(stream) and not os.environ.get("NO_COLOR")
 
 
 class Screen:
@@ -110,7 +103,7 @@ class Screen:
     @property
     def width(self) -> int:
         """Characters a line may have; one less than the terminal has, as some wrap when the last one is written."""
-        return min(WIDTH, self._console.width - 1) if self._is_terminal else WIDTH
+        return max(NARROWEST, min(WIDTH, self._console.width - 1)) if self._is_terminal else WIDTH
 
     @property
     def height(self) -> int:
@@ -136,13 +129,15 @@ class Screen:
                 yield
             return
         view = Live(
-            get_renderable=lambda: Text("\n").join(_fitted(region(), self.width)),
+            # What wraps would take more rows than are redrawn, so here a narrow terminal has its lines cut.
+            get_renderable=lambda: Text("\n").join(_fitted(region(), max(1, min(self.width, self._console.width - 1)))),
             console=self._console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,  # results go there, and not to this stream
+            redirect_stderr=False,
         )
-        with view, _every(REDRAW_S, view.refresh):
+        with redirect_stderr(_Above(self._console, sys.stderr)), view, _every(REDRAW_S, view.refresh):
             view.refresh()
             yield
 
@@ -151,15 +146,27 @@ class Screen:
             self.print(status())
 
 
-def _fitted(lines: Sequence[Text], width: int) -> Sequence[Text]:
-    for line in lines:
+class _Above(FileProxy):
+    """Standard error while a region is live below it."""
+
+    def write(self, text: str) -> int:
+        return self.own(visible(text))
+
+    def own(self, text: str) -> int:
+        return super().write(text)
+
+
+def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
+    # A line that is not visible as it stands loses its colours, whose places are counted in its characters.
+    fitted = [line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style) for line in lines]
+    for line in fitted:
         line.truncate(width, overflow="ellipsis")
-    return lines
+    return fitted
 
 
 def shown(text: str) -> str:
-    """`text` from a model or a file on one line: line ends visible, control characters replaced so that none acts."""
-    return "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in text.expandtabs(4))
+    """`text` from a model or a file on one line, its line ends as signs."""
+    return visible(text.expandtabs(4).replace("\n", "⏎"))
 
 
 def cut(text: str, width: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from monograph.run.screen import takes_escapes
+from monograph.terminal import takes_escapes
 
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

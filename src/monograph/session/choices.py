@@ -15,6 +15,7 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
+from monograph.data.files import parse_json
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -33,6 +34,7 @@ from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
+from monograph.terminal import shell_words
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 # A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
@@ -154,7 +156,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
     """
     if not run.begun:
         raise InputRefused(
-            f"{run.folder} was stopped before it began: start it with `monograph train --out {run.folder}`"
+            f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
     own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
     for key, value in given.pinned().items():
@@ -178,7 +180,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
             f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
-            f"leave it out, or start a new run with --from {run.handle}"
+            f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
 
@@ -277,7 +279,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
     if not run.parent_file.exists():
         return None
     try:
-        record = json.loads(run.parent_file.read_bytes())
+        record = parse_json(run.parent_file.read_bytes())
         return Run(Path(record["run"])), record["update"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 
 from monograph.run.progress import LABEL_WIDTH, Progress
+from monograph.terminal import shell_words
 
 
 def command(*arguments: str) -> str:
     """A command line that calls this program again; arguments are quoted for the shell where they need it."""
-    return shlex.join([*_program(), *arguments])
+    return shell_words(*_program(), *arguments)
 
 
 def show(progress: Progress, label: str, *arguments: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,14 +15,17 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
+from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
-from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
+from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
+from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
 from monograph.run.progress import Progress
 from monograph.run.register import wait_until_free
 from monograph.session.choices import discard
 from monograph.session.invocation import command
+from monograph.terminal import shell_words
 
 ENDED = "exit.json"
 PATIENCE_S = 25.0  # torchrun waits a little longer for what it has told to end
@@ -94,7 +96,7 @@ def again(world: World, run: Run, settings: Settings) -> str:
         return command("train", "--resume", run.handle, *changed)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     launched = str(world.size) if restarts == "0" else f"{world.size} --max-restarts {restarts}"
-    return " ".join([TORCHRUN.format(launched), "--resume", shlex.quote(run.handle), *changed])
+    return " ".join([TORCHRUN.format(launched), "--resume", shell_words(run.handle), *changed])
 
 
 def said(world: World) -> str:
@@ -150,6 +152,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
         KeyboardInterrupt: interrupted; with the command that goes on, where there is one.
         Ended: the attempt before ended with an error that a restart does not mend.
         PeerLost: another rank is gone.
+        InputRefused: a module that is not ours failed, or the run's folder is gone.
     """
     _require_not_ended(world, run.folder / ENDED)
     try:
@@ -158,28 +161,40 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
         if not (world.alone and run.begun):
             raise
         raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
-    except Exception as error:
-        if world.alone:
-            if unbegun():
-                discard(run)
-        elif lost(error):
-            gone = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
-            gone.told = not world.leads
-            raise gone from error
-        elif isinstance(error, MonographError):
-            if isinstance(error, Stopped) and not world.leads:
-                wait_until_free(run.folder, PATIENCE_S)  # a launcher may end all processes with the first that ends
-                error.told = True
-            else:
-                error.told = not _first(run.folder / ENDED, error)
-        raise
+    except BaseException as raised:
+        error = _ending(world, run, raised)
+        if world.alone and run.folder.exists() and unbegun():
+            discard(run)
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def _ending(world: World, run: Run, error: BaseException) -> BaseException:
+    """With what error the run ends, and which rank says it."""
+    if not world.alone and lost(error):  # inside of a module too, whose weights other ranks hold
+        peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
+        peer.told = not world.leads
+        return peer
+    if not run.folder.exists():
+        gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
+        error = InputRefused(f"{run.folder}: {gone}")
+    error = refused_by_others(error) or error
+    if world.alone or not isinstance(error, MonographError):
+        return error
+    if isinstance(error, Stopped) and not world.leads:
+        wait_until_free(run.folder, PATIENCE_S)  # a launcher may end all processes with the first that ends
+        error.told = True
+    else:
+        error.told = not _first(run.folder / ENDED, error)
+    return error
 
 
 def _require_not_ended(world: World, kept: Path) -> None:
     before: dict[str, Any] | None = None
     if world.leads and world.attempt:
         with suppress(OSError, ValueError):
-            before = json.loads(kept.read_text())
+            before = parse_json(kept.read_text())
     # What was only stopped, a launcher that starts it again means to go on.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import compat
+from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
@@ -235,7 +236,7 @@ class Story:
         name = self.session.run.handle
         longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
-        if isinstance(self.session.engine.model, Llama):
+        if self._writes:
             more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
@@ -244,9 +245,15 @@ class Story:
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
 
+    @property
+    def _writes(self) -> bool:
+        """Whether the model can go on from a token: a Llama of one position has no room for the next."""
+        config = self.session.model_config
+        return config is not None and config.max_position_embeddings > 1
+
     def _write(self, n: int, tokens: int) -> list[str]:
         engine = self.session.engine
-        if not isinstance(engine.model, Llama):
+        if not self._writes:
             return []
         training, step = engine.model.training, engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
@@ -268,7 +275,7 @@ class Story:
             return {}
         kept = corpus.folder / "yardsticks.json"
         try:
-            found: dict[str, float] = json.loads(kept.read_text())
+            found: dict[str, float] = parse_json(kept.read_text())
             return found
         except (OSError, ValueError):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,16 @@ class Subject:
         """(sum of losses, targets), uncompiled and in the run's own precision."""
         with self.precision.context(default_device().type):
             return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+
+
+def require_finite(loss: float, name: str, text: str) -> None:
+    """Refuse a model's loss on a text that is no number to compare or to rank.
+
+    Raises:
+        InputRefused: it is NaN or infinite.
+    """
+    if not math.isfinite(loss):
+        raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
 
 
 def of_run(run: Run, warn: Callable[[str], None]) -> Subject:

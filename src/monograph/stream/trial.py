@@ -8,7 +8,7 @@ from typing import Any
 
 from monograph.errors import InputRefused, MonographError
 from monograph.graph.inspect import buffers_kept, running
-from monograph.graph.trial import Trial
+from monograph.graph.trial import Trial, said
 from monograph.optim import Plane
 from monograph.stream.step import StreamedStep
 
@@ -37,7 +37,7 @@ def streamed_trial(step: StreamedStep, batch: Any) -> Trial:
             raise
         except Exception as error:
             where = stack[-1] if stack else type(step.model).__name__
-            raise InputRefused(f"the trial step failed in {where}: {type(error).__name__}: {error}") from error
+            raise InputRefused(f"the trial step failed in {where}{said(error)}") from error
     count = int(step.count)
     mean = float(step.loss_sum) / max(1, count)
     step.discard()

@@ -15,12 +15,14 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
 from monograph.config.recorded import run_settings
+from monograph.data.files import parse_json
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
 from monograph.session.width import carried
 from monograph.sweeps.members import ORIGIN, Member, described
+from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
 # What a member of a first sweep learns from at least, however slow the machine: with much less the best rate is that of
@@ -53,7 +55,7 @@ class Sweep:
             if found.record["asked"] != asked(settings, points):
                 raise UsageError(
                     f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
-                    f"`monograph sweep --out {out}`, or name a new folder"
+                    f"`monograph sweep --out {shell_words(out)}`, or name a new folder"
                 )
             return found
         record: dict[str, Any] = {
@@ -85,7 +87,7 @@ class Sweep:
         if not path.is_file():
             raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
         try:
-            record = json.loads(path.read_bytes())
+            record = parse_json(path.read_bytes())
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
@@ -180,7 +182,9 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     result = sweep.record.get("result") or {}
     best, members = result.get("best"), result.get("members", [])
     if not best:
-        raise InputRefused(f"{folder}: a sweep without a best setting yet: `monograph sweep --out {folder}` goes on")
+        raise InputRefused(
+            f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` goes on"
+        )
     return {
         each["knobs"].get(SEED, index): sweep.member(index)
         for index, each in enumerate(members)

@@ -215,7 +215,23 @@ def test_refused_by_name(schema: Any, words: str) -> None:
     assert "\n" not in str(caught.value) and "JSON schema" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"type": nope}'])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *(("integer", key) for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+        *(("string", key) for key in ("minLength", "maxLength")),
+        *(("array", key) for key in ("minItems", "maxItems")),
+        ("number", "minimum"),
+    ],
+)
+def test_bounds_of_any_number_of_digits(kind: str, key: str, sign: int) -> None:
+    schema = {"type": kind, "items": {"type": "null"}, "maxItems": 1} | {key: sign * 10**400}
+    with pytest.raises(InputRefused, match=f"{key} = -?10{{20,}}: expected a"):
+        automaton(schema)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[" * 100_000, '{"type": nope}', '{"type": "null", "type": "null"}'])
 def test_text_that_is_not_json(text: str) -> None:
     with pytest.raises(InputRefused, match="the JSON schema cannot be read as JSON"):
         constraint("json_schema", text, BYTES, [END])

@@ -6,12 +6,11 @@ members of its objects in the schema's order, as long as it has no more digits a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from monograph.data.files import json_fault
+from monograph.data.files import json_fault, parse_json
 from monograph.decode.automata import values
 from monograph.decode.automata.characters import in_json
 from monograph.decode.automata.disjoint import overlap
@@ -55,7 +54,7 @@ def parsed(text: str) -> Any:
         InputRefused: not JSON.
     """
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
@@ -272,4 +271,4 @@ class _Schemas:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) or isinstance(value, float) and math.isfinite(value)
