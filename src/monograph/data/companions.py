@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data.files import inside
+from monograph.data.files import inside, read_input
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
-MAX_STOPS, MAX_FILE_BYTES = 64, 1 << 24
+MAX_STOPS = 64
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -84,9 +84,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         return {}
     path = inside(folder, name)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InputRefused(f"{path}: cannot be read as JSON ({error}); put the model's own there") from None
     if not isinstance(content, dict):

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import json_fault
+from monograph.data.files import json_fault, read_input
 from monograph.errors import InputRefused
 
 MAX_FILE_BYTES = 1 << 27
@@ -52,9 +52,7 @@ def read(path: Path) -> dict[str, Any]:
         InputRefused: missing, too large, or not a JSON object.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputRefused(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; this is not a tokenizer.json")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_input(path, MAX_FILE_BYTES))
     except OSError as error:
         raise InputRefused(
             f"{path}: cannot be read ({error.strerror}); give bpe:N, bytes or the path of a tokenizer.json"

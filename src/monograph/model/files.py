@@ -17,12 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.data.files import inside, json_fault
+from monograph.data.files import inside, json_fault, open_input, read_input
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
 
-MOST_JSON_BYTES = 1 << 24  # an index has about 100 of a tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,9 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputRefused: the file holds something else.
     """
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise InputRefused(f"{path}: has more than {MOST_JSON_BYTES >> 20} MiB, which no such file needs")
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_input(path))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -117,9 +114,16 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        with open_input(path) as file:  # the library would take a second for each 100,000 tensors that a header lists
+            layout.header_bytes(file.read(layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        layout.LayoutError,
+    ) as error:  # the last by torch, which maps the file
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 

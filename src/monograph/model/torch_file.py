@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monograph.data.files import open_input
 from monograph.errors import InputRefused
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
@@ -82,7 +83,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _require_stored(path: Path) -> None:
     """Refuse an archive whose entries are larger than the file: torch stores them as they are."""
-    with zipfile.ZipFile(path) as archive:
+    with open_input(path) as file, zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
                 raise InputRefused(

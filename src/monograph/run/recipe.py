@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from monograph.data.files import read_input
 from monograph.errors import InputRefused
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
@@ -137,7 +138,7 @@ def is_weight_file(name: str | Path) -> bool:
 
 def _source(recipe: Recipe) -> bytes:
     try:
-        return Path(recipe.file or "").read_bytes()
+        return read_input(Path(recipe.file or ""))
     except OSError as error:
         raise InputRefused(
             f"model.init = {recipe.init!r}: {recipe.file} cannot be read ({error.strerror}); "

@@ -14,6 +14,7 @@ from monograph.config import load as load_settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
+from monograph.data.files import read_input
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -254,9 +255,9 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
     if not run.parent_file.exists():
         return None
     try:
-        record = json.loads(run.parent_file.read_bytes())
+        record = json.loads(read_input(run.parent_file))
         return Run(Path(record["run"])), record["update"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.settings import build, check
+from monograph.data.files import read_input
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
 from monograph.run.folder import Run
@@ -174,7 +175,7 @@ def _require_not_ended(world: World, kept: Path) -> None:
     before: dict[str, Any] | None = None
     if world.leads and world.attempt:
         with suppress(OSError, ValueError):
-            before = json.loads(kept.read_text())
+            before = json.loads(read_input(kept))
     # What was only stopped, a launcher that starts it again means to go on.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:

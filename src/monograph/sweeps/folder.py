@@ -14,6 +14,7 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
+from monograph.data.files import read_input
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
@@ -83,7 +84,7 @@ class Sweep:
         if not path.is_file():
             raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(read_input(path))
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
