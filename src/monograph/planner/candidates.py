@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -136,7 +137,8 @@ def of_way(
     slowness: Mapping[str, float],
 ) -> list[Candidate]:
     """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
-    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
+    small = [size for size in range(1, math.isqrt(asked.rows) + 1) if asked.rows % size == 0]
+    sizes = sorted({*small, *(asked.rows // size for size in small)})
     if asked.micro_batch is not None:
         sizes = [min(asked.micro_batch, asked.rows)]
     works = [_work(asked, policy, size, device) for size in sizes]
