@@ -69,6 +69,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
     except ImportError:
         raise missing(path, "pyarrow", "parquet") from None
     try:
+        open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
     # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
@@ -171,12 +172,21 @@ def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]
 
     Source: https://arrow.apache.org/docs/format/Columnar.html; the tables are those of FlatBuffers.
     """
-    file.seek(begin)
+    size = path.stat().st_size
+
+    def go(place: int) -> int:
+        if place > size:
+            raise ValueError("a message refers to what is beyond the file")
+        return file.seek(place)
+
+    go(begin)
     while (head := file.read(8)) != _END_OF_STREAM:
         if head[:4] != _END_OF_STREAM[:4]:
             raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
-        metadata = file.read(int.from_bytes(head[4:], "little"))
-        body_begin, message = file.tell(), _fields(metadata, _number(metadata, 0, 4))
+        begin = file.tell()
+        body_begin = go(begin + int.from_bytes(head[4:], "little"))
+        metadata = file.read(body_begin - go(begin))
+        message = _fields(metadata, _number(metadata, 0, 4))
         kind, content = metadata[message(1)], _linked(metadata, message(2))
         if kind == _DICTIONARY_BATCH:
             content = _linked(metadata, _fields(metadata, content)(1))
@@ -184,12 +194,12 @@ def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]
         if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
             buffers = _linked(metadata, batch(2))
             for index in range(_number(metadata, buffers, 4)):
-                file.seek(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
+                go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
                 claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))  # -1: stored as it is
         if claimed > _MOST_BATCH_BYTES:
             raise Damaged(path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches")
         yield claimed, None
-        file.seek(body_begin + _number(metadata, message(3), 8) if message(3) else body_begin)
+        go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
 
 
 def _fields(data: bytes, table: int) -> Callable[[int], int]:

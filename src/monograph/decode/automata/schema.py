@@ -45,7 +45,8 @@ _ASSERTIONS = _VALUES | {
 }
 _ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_STEPS = 300  # of an automaton's budget, for a schema to be read: a number's digits take the longest
+# Of an automaton's budget, for a schema to be read, and for the ranges of digits of a number.
+_STEPS, _NUMBER_STEPS = 300, 1500
 # Numbers beyond this many digits are no sizes or bounds that anyone means.
 _LARGEST = 10**18
 
@@ -201,6 +202,7 @@ class _Schemas:
         return values.quoted(inside)
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        self.budget.spend(_NUMBER_STEPS)
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
         for key, bound in bounds.items():
             if not _is_number(bound) or abs(bound) > _LARGEST:
