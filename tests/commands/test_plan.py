@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
 from monograph.cli import main
+from monograph.commands import plan
 from monograph.commands.plan import memory_size
 from monograph.device import describe
 from monograph.errors import UsageError
@@ -16,7 +18,7 @@ from monograph.measure.calibration import Calibration
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
-from monograph.planner import Limits
+from monograph.planner import Asked, Limits
 
 
 def run(capsys, *arguments):
@@ -174,3 +176,28 @@ def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(capsys)
     assert "note     train.micro_batch = 50: an update has 8 rows, so micro-batches of 8" in out
     _, out, _ = run(capsys, "train.micro_batch=8", *arguments)
     assert "note" not in out
+
+
+@pytest.mark.parametrize("device", [[], ["--device", "H100", "--host-memory", "4TiB"]])
+def test_what_nothing_here_can_hold_is_refused_before_it_is_made(capsys, monkeypatch, device):
+    """In one line that says which keys, how much that is and what there is; a plan for a larger machine is made."""
+    monkeypatch.setattr(plan, "plan_anywhere", lambda *_: pytest.fail("it was traced"))
+    shape = ["model.preset=nano", "model.num_hidden_layers=4096", "model.hidden_size=1048576"]
+    code, _, err = run(capsys, *shape, *device)
+    assert code == 6
+    assert re.search(
+        r"model.num_hidden_layers = 4096.*: [0-9,.]+ T parameters, whose weights alone are [0-9.,]+ GiB", err
+    )
+    assert ("H100" in err) == bool(device) and "make it smaller" in err
+
+
+def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
+    code, out, _ = run(
+        capsys, "model.preset=8b", "model.num_hidden_layers=2", "--device", "H100", "--host-memory", "4TiB"
+    )
+    assert code == 0 and "plan" in out
+
+
+def test_an_update_of_many_rows_has_its_micro_batches_counted_at_once():
+    asked = Asked(LlamaConfig.preset("nano"), 1, 2**32)
+    assert asked.micro_batches == [2**power for power in range(33)]

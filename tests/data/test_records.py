@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from data import bombs
 from monograph.data import blocks, records, tables
 from monograph.data.corpus import corpus
 from monograph.data.documents import Documents, Reading
@@ -204,12 +205,25 @@ def test_a_bad_column_is_refused_by_name_and_row(tmp_path, column, said):
             read(tmp_path / name, key="body")
 
 
-def test_a_parquet_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
-    texts = pa.array(["a" * 9_000_000])
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
-    with pytest.raises(InputRefused, match="is a compression bomb: [0-9,]+ bytes become 9,000"):
-        read(tmp_path / "a.parquet")
+@pytest.mark.parametrize("kind", bombs.KINDS)
+def test_a_bomb_is_refused_whatever_it_is_packed_with(tmp_path, monkeypatch, kind):
+    def everything(mebibytes):
+        path = bombs.made(kind, mebibytes, tmp_path)
+        return list(blocks.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text"))
+
+    assert len(everything(3)) == 3
+    monkeypatch.setattr(blocks, "LEAST_UNPACKED_BYTES", 1 << 20, raising=False)
+    monkeypatch.setattr(blocks, "MOST_UNPACKED", 2, raising=False)
+    with pytest.raises(InputRefused, match=r"compression bomb: [0-9,]+ bytes become .* unpack it and give that"):
+        everything(3)
+
+
+@pytest.mark.parametrize("kind", ["zstd.arrow"])
+def test_a_packed_batch_is_measured_before_it_is_unpacked(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(tables, "_MOST_BATCH_BYTES", 1 << 19, raising=False)
+    monkeypatch.setattr(pa.ipc, "open_stream", None)
+    with pytest.raises(InputRefused, match="has a batch that becomes 1,048,[0-9]+ bytes"):
+        list(tables.table_rows(bombs.made(kind, 3, tmp_path), "text"))
 
 
 def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import shutil
+import signal
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 
 from modes import binding_modes
+from monograph.data import files, places
+from monograph.data.corpus import corpus
 from monograph.data.sources import find
 from monograph.errors import InputRefused, UsageError
 
@@ -149,3 +154,47 @@ def test_the_standard_library_is_its_modules_without_tests_and_tables(tmp_path):
     assert not any(unwanted & set(name.split("/")) for name in names(found))
     groups = {file.name: file.group for file in found.files}
     assert groups["json/decoder.py"] == groups["json/__init__.py"] == "json" and groups["os.py"] == "os"
+
+
+def endless(monkeypatch, block, then=None):
+    """A standard input that gives this block again and again; and what happens at the third."""
+    blocks = itertools.chain([block] * 3, iter(then, None) if then else itertools.repeat(block))
+    stdin = SimpleNamespace(isatty=lambda: False, buffer=SimpleNamespace(read=lambda _: next(blocks)))
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "MOST_STDIN_BYTES", 1 << 16, raising=False)
+    endless(monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound"))
+    with pytest.raises(InputRefused, match=r"standard input: has more than 6.1e-05 GiB .* write it to a file and give"):
+        find("-", tmp_path)
+    endless(monkeypatch, bytes(1 << 20), then=lambda: pytest.fail("what is no text was kept"))
+    with pytest.raises(InputRefused, match="standard input: has NUL bytes"):
+        find("-", tmp_path)
+    assert (tmp_path / "stdin").stat().st_size <= 1 << 16
+
+
+def test_half_of_the_disk_is_the_most_that_a_pipe_may_fill(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 17))
+    endless(monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound"))
+    with pytest.raises(InputRefused, match="half of what is free in"):
+        find("-", tmp_path)
+
+
+def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_stays(tmp_path, monkeypatch):
+    """A child that is killed while it copies standard input; and beside it folders of others, which stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in ("", "monograph-of-a-friend", "other"):
+        (tmp_path / "temporary" / name).mkdir()
+    (tmp_path / "temporary" / "monograph-of-a-friend" / "text").write_text("not ours")
+    child = os.fork()
+    if not child:
+        endless(monkeypatch, b"text\n", then=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        corpus("-", tokenizer="bytes", cache=tmp_path / "cache")
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "temporary").iterdir())) == 3
+    (tmp_path / "book.txt").write_text("some words, " * 2000)
+    with files.temporary_folder() as living:
+        corpus(tmp_path / "book.txt", tokenizer="bytes", sequence_length=8, cache=tmp_path / "cache")
+        found = {path.name for path in (tmp_path / "temporary").iterdir()}
+    assert found == {"monograph-of-a-friend", "other", living.name}

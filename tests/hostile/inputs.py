@@ -12,9 +12,12 @@ import json
 import os
 import pickle
 import random
+import signal
+import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +28,25 @@ from adapted import SMALL, adapted_llama
 from batches import tiny_llama
 from chats import speaking
 from damage import damaged
+from data import bombs
 from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.checkpointing.folder import FileEntry, Manifest
 from monograph.commands.plan import memory_size
-from monograph.commands.prompts import prompts_of, sampling_of
+from monograph.commands.prompts import prompts_of, sampling_of, schema_text
 from monograph.config import load
 from monograph.config.arguments import classify
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
 from monograph.data import shards
+from monograph.data.blocks import read_blocks
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.documents import Documents, Reading
 from monograph.data.questions import read_questions
 from monograph.data.records import Fault
 from monograph.data.sources import find, weighted
+from monograph.data.tables import table_rows
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.pattern import whole as whole_pattern
@@ -52,6 +58,8 @@ from monograph.model import torch_file
 from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.run.folder import Run
+from monograph.run.recipe import Recipe
+from monograph.run.register import record, serial
 from monograph.session.choices import parent_named, recorded_parent, write_config
 from monograph.sweeps.folder import Sweep
 
@@ -361,6 +369,87 @@ def questions(draws: random.Random, folder: Path) -> None:
         list(prompts_of(path, chat=draws.random() < 0.5))
 
 
+# ---- what is no regular file, and what is larger than it looks -----------------------------------------------------
+
+
+def given(path: Path) -> dict[str, Callable[[], object]]:
+    """Everywhere that a person or a configuration names a file: by how the file is called."""
+    sources = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.zst", ".parquet", ".arrow"]
+    return {
+        ".toml": lambda: load(path, {}, {}), ".pth": lambda: torch_file.read(path, {}),
+        ".py": lambda: Recipe(f"{path}:build", "nano", {}, 0).checked(), ".json": lambda: Tokenizer.from_file(path),
+        ".prompts": lambda: list(prompts_of(path, chat=False)), ".schema": lambda: schema_text(path),
+        ".ndjson": lambda: read_questions([str(path)]), ".raw.parquet": lambda: list(table_rows(path, "text")),
+        ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
+        **{kind: lambda: find(path, path.parent) for kind in sources},
+    }  # fmt: skip
+
+
+def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
+    """Files of folders that somebody made, each with what reads it."""
+    base, run = model(folder), Run(folder / "special")
+    if not run.folder.exists():
+        Sweep.create(run.folder, load(None, {"train.updates": 5}, {}), [{"optim.lr": 1e-3}], None)
+        run.log({"update": 1})
+        run.parent_file.write_text("{}")
+    names = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    return [
+        *((base / name, lambda: (settle(mapped_model(base)), read_tokenizer(base))) for name in names),
+        *((path, lambda: mapped_model(folder / "sharded")) for path in sorted((folder / "sharded").glob("model*"))),
+        (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
+        (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
+        (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
+        (run.lock_file, lambda: (record(run.folder), serial(run.folder), Run.located(run.folder))),
+        (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
+        (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
+    ]  # fmt: skip
+
+
+def special(path: Path, draws: random.Random, folder: Path) -> None:
+    """Put something at `path` that no reading may wait for."""
+    how = draws.choice(["fifo", "/dev/zero", "/dev/tty", "socket", "folder", "/proc/self/mem", "to a fifo"])
+    if how == "folder":
+        path.mkdir()
+    elif how == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(path))
+    elif how == "fifo":
+        os.mkfifo(path)
+    else:
+        pipe = folder / "pipe"
+        if how == "to a fifo" and not pipe.exists():
+            os.mkfifo(pipe)
+        path.symlink_to(pipe if how == "to a fifo" else how)
+
+
+def not_a_file(draws: random.Random, folder: Path) -> None:
+    if draws.random() < 0.5:
+        suffix = draws.choice(sorted(given(folder)))
+        path = folder / f"named{suffix}"
+        use = given(path)[suffix]
+    else:
+        path, use = draws.choice(within(folder))
+    aside = path.with_name("aside")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+    signal.alarm(5)  # to wait costs no time of the processor: what hangs is ended by the signal, and that is seen
+    try:
+        special(path, draws, folder)
+        use()
+    finally:
+        signal.alarm(0)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            aside.rename(path)
+
+
+def bomb(draws: random.Random, folder: Path) -> None:
+    kind = draws.choice(bombs.KINDS)
+    path = bombs.made(kind, draws.choice([1, 300]), folder)
+    for _ in read_blocks(path) if kind.startswith("txt") else table_rows(path, "text"):
+        pass
+
+
 # ---- languages -----------------------------------------------------------------------------------------------------
 
 SCHEMA = {
@@ -374,8 +463,21 @@ SCHEMA = {
 }  # fmt: skip
 
 
+def wide(draws: random.Random) -> Any:
+    """Of a thousand or more parts each of which has its price."""
+    part = draws.choice([{"type": kind} for kind in ("null", "integer", "number", "string")] + [{"const": "x" * 99}])
+    count = draws.choice([1000, 3000, 12_000])
+    numbers = [list(range(start, start + count)) for start in (0, count)]
+    return draws.choice([
+        {"type": "object", "properties": {f"p{i}": part for i in range(count)}},
+        {"type": "object", "properties": {f"p{i}": part for i in range(count)}, "required": ["p0"] * count},
+        {"oneOf": [{"enum": each} for each in numbers]}, {"enum": numbers[0], "const": numbers},
+        {"anyOf": [{"anyOf": [part] * 64}] * 64}, {"type": ["null"] * count},
+    ])  # fmt: skip
+
+
 def schema(draws: random.Random, folder: Path) -> None:
-    content = mutated(SCHEMA, draws)
+    content = wide(draws) if draws.random() < 0.1 else mutated(SCHEMA, draws)
     if draws.random() < 0.2:
         content = {"$ref": draws.choice(["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"])}
     compiled(document(parsed(as_json(content))), "the JSON schema")
@@ -421,5 +523,6 @@ KINDS: dict[str, Kind] = {
     "beside a tokenizer": companion, "safetensors": safetensors, "index of shards": index, "adapter": adapter,
     "torch.save file": weight_file, "manifest": manifest, "shard of tokens": shard, "files of a run": run_files,
     "records": records, "conversations": conversation, "questions": questions, "JSON schema": schema,
-    "regular expression": pattern, "chat template": template,
+    "regular expression": pattern, "chat template": template, "no regular file": not_a_file,
+    "compression bomb": bomb,
 }  # fmt: skip

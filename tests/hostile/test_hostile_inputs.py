@@ -11,7 +11,7 @@ import pytest
 from hostile.inputs import CANARY, KINDS
 from hostile.server import SECONDS, HostileServer
 
-DEAR = {"chat template": 20}  # a process each time
+DEAR = {"chat template": 20, "compression bomb": 10}  # a process, and 256 MiB, each time
 
 
 @pytest.fixture(scope="module")

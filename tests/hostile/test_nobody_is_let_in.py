@@ -110,3 +110,43 @@ def test_every_dependency_has_its_reason() -> None:
 @pytest.mark.parametrize("name", ["import pickle", "x = eval('1')", "from zipfile import ZipFile", "os.system('true')"])
 def test_the_check_sees_them(name: str) -> None:
     assert set(names(compile(name, "x", "exec"))) & NEVER
+
+
+# Where a file is opened for reading that no person names: parts of the system, and what this process wrote itself.
+NO_INPUT = {
+    "checkpointing/blocks.py": "a folder, to sync it",
+    "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
+    "commands/prompts.py": "a pipe of the shell's, <(command), up to a bound",
+    "compat/inductor.py": "what the compiler wrote",
+    "data/files.py": "the one place, and a folder, to sync it",
+    "data/place.py": "what the compiler wrote",
+    "device.py": "/proc and /sys",
+    "distributed/checkpoint.py": "a file that this process writes on",
+    "graph/matmul.py": "a source of the package",
+    "measure/memory.py": "/proc",
+    "measure/profiler.py": "a trace that was just written",
+    "model/files.py": "what was just written, to sync it",
+}
+
+
+def opens(call: ast.Call) -> bool:
+    """Whether that opens a file for reading by its path, as far as a call shows it."""
+    name, mode = ast.unparse(call.func), [*call.args, *(each.value for each in call.keywords if each.arg == "mode")]
+    if name == "os.open":
+        return "O_RDONLY" in ast.unparse(call)
+    if name == "open":
+        return not any(isinstance(each, ast.Constant) and str(each.value)[:1] in "wxa" for each in mode[1:])
+    if name.endswith((".read_text", ".read_bytes")):
+        return True
+    return name.endswith(".open") and any(isinstance(each, ast.Constant) and each.value in ("r", "rb") for each in mode)
+
+
+def test_inputs_are_opened_in_one_place() -> None:
+    """`open_input` refuses a FIFO, which would be waited for, and a device, which may never end."""
+    calls = [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    assert {file for file, call in calls if opens(call)} == NO_INPUT.keys()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from clocks import least_s
 from monograph.errors import DiskFull, InputRefused
-from monograph.model import files
+from monograph.model import files, layout
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
@@ -187,3 +187,13 @@ def test_links_into_hugging_faces_cache_are_followed(saved):
         path.rename(cache / "blobs" / path.name)
         (cache / "snapshots/0123" / path.name).symlink_to(f"../../blobs/{path.name}")
     assert load_model(cache / "snapshots/0123").config == CONFIG
+
+
+def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):
+    """The library takes long for each; and what is written here stays below the bound."""
+    monkeypatch.setattr(layout, "MOST_HEADER_BYTES", 1000, raising=False)
+    monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the library was asked"))
+    with pytest.raises(InputRefused, match="model.safetensors: damaged, or no safetensors file: a header of"):
+        files.read_headers(saved)
+    with pytest.raises(InputRefused, match="30 tensors: more than a file of weights may list"):
+        layout.encode({f"tensor {index}": torch.zeros(0) for index in range(30)})

@@ -220,3 +220,11 @@ def test_without_a_tokenizer_beside_it_the_model_alone_is_refused(tmp_path):
         InputRefused, match=r"model.pth: there is no tokenizer.json; put the model's beside its weights"
     ):
         load(_saved(tmp_path / "model.pth", _state()))
+
+
+def test_an_archive_of_many_entries_is_not_listed(tmp_path, monkeypatch):
+    torch.save({f"tensor {index}": torch.zeros(1) for index in range(9)}, tmp_path / "a.pth")
+    monkeypatch.setattr(torch_file, "MOST_LISTED_BYTES", 500, raising=False)
+    monkeypatch.setattr(torch_file.zipfile, "ZipFile", lambda *_: pytest.fail("it was listed"))
+    with pytest.raises(InputRefused, match="an archive, or one of more entries than a model has"):
+        torch_file.read(tmp_path / "a.pth", {})

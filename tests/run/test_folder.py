@@ -278,3 +278,14 @@ def test_files_of_those_names_are_someone_elses_without_a_lock(tmp_path: Path) -
     with pytest.raises(InputRefused, match="not empty"):
         Run.create(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["from.json"]
+
+
+def test_the_next_run_removes_what_a_killed_one_had_copied_of_standard_input(tmp_path: Path) -> None:
+    """But not what a living process copies, nor what a run that has begun reads."""
+    for run in [Run.create(tmp_path / name) for name in ("killed", "living", "begun")]:
+        (run.folder / "stdin").write_text("a pipe's text")
+    (tmp_path / "begun" / "config.toml").write_text("")
+    with Run(tmp_path / "living").lock():
+        Run.create(tmp_path / "next")
+        left = {path.parent.name for path in tmp_path.glob("*/stdin")}
+    assert left == {"living", "begun"}

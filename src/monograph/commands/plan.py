@@ -32,7 +32,7 @@ from monograph.planner import (
 )
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
-from monograph.session.planning import asked_of, notes_on, shape_of
+from monograph.session.planning import asked_of, notes_on, require_room, shape_of
 from monograph.session.ranks import require_one_device
 from monograph.session.tokens import planned_words, said
 
@@ -61,12 +61,13 @@ def run(
     settings = sized(settings, built=False)
     words, rows = planned_words(settings), shape_of(settings).vocab_size
     config = shape_of(settings, words)
-    asked = asked_of(settings, config, target, words.trained(rows) if words else ())
-    _require_arithmetic(target, asked.precisions[0])
-    known = Calibration(calibration_file())
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
+    require_room(settings, config, target, limits)
+    asked = asked_of(settings, config, target, words.trained(rows) if words else ())
+    _require_arithmetic(target, asked.precisions[0])
+    known = Calibration(calibration_file())
     peaks = peak_flops(target, asked.precisions)
     found = plan_anywhere(asked, target, peaks, known, settings.train.memory, limits)
     updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.config.nearest import did_you_mean
-from monograph.data.files import json_fault, parse_json
+from monograph.data.files import json_fault, open_input, parse_json
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20
-LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 30
+LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
+_PIPES = Path("/dev/fd")  # where a shell puts its <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
@@ -104,7 +105,7 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         if path == Path("-"):
             content = _at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            with path.open("rb") as file:
+            with path.open("rb") if path.parent == _PIPES else open_input(path) as file:
                 content = _at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None

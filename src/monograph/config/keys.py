@@ -7,7 +7,7 @@ import tomllib
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from monograph.data import LARGEST_SHARE
 
@@ -45,7 +45,13 @@ def _strings(value: Any) -> Any:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
-Count = Annotated[PositiveInt, BeforeValidator(_count)]
+# Beyond these nothing is sensible, and to find out by building or counting it would take hours. What memory allows is
+# looked at later, by what the machine has.
+MOST_LAYERS, MOST_SIZE, MOST_LENGTH, MOST_RANK = 2**12, 2**24, 2**22, 2**16
+MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
+Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
+Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Count = Annotated[Whole, BeforeValidator(_count)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
@@ -66,8 +72,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-_COUNT = 'a whole number above 0 ("512k" is 512000, "512Ki" is 524288)'
-_SIZE = "a whole number above 0"
+_SIZE, _WHOLE = f"a whole number above 0, at most {MOST_SIZE}", "a whole number above 0, at most 1e15"
+_COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 
 
 class ModelSection(Section):
@@ -79,13 +85,15 @@ class ModelSection(Section):
     init: Text | None = _key(
         None, 'a folder, a .pth file or "file.py:function"', "weights to start from, or the function that builds it"
     )
-    vocab_size: PositiveInt | None = _key(None, _SIZE, "entries of the embedding; default: the tokenizer's")
-    hidden_size: PositiveInt | None = _key(None, _SIZE, "width of the residual stream")
-    intermediate_size: PositiveInt | None = _key(None, _SIZE, "width of the feed-forward layer")
-    num_hidden_layers: PositiveInt | None = _key(None, _SIZE, "blocks")
-    num_attention_heads: PositiveInt | None = _key(None, _SIZE, "query heads")
-    num_key_value_heads: PositiveInt | None = _key(None, _SIZE, "key and value heads; divides num_attention_heads")
-    max_position_embeddings: PositiveInt | None = _key(None, _SIZE, "longest sequence, in tokens")
+    vocab_size: Size | None = _key(None, _SIZE, "entries of the embedding; default: the tokenizer's")
+    hidden_size: Size | None = _key(None, _SIZE, "width of the residual stream")
+    intermediate_size: Size | None = _key(None, _SIZE, "width of the feed-forward layer")
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
+        None, f"a whole number above 0, at most {MOST_LAYERS}", "blocks"
+    )
+    num_attention_heads: Size | None = _key(None, _SIZE, "query heads")
+    num_key_value_heads: Size | None = _key(None, _SIZE, "key and value heads; divides num_attention_heads")
+    max_position_embeddings: Size | None = _key(None, _SIZE, "longest sequence, in tokens")
     tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
 
     def sizes(self) -> dict[str, Any]:
@@ -100,7 +108,9 @@ class DataSection(Section):
         "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
     )
     tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
-    sequence_length: Count = _key(256, _COUNT, "tokens per row")
+    sequence_length: Annotated[Count, Field(le=MOST_LENGTH)] = _key(
+        256, _COUNT.replace("1e15", str(MOST_LENGTH)), "tokens per row"
+    )
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
     text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
@@ -137,8 +147,8 @@ class OptimSection(Section):
         "cosine, wsd or constant, the first two also with a floor from 0 to 1, as in cosine:0.1",
         "rate after warm-up; wsd: constant, and a decay over the last 20 %; the floor is a share of optim.lr (0.05)",
     )
-    warmup_updates: Auto | Annotated[int, Field(ge=0)] = _key(
-        "auto", "a whole number, 0 or more, or auto", "linear warm-up"
+    warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
+        "auto", "a whole number from 0 to 1e15, or auto", "linear warm-up"
     )
     ema: Literal["none"] | Fraction = _key(
         "none", "a number between 0 and 1, or none", "decay of an average of the weights: what is scored and exported"
@@ -155,10 +165,14 @@ class TrainSection(Section):
 
     updates: Count | None = _key(None, _COUNT, "stop after so many updates")
     tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")
-    epochs: PositiveInt | None = _key(None, _SIZE, "stop after so many passes over the data")
+    epochs: Whole | None = _key(None, _WHOLE, "stop after so many passes over the data")
     minutes: Minutes | None = _key(None, "a number above 0, at most 1e7", "stop after about this long; default: 3")
-    tokens_per_update: Auto | Count = _key("auto", _COUNT + ", or auto", "tokens of one optimizer update")
-    micro_batch: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "rows on the device at once")
+    tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
+        "auto",
+        _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
+        "tokens of one optimizer update",
+    )
+    micro_batch: Auto | Size = _key("auto", f"{_SIZE}, or auto", "rows on the device at once")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number, 0 or more", "of weights and data order")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key(
         "auto", "auto, fp32, bf16, fp16 or fp8", "of the arithmetic; fp8: of the blocks' linear layers, else bf16"
@@ -180,17 +194,17 @@ class TrainSection(Section):
     parallel: Literal["none", "ddp", "fsdp"] = _key(
         "none", "none, ddp or fsdp", "how several devices share the work, a process each; see docs/distributed.md"
     )
-    eval_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between evaluations")
-    save_every: Auto | PositiveInt = _key("auto", "a whole number above 0, or auto", "updates between checkpoints")
-    keep: Annotated[int, Field(ge=1)] = _key(
-        2, "a whole number, 1 or more", "newest checkpoints that are kept; 1 leaves nothing to fall back on"
-    )
+    eval_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between evaluations")
+    save_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between checkpoints")
+    keep: Whole = _key(2, _WHOLE, "newest checkpoints that are kept; 1 leaves nothing to fall back on")
 
 
 class LoraSection(Section):
     """Low-rank adapters beside frozen weights that model.init names."""
 
-    rank: PositiveInt | None = _key(None, _SIZE, "rank of the adapters; default: none are trained")
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
+        None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"
+    )
     alpha: PositiveFloat | None = _key(
         None, "a number above 0", "the adapters' output is scaled by alpha / rank; default: 32"
     )

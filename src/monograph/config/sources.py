@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
+from monograph.data.files import read_input
 from monograph.errors import UsageError
 
 COMMAND_LINE = "command line"
+MOST_TOML_BYTES = 1 << 20
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
 _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 
@@ -75,7 +77,7 @@ def _known_beside(key: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, Given]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path, MOST_TOML_BYTES).decode()
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from None

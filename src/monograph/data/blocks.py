@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+from monograph.data.files import open_input
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
 
+T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
 COMPRESSIONS = (".gz", ".zst")
 
 _GZIP, _GZIP_MAGIC = 31, b"\x1f\x8b"  # zlib's number for gzip with its checksum and length verified
+# Text becomes five times smaller, and the most monotonous logs some hundred times. Deflate's limit is 1032 and zstd has
+# none, so whoever means more unpacks it, when a disk has said yes to all of it.
+LEAST_UNPACKED_BYTES, MOST_UNPACKED = 1 << 28, 200
 # A zstd block of 4 bytes stands for up to 128 KiB, so this much makes at most 32 MiB.
 _ZSTD_STEP_BYTES = 1 << 10
 
@@ -44,7 +50,7 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
         InputRefused: not readable.
     """
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             while block := file.read(BLOCK_BYTES):
                 if meter is not None:
                     meter.add(len(block))
@@ -59,12 +65,27 @@ def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
     What comes before damage is yielded before the error: nothing of it may be used until the end was reached.
 
     Raises:
-        Damaged: cut short, a wrong checksum, or bytes after the end that belong to nothing.
+        Damaged: cut short, a wrong checksum, bytes after the end that belong to nothing, or a compression bomb.
         InputRefused: not readable, or zstandard is not installed.
     """
     raw = raw_blocks(path, meter)
     decode = {".gz": _gunzip, ".zst": _unzstd}.get(path.suffix.lower())
-    yield from raw if decode is None else decode(path, raw)
+    yield from raw if decode is None else unpacked(path, ((len(block), block) for block in decode(path, raw)))
+
+
+def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
+    """The parts of what was packed in a file, given as (bytes, part), as long as their sum is no compression bomb's.
+
+    Raises:
+        Damaged: it is.
+    """
+    packed, total = path.stat().st_size, 0
+    for size, part in parts:
+        total += size
+        if total > max(LEAST_UNPACKED_BYTES, MOST_UNPACKED * packed):
+            fault = f"is a compression bomb: {packed:,} bytes become {total:,} and more, {MOST_UNPACKED} times as many"
+            raise Damaged(path, fault, "if all of it is meant, unpack it and give that")
+        yield part
 
 
 def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:

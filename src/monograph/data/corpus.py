@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from monograph.data.answers import Answering
 from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
-from monograph.data.files import writing
+from monograph.data.files import temporary_folder, writing
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
@@ -147,8 +147,8 @@ def corpus(
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     asked, held_out = parse(tokenizer), float(held_out)
-    with tempfile.TemporaryDirectory(prefix="monograph-") as spool:
-        found = find(source, Path(spool), progress)
+    with temporary_folder() as spool:
+        found = find(source, spool, progress)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
         reading = _reading(found, Reading(text_key, bad_records == "skip", how), asked)
         request = Request(found, held_out, asked, reading)

@@ -1,18 +1,23 @@
-"""Files: only those of a folder itself are read; what is written is on the disk, or the reason is one clear line."""
+"""Files: an input is a regular file of bounded size; what is written is on the disk, or one clear line says why not."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from monograph.errors import DiskFull, InputRefused
 
-MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 of a tensor
+MOST_JSON_BYTES = 1 << 24  # the index of a model's weights has about 100 bytes for a tensor
+_TEMPORARY, _LOCK = "monograph-", "in-use"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -33,6 +38,53 @@ def writing(folder: Path) -> Iterator[None]:
             ) from None
         what = f"cannot be written ({error.strerror or error})"
         raise InputRefused(f"{folder}: {what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file that somebody gave; nothing else in the package opens one for reading.
+
+    A FIFO would wait for its writer for ever, and a device may never end, so only a regular file is an input.
+
+    Raises:
+        OSError: as `open` does, and for a FIFO, a device or a socket.
+    """
+    # Without O_NONBLOCK, to open a FIFO is to wait already.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
+def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
+    """The content of such a file, of which no more is read than the file system says it has.
+
+    Raises:
+        OSError: as `open_input` does, and for a file of more than `most_bytes` (None: of any size), which is not read.
+    """
+    with open_input(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise OSError(errno.EINVAL, f"has more than {most_bytes >> 20} MiB, which no such file needs", str(path))
+        return file.read(size)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder that goes away with the `with` block, or, if this process is killed, when the next one is made.
+
+    A locked file in it says that its process lives; the kernel frees the lock however that process ends.
+    """
+    for other in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        with suppress(OSError), open_input(other / _LOCK) as lock:  # not there: no such folder, or one half made
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if other.lstat().st_uid == os.getuid():
+                shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
+        with open(Path(name, "new"), "xb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(lock.name, Path(name, _LOCK))  # whoever finds the name finds it locked
+            yield Path(name)
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -89,9 +141,7 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
         InputRefused: the file holds something else, or a key twice.
     """
     try:
-        if path.stat().st_size > most_bytes:
-            raise InputRefused(f"{path}: larger than {most_bytes >> 20} MiB, which no such file needs{instead}")
-        values = parse_json(path.read_bytes())
+        values = parse_json(read_input(path, most_bytes))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read: {error.strerror}{instead}") from None
     except (ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _NOT_LIBRARY = frozenset(
 _BUILD_TABLE = "_sysconfigdata"  # how this Python was compiled: a table that differs between machines
 
 HUB = "hf://"
+MOST_STDIN_BYTES = 1 << 34
+BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]
 
 
@@ -84,11 +87,22 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
         )
     path, meter = spool / "stdin", Meter(progress, "stdin", None)
     with writing(spool), open(path, "wb") as file:
+        most = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
+            if not meter.done and looks_binary(block):
+                raise InputRefused(f"standard input: {BINARY}")
+            if meter.done + len(block) > most:
+                bound = f"{most / 2**30:.3g} GiB ({MOST_STDIN_BYTES >> 30} GiB, or half of what is free in {spool})"
+                raise InputRefused(f"standard input: has more than {bound}; write it to a file and give that")
             file.write(block)
             meter.add(len(block))
     meter.finish()
     return path
+
+
+def looks_binary(begin: bytes) -> bool:
+    """Whether a file that begins so is no text, by git's rule."""
+    return b"\0" in begin[:8192]
 
 
 def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:

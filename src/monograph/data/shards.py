@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.data.files import open_input
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
 
@@ -102,7 +103,7 @@ class _Frame:
 
 def seal(path: Path) -> str:
     """Hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         return _frame(file, path).seal
 
 
@@ -114,7 +115,7 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
             not the array that has this `seal`.
     """
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             frame = _frame(file, path)
             if frame.tokenizer_sha256 != bytes.fromhex(tokenizer_hash):
                 raise InputRefused(f"{path}: was made with another tokenizer")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monograph.data.blocks import COMPRESSIONS, raw_blocks, read_blocks
-from monograph.data.places import Candidate, Skipped, locate
+from monograph.data.places import BINARY, Candidate, Skipped, locate, looks_binary
 from monograph.data.progress import Meter, Progress
 from monograph.data.text import status_of
 from monograph.errors import InputRefused, UsageError
@@ -180,8 +180,7 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     records = kind_of(path) in LINES | TABLES
     modified_ns = status_of(path).st_mtime_ns
     for block in (raw_blocks if records else read_blocks)(path, meter):
-        # The rule by which git calls a file binary.
-        has_nul = has_nul or (size == 0 and b"\0" in block[:8192])
+        has_nul = has_nul or (size == 0 and looks_binary(block))
         digest.update(block)
         size += len(block)
     sha256 = digest.hexdigest()
@@ -194,7 +193,7 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
 
 _FAULTS = {
     "empty": "empty file; give a file with text",
-    "binary": "has NUL bytes, so it is binary or UTF-16; give UTF-8 text",
+    "binary": BINARY,
 }
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.answers import DAY
 from monograph.data.documents import Documents, Reading
-from monograph.data.files import parse_json, sync_folder, write_durably, writing
+from monograph.data.files import parse_json, read_input, sync_folder, temporary_folder, write_durably, writing
 from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
 from monograph.data.request import FORMAT, Request
@@ -32,6 +32,7 @@ from monograph.data.shards import open_shard, seal
 from monograph.data.split import check_fraction
 from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
+from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
 
 _POLL_S = 0.2
@@ -129,8 +130,9 @@ def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
     except InputRefused as error:
         if chosen:
             raise
-        temporary = Path(tempfile.mkdtemp(prefix="monograph-"))
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        until_exit = ExitStack()
+        temporary = until_exit.enter_context(temporary_folder())
+        atexit.register(until_exit.close)
         (temporary / "corpora").mkdir()
         return temporary, (f"{error}; until then tokens are kept in {temporary} and made again next time",)
     return root, ()
@@ -256,7 +258,7 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
 def _manifest(folder: Path, key: str) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = parse_json(path.read_bytes())
+        manifest: dict[str, Any] = parse_json(read_input(path))
         digest = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputRefused(f"{path}: cannot be read ({type(error).__name__})") from None
@@ -267,7 +269,7 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 
 def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> Tokenizer:
     try:
-        text = path.read_bytes()
+        text = read_input(path, MAX_FILE_BYTES)
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
     if hashlib.sha256(text).hexdigest() != manifest["files"][path.name]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from monograph.data.blocks import Damaged, missing, refuse_unreadable
-from monograph.data.files import read_json
+from monograph.data.blocks import Damaged, missing, refuse_unreadable, unpacked
+from monograph.data.files import open_input, read_json
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
-# No text shrinks a thousandfold; a page of that kind would be unpacked whole before a row of it is seen.
-_BOMB_BYTES, _BOMB_RATIO = 1 << 28, 1000
+# A compressed batch is unpacked whole before a row of it is seen. A page of Parquet has this bound by its format.
+_MOST_BATCH_BYTES = (1 << 31) - 1
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # kinds of Arrow's messages
+_MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
 _STATE, _INFO, _DICTIONARY = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -32,8 +34,9 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
     columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
     with _read_by_pyarrow(path) as pa:
         values = (value for column in columns(pa, path, key) for value in column)
-        for number, value in enumerate(values, 1):
-            yield number, _text(value, key)
+        # A text of a dictionary is stored once for all of its rows.
+        sized = ((len(text), text) for text in (_text(value, key) for value in values))
+        yield from enumerate(unpacked(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -46,7 +49,7 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
     with _read_by_pyarrow(path) as pa:
         there = [key for key in keys if key in _schema(pa, path).names]
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
-        for part in parts(pa, path, there):
+        for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, there))):
             part.validate(full=True)
             for row in part.select(there).to_pylist():
                 number += 1
@@ -67,6 +70,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
     except ImportError:
         raise missing(path, "pyarrow", "parquet") from None
     try:
+        open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
     # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
@@ -117,11 +121,9 @@ def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> 
     options |= {"pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         # Of groups only: asked about a column whose metadata is damaged, pyarrow ends the process.
-        unpacked = sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
-        packed, rows = path.stat().st_size, file.metadata.num_rows
-        if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * packed):
-            raise Damaged(path, f"is a compression bomb: {packed:,} bytes become {unpacked:,}")
-        batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, unpacked)))
+        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        stored, rows = sum(unpacked(path, zip(sizes, sizes, strict=True))), file.metadata.num_rows
+        batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
         seen = 0
         for part in file.iter_batches(batch, columns=list(keys), use_threads=False):
             seen += part.num_rows
@@ -152,16 +154,81 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
 
 def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
-        is_file = hasattr(reader, "num_record_batches")
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
-            batch.validate()
-            yield batch
+        seen, said = 0, getattr(reader, "num_record_batches", None)
+        with open_input(path) as file, pa.OSFile(str(path)) as again:
+            # A footer may name any place as a batch; what is checked and read here is what lies before it.
+            again.seek(0 if said is None else len(_MAGIC))
+            for _ in unpacked(path, _claims(path, file, again.tell())):
+                pass
+            for batch in pa.ipc.open_stream(again):
+                batch.validate()
+                seen += 1
+                yield batch
+        if said not in (None, seen):
+            raise Damaged(path, f"has {seen:,} batches, not the {said:,} that it says")
+
+
+def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]]:
+    """How many bytes each compressed batch of Arrow's stream says it becomes, read without unpacking anything.
+
+    Source: https://arrow.apache.org/docs/format/Columnar.html; the tables are those of FlatBuffers.
+    """
+    size = path.stat().st_size
+
+    def go(place: int) -> int:
+        if place > size:
+            raise ValueError("a message refers to what is beyond the file")
+        return file.seek(place)
+
+    go(begin)
+    while (head := file.read(8)) != _END_OF_STREAM:
+        if head[:4] != _END_OF_STREAM[:4]:
+            raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
+        begin = file.tell()
+        body_begin = go(begin + int.from_bytes(head[4:], "little"))
+        metadata = file.read(body_begin - go(begin))
+        message = _fields(metadata, _number(metadata, 0, 4))
+        kind, content = metadata[message(1)], _linked(metadata, message(2))
+        if kind == _DICTIONARY_BATCH:
+            content = _linked(metadata, _fields(metadata, content)(1))
+        batch, claimed = _fields(metadata, content), 0
+        if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
+            buffers = _linked(metadata, batch(2))
+            for index in range(_number(metadata, buffers, 4)):
+                go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
+                claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))  # -1: stored as it is
+        if claimed > _MOST_BATCH_BYTES:
+            raise Damaged(path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches")
+        yield claimed, None
+        go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
+
+
+def _fields(data: bytes, table: int) -> Callable[[int], int]:
+    """Where a table of FlatBuffers has its fields, by their numbers; 0: it lacks this one."""
+    names = table - int.from_bytes(data[table : table + 4], "little", signed=True)
+    size = _number(data, names, 2)
+
+    def place(field: int) -> int:
+        offset = _number(data, names + 4 + 2 * field, 2) if 4 + 2 * field < size else 0
+        return table + offset if offset else 0
+
+    return place
+
+
+def _linked(data: bytes, place: int) -> int:
+    return place + _number(data, place, 4)
+
+
+def _number(data: bytes, place: int, size: int) -> int:
+    if not 0 <= place <= len(data) - size:
+        raise ValueError("a message refers to what is beyond it")
+    return int.from_bytes(data[place : place + size], "little")
 
 
 @contextmanager
 def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
-    with open(path, "rb") as file:
-        is_file = file.read(6) == b"ARROW1"
+    with open_input(path) as file:
+        is_file = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
         if not is_file and file.read() != _END_OF_STREAM:
             raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data import sandbox
-from monograph.data.files import inside
+from monograph.data.files import inside, read_input
 from monograph.errors import InputRefused
 
 MAX_SOURCE_BYTES = 1 << 16
@@ -205,11 +205,7 @@ def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if os.path.lexists(path):
         try:
-            with inside(folder, path.name).open("rb") as file:
-                content = file.read(MAX_SOURCE_BYTES + 1)
-            if len(content) > MAX_SOURCE_BYTES:
-                raise InputRefused(f"{path}: larger than {MAX_SOURCE_BYTES >> 10} KiB; this is no chat template")
-            return content.decode().replace("\r\n", "\n")
+            return read_input(inside(folder, path.name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputRefused(f"{path}: cannot be read as UTF-8 text: {error}") from None
     stored = tokenizer_config.get("chat_template")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monograph.data.blocks import BLOCK_BYTES, COMPRESSIONS, read_blocks, refuse_unreadable
+from monograph.data.files import open_input
 from monograph.errors import InputRefused
 
 # Tokenizers work fastest on parts of about PART_CHARS, and take longer ones where there is no place to cut.
@@ -92,7 +93,7 @@ def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
                 yield wanted
         return
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             file.seek(start)
             while start < stop and (block := file.read(min(BLOCK_BYTES, stop - start))):
                 start += len(block)

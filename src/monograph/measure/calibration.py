@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from monograph.data.files import parse_json
+from monograph.data.files import parse_json, read_input
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
@@ -39,7 +39,7 @@ class Calibration:
         self._seen: dict[str, list[float]] = {}
         self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
         with suppress(OSError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
-            found = parse_json(file.read_text())
+            found = parse_json(read_input(file))
             if found.get("schema") == SCHEMA:
                 self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in found["seen"].items()}
                 for kind, beyond in found.get("beyond", {}).items():

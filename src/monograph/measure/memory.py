@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from monograph import compat
+from monograph.data.files import read_input, temporary_folder
 from monograph.errors import DiskFull
 from monograph.optim import Plane
 
@@ -123,11 +124,11 @@ class LiveBytes:
 
     def _allocations(self) -> list[int]:
         """Signed sizes in order of time, read from the profiler's trace file: the only public way to them."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
+        with temporary_folder() as folder:
+            path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
             try:
-                events = json.loads(path.read_bytes())["traceEvents"]
+                events = json.loads(read_input(path, None))["traceEvents"]
             except (OSError, ValueError):  # torch does not say when it could not write
                 raise DiskFull(
                     f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"

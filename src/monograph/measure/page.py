@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
+from monograph.data.files import read_input
 from monograph.measure.figures import Drawing
 from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
 
@@ -206,7 +207,7 @@ def folded(name: str, text: str) -> str:
 def config_of(folder: Path) -> str:
     """A run's config.toml, folded up; nothing where it has none."""
     config = folder / "config.toml"
-    return folded(config.name, config.read_text(encoding="utf-8")) if config.exists() else ""
+    return folded(config.name, read_input(config).decode()) if config.exists() else ""
 
 
 def _inline(drawing: Drawing) -> str:

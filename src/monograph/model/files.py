@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.data.files import inside, read_json
+from monograph.data.files import inside, open_input, read_json
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
@@ -97,9 +97,16 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        with open_input(path) as file:  # the library would take a second for each 100,000 tensors that a header lists
+            layout.header_bytes(file.read(layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        layout.LayoutError,
+    ) as error:  # the last by torch, which maps the file
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from monograph.data.files import parse_json
+from monograph.errors import InputRefused
 
 # In the library's order, by falling element size: laid out so, every tensor is aligned to its element.
 DTYPES = {
@@ -29,7 +30,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORDER = list(NAMES)
 LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MOST_HEADER_BYTES = 1 << 24  # 100,000 tensors; the library's own limit is 100 MB
 ALIGNMENT = 8
 MOST_ELEMENTS = 2**60
 
@@ -55,6 +56,7 @@ def encode(
 
     Raises:
         TypeError: for a dtype that the format does not have (complex, quantised).
+        InputRefused: so many tensors that nobody here would read the file.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
@@ -68,6 +70,8 @@ def encode(
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        raise InputRefused(f"{len(tensors):,} tensors: more than a file of weights may list; use fewer and larger ones")
     prefix = len(text).to_bytes(LENGTH_BYTES, "little") + text
 
     def pieces() -> Iterator[memoryview]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monograph.data.files import open_input
 from monograph.errors import InputRefused
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
@@ -30,6 +31,8 @@ _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A rotary table that was cast to bf16 is 2^-9 off; of another base, or memory that was never filled, about 1.
 _TABLE_ERROR = 0.01
+# What an archive of torch.save ends with, without a comment: where its list of entries is and how long.
+_END_BYTES, MOST_LISTED_BYTES = 98, 1 << 24
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
@@ -82,7 +85,15 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _require_stored(path: Path) -> None:
     """Refuse an archive whose entries are larger than the file: torch stores them as they are."""
-    with zipfile.ZipFile(path) as archive:
+    with open_input(path) as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        end = file.read(_END_BYTES)
+        listed = (
+            end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
+        )  # in the format's long form, or its short one
+        if end[-22:-18] != b"PK\5\6" or int.from_bytes(listed, "little") > MOST_LISTED_BYTES:
+            raise zipfile.BadZipFile("not an archive, or one of more entries than a model has tensors")
+        archive = zipfile.ZipFile(file)
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
                 raise InputRefused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -55,6 +56,14 @@ class Asked:
     def rows(self) -> int:
         """Rows of an update."""
         return max(1, self.tokens_per_update // self.length)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Rows of a micro-batch: those that were asked for, or each number that divides those of an update."""
+        if self.micro_batch is not None:
+            return [min(self.micro_batch, self.rows)]
+        small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
+        return sorted({*small, *(self.rows // size for size in small)})
 
 
 @dataclass(frozen=True)
@@ -136,10 +145,7 @@ def of_way(
     slowness: Mapping[str, float],
 ) -> list[Candidate]:
     """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
-    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
-    if asked.micro_batch is not None:
-        sizes = [min(asked.micro_batch, asked.rows)]
-    works = [_work(asked, policy, size, device) for size in sizes]
+    works = [_work(asked, policy, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
     fits = sum(each <= limit for each in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))

@@ -106,9 +106,7 @@ def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
 def ways(asked: Asked, device: Device) -> Iterator[Way]:
     """All combinations; where an update need not be clipped also those that make it in the backward pass."""
     layers = asked.config.num_hidden_layers
-    sizes = [size for size in range(1, asked.rows + 1) if asked.rows % size == 0]
-    if asked.micro_batch is not None:
-        sizes = [min(asked.micro_batch, asked.rows)]
+    sizes = asked.micro_batches
     scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
     remats = [each for each in asked.remats if each != "offload"] or ["none"]
     whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]

@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from monograph.data.files import open_input, read_input
 from monograph.errors import DiskFull, InputRefused, RunInUse
 from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, record, runs_in, serial
 from monograph.terminal import shell_words
@@ -71,6 +72,8 @@ class Run:
             run = cls(claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out)))
             others = locked_in(run.folder.parent)
             number = {"serial": 1 + (serial(others[-1]) if others else 0)}
+            for other in others:
+                _drop_text(other)
             with _exclusive(run.lock_file) as descriptor:
                 if not _is_as_good_as_empty(run.folder):
                     raise _already_a_run(run.folder)
@@ -169,8 +172,16 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows so far, but for a last line cut by a power failure; raises InputRefused where one is damaged."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        content = self._metrics()
         return self._parsed(content[: content.rfind(b"\n") + 1])
+
+    def _metrics(self) -> bytes:
+        try:
+            return read_input(self.metrics, None)  # however long it is, a run that wrote it must go on
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
         rows = [parsed(line) for line in content.splitlines()]
@@ -187,14 +198,13 @@ class Run:
     def sync_metrics(self) -> int:
         """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
         if self.metrics.exists():
-            with explained(self.metrics), self.metrics.open("rb") as file:
+            with explained(self.metrics), open_input(self.metrics) as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
         """Hex sha256 of the rows before byte `offset`, without it of all."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        return hashlib.sha256(content[:offset]).hexdigest()
+        return hashlib.sha256(self._metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
         """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged.
@@ -208,7 +218,7 @@ class Run:
                 f"missing; {instead}"
             )
         if self.metrics.exists():
-            self._parsed(self.metrics.read_bytes()[:offset])
+            self._parsed(self._metrics()[:offset])
             found = self.metrics_digest(offset)
             if sha256 not in (None, found):
                 raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
@@ -273,8 +283,17 @@ def _claim_given_folder(folder: Path) -> Path:
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
     lock = folder / "run.lock"
-    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes().rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
+    ours = lock.is_file() and _RECORD.startswith(read_input(lock).rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
     return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
+
+
+def _drop_text(folder: Path) -> None:
+    """Remove what a run had of standard input when it was killed before it had begun; of a living one the lock says."""
+    run = Run(folder)
+    if (folder / "stdin").exists() and not run.begun:
+        with suppress(RunInUse, InputRefused, OSError), _exclusive(run.lock_file):
+            if not run.begun:
+                (folder / "stdin").unlink()
 
 
 def _already_a_run(folder: Path) -> InputRefused:

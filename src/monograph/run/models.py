@@ -12,7 +12,9 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.data.files import read_input
 from monograph.data.tokenizer import Tokenizer
+from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
@@ -235,7 +237,8 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     """
     recorded = state.get("tokenizer")
     try:
-        own = run.tokenizer.is_file() and hashlib.sha256(run.tokenizer.read_bytes().rstrip()).hexdigest() == recorded
+        stored = read_input(run.tokenizer, MAX_FILE_BYTES).rstrip() if run.tokenizer.is_file() else b""
+        own = hashlib.sha256(stored).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
         found = tokenizer.digest
         if recorded not in (None, found):

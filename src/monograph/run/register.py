@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import parse_json
+from monograph.data.files import open_input, parse_json, read_input
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
@@ -46,7 +46,7 @@ def serial(folder: Path) -> int:
     What follows the number is written anew by each process, and may be cut off.
     """
     with suppress(OSError):
-        if found := _SERIAL.match((folder / "run.lock").read_bytes()):
+        if found := _SERIAL.match(read_input(folder / "run.lock")):
             return int(found[1])
     return 0
 
@@ -54,14 +54,14 @@ def serial(folder: Path) -> int:
 def record(folder: Path) -> dict[str, Any]:
     """What run.lock says; nothing where it is damaged, or another process is between creating and writing it."""
     with suppress(OSError):
-        return parsed((folder / "run.lock").read_bytes())
+        return parsed(read_input(folder / "run.lock"))
     return {}
 
 
 def wait_until_free(folder: Path, limit_s: float) -> None:
     """Wait until no other process holds the run, or so long."""
     end = time.monotonic() + limit_s
-    with suppress(OSError), (folder / "run.lock").open("rb") as file:
+    with suppress(OSError), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

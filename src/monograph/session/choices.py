@@ -15,7 +15,7 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
-from monograph.data.files import parse_json
+from monograph.data.files import parse_json, read_input
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -279,9 +279,9 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
     if not run.parent_file.exists():
         return None
     try:
-        record = parse_json(run.parent_file.read_bytes())
+        record = parse_json(read_input(run.parent_file))
         return Run(Path(record["run"])), record["update"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from monograph import planner
 from monograph.config import Settings
 from monograph.data.place import cache_root, calibration_file
+from monograph.data.tokenizer import parse
 from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
+from monograph.measure.quantities import count, gibibytes
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
@@ -25,7 +27,7 @@ from monograph.session.tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-FP32_BYTES, COPIES = 4, 4  # of a parameter: weight, gradient, two moments
+LEAST_BYTES, FP32_BYTES, COPIES = 2, 4, 4  # of a parameter: weight, gradient, two moments
 RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
 
 
@@ -47,10 +49,10 @@ def shape_of(settings: Settings, words: Words | None = None) -> LlamaConfig:
         raise UsageError(f"model.init = {model.init}: a plan is made for a preset, sizes or a Hugging Face folder")
     if model.init:
         return with_rows(hub.read_config(model.init), words)
-    kind, _, size = data.tokenizer.partition(":")
+    kind = data.tokenizer.partition(":")[0]
     defaults: dict[str, Any] = {"max_position_embeddings": data.sequence_length}
-    if kind == "bpe" and size.isdecimal():
-        defaults["vocab_size"] = int(size)
+    if kind == "bpe":
+        defaults["vocab_size"] = parse(data.tokenizer)
     elif kind == "bytes":
         defaults["vocab_size"] = 259  # the bytes and three special tokens
     elif not model.vocab_size and model.preset == "auto":
@@ -83,6 +85,22 @@ def require_positions(settings: Settings, config: LlamaConfig | None) -> None:
         raise InputRefused(
             f"data.sequence_length = {length} is longer than the model's max_position_embeddings = {positions}: "
             "shorten the rows"
+        )
+
+
+def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
+    """Refuse a new model whose weights alone are more than all there is to keep them in, before anything of it is made.
+
+    Raises:
+        OutOfDeviceMemory: naming the keys that shape it, what it needs and what there is.
+    """
+    needed, device_bytes = LEAST_BYTES * config.parameter_count(), 0 if limits.shared else machine.memory_bytes
+    if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
+        keys = (f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
+        raise OutOfDeviceMemory(
+            f"{', '.join(keys)}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{gibibytes(needed)} at {LEAST_BYTES} bytes each; {machine.name} has {gibibytes(machine.memory_bytes)}, "
+            f"the host {gibibytes(limits.host_bytes)} and the disk {gibibytes(limits.disk_bytes)}: make it smaller"
         )
 
 
@@ -261,6 +279,7 @@ def planned(settings: Settings, config: LlamaConfig, machine: Device, tokens: tu
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
     rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
+    require_room(settings, config, machine, limits)
     if machine.type == "cpu" and memory == "auto":
         memory = "device"  # there is no other memory to stream from
     found = planner.plan_anywhere(replace(asked, scopes=scopes), machine, rates, known, memory, limits)

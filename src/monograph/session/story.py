@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import compat
-from monograph.data.files import parse_json
+from monograph.data.files import parse_json, read_input
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
@@ -275,7 +275,7 @@ class Story:
             return {}
         kept = corpus.folder / "yardsticks.json"
         try:
-            found: dict[str, float] = parse_json(kept.read_text())
+            found: dict[str, float] = parse_json(read_input(kept))
             return found
         except (OSError, ValueError):
             pass

@@ -15,7 +15,7 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
 from monograph.config.recorded import run_settings
-from monograph.data.files import parse_json
+from monograph.data.files import parse_json, read_input
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
@@ -87,7 +87,7 @@ class Sweep:
         if not path.is_file():
             raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
         try:
-            record = parse_json(path.read_bytes())
+            record = parse_json(read_input(path))
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]

@@ -14,7 +14,8 @@ from clocks import least_s
 from json_schemas import follows, random_schema, random_value
 from monograph.decode.automata import constraint
 from monograph.decode.automata.dfa import ByteAutomaton, compiled
-from monograph.decode.automata.schema import document, parsed
+from monograph.decode.automata.positions import MAX_WORK
+from monograph.decode.automata.schema import _STEPS, _Schemas, document, parsed
 from monograph.errors import InputRefused
 
 BYTES = [b"", b"", *(bytes([byte]) for byte in range(256))]
@@ -270,3 +271,30 @@ def test_many_optional_members() -> None:
     assert (
         ours.accepts(b'{"m0":null,"m149":null}') and ours.accepts(b"{}") and not ours.accepts(b'{"m1":null,"m0":null}')
     )
+
+
+@pytest.mark.parametrize("part", [{"type": "integer"}, {"type": "number"}, {"type": "null"}, {"const": "x"}])
+def test_a_wide_schema_is_refused_before_all_of_it_is_read(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps, which are counted, and not in seconds, which are not the same on two machines."""
+    count, read = 0, _Schemas.read
+
+    def counted(self: _Schemas, schema: Any, path: tuple[str, ...]) -> Any:
+        nonlocal count
+        count += 1
+        return read(self, schema, path)
+
+    monkeypatch.setattr(_Schemas, "read", counted)
+    for wide in (
+        {"type": "object", "properties": {f"p{index}": part for index in range(4000)}},
+        {"anyOf": [{"anyOf": [part] * 64}] * 64},
+    ):
+        count = 0
+        with pytest.raises(InputRefused, match="needs more than 1,000,000 steps to build"):
+            document(wide)
+        assert (count - 1) * _STEPS <= MAX_WORK
+
+
+def test_values_that_are_compared_are_steps_too() -> None:
+    numbers = [list(range(start, start + 2000)) for start in (0, 2000)]
+    with pytest.raises(InputRefused, match="needs more than 1,000,000 steps to build"):
+        document({"oneOf": [{"enum": each} for each in numbers]})

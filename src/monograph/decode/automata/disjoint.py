@@ -8,14 +8,17 @@ from typing import Any
 from monograph.decode.automata import values
 
 
-def overlap(options: Sequence[dict[str, Any]], target: Callable[[str], Any]) -> tuple[int, int] | None:
+def overlap(
+    options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
+) -> tuple[int, int] | None:
     """Two options that one value may follow, or None if every value follows at most one.
 
     Args:
         options: schemas that have been read, so that they are well formed and not recursive.
         target: the schema that a reference names.
+        spend: counts so many comparisons of values, and raises where they are too many.
     """
-    apart = _Apart(target)
+    apart = _Apart(target, spend)
     for later in range(len(options)):
         for index in range(later):
             if not apart.disjoint(options[index], options[later]):
@@ -24,8 +27,8 @@ def overlap(options: Sequence[dict[str, Any]], target: Callable[[str], Any]) -> 
 
 
 class _Apart:
-    def __init__(self, target: Callable[[str], Any]) -> None:
-        self.target = target
+    def __init__(self, target: Callable[[str], Any], spend: Callable[[int], None]) -> None:
+        self.target, self.spend = target, spend
         self.known: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -56,6 +59,7 @@ class _Apart:
         """The same of two schemas without references and choices."""
         left, right = _constants(one), _constants(other)
         if left is not None and right is not None:
+            self.spend(len(left) * len(right))
             return not any(values.equal(a, b) for a in left for b in right)
         shared = _kinds(one, left) & _kinds(other, right)
         if shared != {"object"} or left is not None or right is not None:

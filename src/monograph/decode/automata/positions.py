@@ -104,6 +104,7 @@ class Positions:
 
     def _composed(self, expression: Expression, then: Next) -> Next:
         if isinstance(expression, Concatenation):
+            self.budget.spend(len(expression.parts))
             for part in reversed(expression.parts):
                 then = self.before(part, then)
             return then

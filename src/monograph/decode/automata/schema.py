@@ -24,6 +24,7 @@ from monograph.decode.automata.expression import (
     optional,
 )
 from monograph.decode.automata.pattern import found_in
+from monograph.decode.automata.positions import Budget
 from monograph.errors import InputRefused
 
 MAX_DEPTH, MAX_OPTIONS = 32, 64
@@ -43,6 +44,8 @@ _ASSERTIONS = _VALUES | {
 }
 _ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Of an automaton's budget, for a schema to be read, and for the ranges of digits of a number.
+_STEPS, _NUMBER_STEPS = 300, 1500
 # Numbers beyond this many digits are no sizes or bounds that anyone means.
 _LARGEST = 10**18
 
@@ -76,12 +79,14 @@ class _Schemas:
         self.root = root
         self.known: dict[str, Expression] = {}
         self.open: list[str] = []  # the references that are being read
+        self.budget = Budget("the JSON schema")
 
     def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
         raise InputRefused(f"the JSON schema at {'.'.join(path)[:200]}: {fault}")
 
     def read(self, schema: Any, path: tuple[str, ...]) -> Expression:
         """The texts of a schema that stands at `path`."""
+        self.budget.spend(_STEPS)
         if len(path) > MAX_DEPTH:
             self.refuse(path[:4], f"schemas lie more than {MAX_DEPTH} deep in each other: make it flatter")
         if schema is True or schema == {}:
@@ -152,7 +157,7 @@ class _Schemas:
             self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
         texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
         if key == "oneOf":
-            shared = overlap(options, lambda name: self.target(name, path))
+            shared = overlap(options, lambda name: self.target(name, path), self.budget.spend)
             if shared:
                 self.refuse(path, f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'")
         return Alternation(tuple(texts))
@@ -164,6 +169,7 @@ class _Schemas:
         allowed = schema.get("enum", [schema.get("const")])
         if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
             self.refuse(path, "'enum' is not a list of JSON values")
+        self.budget.spend(len(str(schema)))
         if "const" in schema:
             allowed = [value for value in allowed if values.equal(value, schema["const"])]
         if "type" in schema:
@@ -195,6 +201,7 @@ class _Schemas:
         return values.quoted(inside)
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        self.budget.spend(_NUMBER_STEPS)
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
         for key, bound in bounds.items():
             if not _is_number(bound) or abs(bound) > _LARGEST:
@@ -257,11 +264,13 @@ class _Schemas:
         for name in required:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
+        required = set(required)
         # From the last member to the first: what may come after one that was written, and what may be written first.
         after: list[Expression] = []
         firsts: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):
             text = joined(values.constant(name), literal(b":"), self.read(member, (*path, f"properties.{name}")))
+            self.budget.spend(len(after))
             begun = joined(text, *after)
             firsts = [begun, *(firsts if name not in required else [])]
             following = joined(literal(b","), text)
