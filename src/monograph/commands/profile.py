@@ -19,6 +19,7 @@ from monograph.measure.profile_report import mostly, profile_page, said
 from monograph.measure.profiler import Profile, profile
 from monograph.measure.quantities import count, counted
 from monograph.measure.theme import themed
+from monograph.readable import is_folder
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.results import results_folder
@@ -82,7 +83,7 @@ def sized(settings: Settings, progress: Progress) -> Settings:
     if "-" in sources:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     for run in map(Run, map(Path, sources)):
-        if run.begun and run.checkpoints.is_dir():
+        if run.begun and is_folder(run.checkpoints):
             raise UsageError(f"{run.folder} is a run, not text: `monograph profile {run.config}` takes its settings")
     settings = choices.sized(settings)
     for line in notes_on(settings):

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from monograph.config.nearest import did_you_mean
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
+from monograph.readable import readable
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
@@ -104,7 +105,7 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         if path == Path("-"):
             content = _at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            with path.open("rb") as file:
+            with readable(path), path.open("rb") as file:
                 content = _at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None

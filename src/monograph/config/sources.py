@@ -13,6 +13,7 @@ from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.errors import UsageError
+from monograph.readable import read_bytes
 
 COMMAND_LINE = "command line"
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
@@ -75,7 +76,7 @@ def _known_beside(key: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, Given]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode("utf-8")
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from None

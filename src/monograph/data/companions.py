@@ -7,7 +7,6 @@ config.json.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from monograph.data.files import inside
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
+from monograph.readable import readable, status
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
@@ -80,13 +80,14 @@ def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    if not os.path.lexists(folder / name):
+    if status(folder / name, follow=False) is None:
         return {}
     path = inside(folder, name)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        content = json.loads(path.read_bytes())
+        with readable(path):
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+            content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputRefused(f"{path}: cannot be read as JSON ({error}); put the model's own there") from None
     if not isinstance(content, dict):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from monograph.errors import DiskFull, InputRefused
+from monograph.readable import is_file, resolved
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -39,12 +40,12 @@ def inside(folder: Path, name: str) -> Path:
         InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
     """
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home = folder.resolve()
+    home, target = resolved(folder), resolved(path)
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if path.resolve().parent not in homes:
-        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
+    if target.parent not in homes:
+        raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
     return path
 
 

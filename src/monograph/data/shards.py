@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
+from monograph.readable import readable
 
 _MAGIC, _VERSION = b"MONOGRPH", 1
 _HEADER = struct.Struct("<8sIIQQQ32s")
@@ -114,7 +115,7 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
             not the array that has this `seal`.
     """
     try:
-        with open(path, "rb") as file:
+        with readable(path), open(path, "rb") as file:
             frame = _frame(file, path)
             if frame.tokenizer_sha256 != bytes.fromhex(tokenizer_hash):
                 raise InputRefused(f"{path}: was made with another tokenizer")
@@ -132,7 +133,8 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
         if frame.count == 0:  # nothing to map
             return np.empty(0, _DTYPES[frame.itemsize])
         shape = (frame.count,)
-        return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], mode="r", offset=_HEADER_BYTES, shape=shape))
+        with readable(path):
+            return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], mode="r", offset=_HEADER_BYTES, shape=shape))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -33,6 +33,7 @@ from monograph.data.split import check_fraction
 from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.readable import exists, read_bytes, status
 
 _POLL_S = 0.2
 
@@ -105,7 +106,7 @@ def open_or_build(request: Request, cache: str | Path | None = None, progress: P
     root, chosen = cache_root(cache)
     folder = root / "corpora" / request.key
     damage: tuple[str, ...] = ()
-    if folder.exists():
+    if exists(folder):
         try:
             return _open(folder, request, progress)
         except InputRefused as error:
@@ -234,13 +235,13 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
 
     Raises:
         InputRefused: a file is missing, damaged, or another corpus's; names it.
+        Unreadable: nobody knows, and so nothing is made anew.
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
     paths = {side: _shards(folder, side, request.reading) for side in encoding.SIDES}
-    meter = Meter(
-        progress, "verify", sum(path.stat().st_size for side in encoding.SIDES for path in paths[side] if path.exists())
-    )
+    found = (status(path) for side in encoding.SIDES for path in paths[side])
+    meter = Meter(progress, "verify", sum(each.st_size for each in found if each))
     sides = {}
     for side in encoding.SIDES:
         tokens, *index = (open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side])
@@ -256,7 +257,7 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
 def _manifest(folder: Path, key: str) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = json.loads(read_bytes(path))
         digest = manifest.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputRefused(f"{path}: cannot be read ({type(error).__name__})") from None
@@ -267,7 +268,7 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 
 def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> Tokenizer:
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
     if hashlib.sha256(text).hexdigest() != manifest["files"][path.name]:

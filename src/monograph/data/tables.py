@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from monograph.data.blocks import Damaged, missing, refuse_unreadable
+from monograph.data.blocks import Damaged, missing
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
+from monograph.readable import error_number, is_file, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # No text shrinks a thousandfold; a page of that kind would be unpacked whole before a row of it is seen.
@@ -68,8 +69,8 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         yield pa
     # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise refuse_unreadable(path, error) from None
+        if isinstance(error, OSError) and error_number(error):
+            raise unreadable(path, error) from None
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
@@ -150,8 +151,8 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
 
 def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
-        is_file = hasattr(reader, "num_record_batches")
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+        indexed = hasattr(reader, "num_record_batches")
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if indexed else reader:
             batch.validate()
             yield batch
 
@@ -159,11 +160,11 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
 @contextmanager
 def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
     with open(path, "rb") as file:
-        is_file = file.read(6) == b"ARROW1"
+        indexed = file.read(6) == b"ARROW1"
         file.seek(-min(8, path.stat().st_size), 2)
-        if not is_file and file.read() != _END_OF_STREAM:
+        if not indexed and file.read() != _END_OF_STREAM:
             raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")
-    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
+    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if indexed else pa.ipc.open_stream(file) as reader:
         yield reader
 
 
@@ -185,14 +186,14 @@ def saved_tables(folder: Path) -> list[Path] | None:
     Raises:
         InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
     """
-    if (folder / _DICTIONARY).is_file() and not (folder / _STATE).is_file():
+    if is_file(folder / _DICTIONARY) and not is_file(folder / _STATE):
         splits = _read(folder / _DICTIONARY).get("splits")
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             if len(splits) > 1:
                 choice = f"give one of them, such as {folder / splits[0]}"
                 raise InputRefused(f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}")
             return saved_tables(folder / splits[0])
-    if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
+    if not (is_file(folder / _STATE) and is_file(folder / _INFO)):
         return None
     state = _read(folder / _STATE)
     try:
@@ -203,7 +204,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
     if state.get("_indices_data_files"):
         raise InputRefused(f"{folder}: saved with an order of its own; call flatten_indices() and save it again")
     for path in paths:
-        if path.parent != folder or path.suffix != ".arrow" or not path.is_file():
+        if path.parent != folder or path.suffix != ".arrow" or not is_file(path):
             raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there; save the dataset again")
     return paths
 
@@ -212,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise refuse_unreadable(path, error) from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):

@@ -19,6 +19,7 @@ from typing import Any
 from monograph.data import sandbox
 from monograph.data.files import inside
 from monograph.errors import InputRefused
+from monograph.readable import readable, status
 
 MAX_SOURCE_BYTES = 1 << 16
 AT_ONCE = 16  # renderings that are asked for in one line
@@ -203,9 +204,9 @@ def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None
         InputRefused: a file that cannot be read, is too large or no UTF-8, or a key of another form.
     """
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if os.path.lexists(path):
+    if status(path, follow=False) is not None:
         try:
-            with inside(folder, path.name).open("rb") as file:
+            with readable(path), inside(folder, path.name).open("rb") as file:
                 content = file.read(MAX_SOURCE_BYTES + 1)
             if len(content) > MAX_SOURCE_BYTES:
                 raise InputRefused(f"{path}: larger than {MAX_SOURCE_BYTES >> 10} KiB; this is no chat template")

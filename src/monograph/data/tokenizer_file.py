@@ -15,6 +15,7 @@ from typing import Any
 
 from monograph.data.files import json_fault
 from monograph.errors import InputRefused
+from monograph.readable import readable
 
 MAX_FILE_BYTES = 1 << 27
 MAX_VOCABULARY = 1 << 20
@@ -58,9 +59,10 @@ def read(path: Path) -> dict[str, Any]:
         InputRefused: missing, too large, or not a JSON object.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputRefused(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; this is not a tokenizer.json")
-        content = json.loads(path.read_bytes())
+        with readable(path):
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise InputRefused(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; this is not a tokenizer.json")
+            content = json.loads(path.read_bytes())
     except OSError as error:
         raise InputRefused(
             f"{path}: cannot be read ({error.strerror}); give bpe:N, bytes or the path of a tokenizer.json"

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from monograph.readable import read_bytes
+
 # A line this long, in bytes without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24
 # With packages of Python 3.11 held out that share no more of their lines than this, an order-6 byte model of the rest
@@ -21,4 +23,4 @@ def groups_with_twins(groups: Mapping[str, Iterable[Path]]) -> set[str]:
 
 
 def _long_lines(path: Path) -> Iterable[bytes]:
-    return (stripped for line in path.read_bytes().split(b"\n") if len(stripped := line.strip()) >= LINE_BYTES)
+    return (stripped for line in read_bytes(path).split(b"\n") if len(stripped := line.strip()) >= LINE_BYTES)

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from monograph.device import Device, clock, default_device, measured_matmul_flops
+from monograph.errors import Unreadable
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
 from monograph.measure.tally import PASSING
+from monograph.readable import contents
 
 SCHEMA = "monograph.calibration/1"
 MOST = 9  # of what was seen, the newest of a kind; their median counts
@@ -37,8 +39,13 @@ class Calibration:
         self._file = file
         self._seen: dict[str, list[float]] = {}
         self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
-        with suppress(OSError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
-            found = json.loads(file.read_text())
+        self._unread = False
+        with suppress(ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
+            try:
+                found = json.loads(contents(file) or b"")
+            except Unreadable:
+                self._unread = True
+                return
             if found.get("schema") == SCHEMA:
                 self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in found["seen"].items()}
                 for kind, beyond in found.get("beyond", {}).items():
@@ -84,6 +91,8 @@ class Calibration:
         self._write()
 
     def _write(self) -> None:
+        if self._unread:  # it would lose what was seen before
+            return
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)

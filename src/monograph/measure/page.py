@@ -9,6 +9,7 @@ from string import Template
 
 from monograph.measure.figures import Drawing
 from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
+from monograph.readable import contents
 
 # A cell's words and what it is sorted by; None: nothing is known, which is always last. Text is sorted by itself.
 Cell = str | tuple[str, float | None]
@@ -206,7 +207,7 @@ def folded(name: str, text: str) -> str:
 def config_of(folder: Path) -> str:
     """A run's config.toml, folded up; nothing where it has none."""
     config = folder / "config.toml"
-    return folded(config.name, config.read_text(encoding="utf-8")) if config.exists() else ""
+    return folded(config.name, (contents(config) or b"").decode("utf-8"))
 
 
 def _inline(drawing: Drawing) -> str:

@@ -24,6 +24,7 @@ from monograph.measure.bottleneck import Machine, Verdict, verdict
 from monograph.measure.intervals import unwatched
 from monograph.measure.situation import machine_of, situation_of
 from monograph.model.llama import Llama
+from monograph.readable import is_folder
 from monograph.resident import Resident
 
 UPDATES, WARM = 3, 2
@@ -75,7 +76,7 @@ def profile(
         DiskFull: the trace could not be written.
     """
     file = Path(file)
-    if not file.parent.is_dir():
+    if not is_folder(file.parent):
         raise InputRefused(f"{file.parent}: no such folder for the trace; make it, or name another")
     quiet_profiler()
     windows = iter(windows)

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from monograph.data.files import inside, json_fault
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.merging import Plain
 from monograph.model import layout
+from monograph.readable import entries, error_number, exists, is_folder, readable, unreadable
 
 MOST_JSON_BYTES = 1 << 24  # an index has about 100 of a tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -43,9 +43,10 @@ def read_json(path: Path) -> dict[str, Any]:
         InputRefused: the file holds something else.
     """
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise InputRefused(f"{path}: has more than {MOST_JSON_BYTES >> 20} MiB, which no such file needs")
-        values = json.loads(path.read_bytes())
+        with readable(path):
+            if path.stat().st_size > MOST_JSON_BYTES:
+                raise InputRefused(f"{path}: has more than {MOST_JSON_BYTES >> 20} MiB, which no such file needs")
+            values = json.loads(path.read_bytes())
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -62,7 +63,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights, sound or not."""
-    return any((folder / name).exists() for name in (_SINGLE, _INDEX))
+    return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -71,9 +72,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
     """
-    if (folder / _SINGLE).exists():
+    if exists(folder / _SINGLE):
         return read_header(inside(folder, _SINGLE))
-    if not (folder / _INDEX).exists():
+    if not exists(folder / _INDEX):
         raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
     weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -120,6 +121,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
+        if error_number(error) not in (None, errno.ENOENT):
+            raise unreadable(path, error) from None
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
@@ -170,7 +173,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         DiskFull: no space left.
     """
     target = target.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if exists(target) and (not is_folder(target) or entries(target)):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -181,8 +184,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             partial.rename(target)
             _sync(target.parent)
     except (OSError, SafetensorError) as error:
-        reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
-        number = int(reported[1]) if reported else getattr(error, "errno", None)
+        number = error_number(error)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error

@@ -31,6 +31,7 @@ from monograph.model.files import (
     write_tensors,
 )
 from monograph.model.llama import Llama
+from monograph.readable import exists, is_folder
 
 LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length
 SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
@@ -75,7 +76,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; names file and key.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
     path = inside(folder, "config.json")
     values = read_json(path)
@@ -152,7 +153,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
 def tokenizer_file(folder: str | Path) -> Path | None:
     """The folder's tokenizer.json, or None where it has none."""
     folder = Path(folder)
-    return inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
 
 def save_model(

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, MonographError
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored
 from monograph.model.rope import cos_sin
+from monograph.readable import readable
 
 _INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights beside the optimizer
 # What torch.compile, DistributedDataParallel and the article put before a name.
@@ -55,11 +56,12 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        _require_stored(path)
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with readable(path):
+            _require_stored(path)
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
-    except InputRefused:
+    except MonographError:
         raise
     except Exception as error:  # the unpickler raises whatever a damaged file makes it run into
         line = (str(error).splitlines() or [""])[0][:100]

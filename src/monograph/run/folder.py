@@ -19,7 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from monograph.errors import DiskFull, InputRefused, RunInUse
+from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
+from monograph.readable import contents, entries, exists, is_file, is_folder, status
 from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, serial
 
 DEFAULT_ROOT = Path("runs")
@@ -83,8 +84,8 @@ class Run:
         sweep, of which one run must be named.
         """
         folder = cls.located(name, root)
-        if (folder / SWEEP).is_file():
-            best = "best" if (folder / "best").exists() else "members/000"
+        if is_file(folder / SWEEP):
+            best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
         return cls(folder)
 
@@ -98,27 +99,29 @@ class Run:
             if not runs:
                 raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
             folder = runs[-1].joinpath(*inner)
-        if not (folder / "run.lock").is_file():
-            found = "there is no such folder" if not folder.exists() else "it has no run.lock"
+        if not is_file(folder / "run.lock"):
+            found = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {found}{hint}")
         run = Run(folder)
         for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
-            if path.exists() and not path.is_file():
+            if exists(path) and not is_file(path):
                 raise InputRefused(f"{path}: expected a regular file; put it back")
         return folder
 
     @property
     def begun(self) -> bool:
         """Whether its settings are written: from then on it can be resumed."""
-        return self.config.is_file()
+        return is_file(self.config)
 
     @property
     def handle(self) -> str:
         """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
-        runs = runs_in(DEFAULT_ROOT)
-        return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+        with suppress(Unreadable):  # which run is the newest
+            runs = runs_in(DEFAULT_ROOT)
+            return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+        return str(self.folder)
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
@@ -157,7 +160,7 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows so far, but for a last line cut by a power failure; raises InputRefused where one is damaged."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        content = contents(self.metrics) or b""
         return self._parsed(content[: content.rfind(b"\n") + 1])
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
@@ -170,19 +173,19 @@ class Run:
     @property
     def metrics_offset(self) -> int:
         """Length of metrics.jsonl in bytes, for a checkpoint to record."""
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
+        found = status(self.metrics)
+        return found.st_size if found else 0
 
     def sync_metrics(self) -> int:
         """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
-        if self.metrics.exists():
+        if exists(self.metrics):
             with explained(self.metrics), self.metrics.open("rb") as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
         """Hex sha256 of the rows before byte `offset`, without it of all."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        return hashlib.sha256(content[:offset]).hexdigest()
+        return hashlib.sha256((contents(self.metrics) or b"")[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
         """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged.
@@ -195,8 +198,8 @@ class Run:
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
                 f"missing; {instead}"
             )
-        if self.metrics.exists():
-            self._parsed(self.metrics.read_bytes()[:offset])
+        if (content := contents(self.metrics)) is not None:
+            self._parsed(content[:offset])
             found = self.metrics_digest(offset)
             if sha256 not in (None, found):
                 raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
@@ -250,19 +253,19 @@ def claim_new_folder(root: Path) -> Path:
 
 
 def _claim_given_folder(folder: Path) -> Path:
-    if folder.exists() and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "run.lock").exists() and any(folder.iterdir()):
+    if not exists(folder / "run.lock") and entries(folder):
         raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
     return folder
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
-    lock = folder / "run.lock"
-    ours = lock.is_file() and _RECORD.startswith(lock.read_bytes().rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
-    return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
+    found = contents(folder / "run.lock")
+    ours = found is not None and _RECORD.startswith(found.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
+    return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _already_a_run(folder: Path) -> InputRefused:
@@ -270,7 +273,9 @@ def _already_a_run(folder: Path) -> InputRefused:
 
 
 def _in_use(folder: Path) -> RunInUse:
-    holder = record(folder)
+    holder: dict[str, Any] = {}
+    with suppress(Unreadable):  # it is in use all the same
+        holder = record(folder)
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
 

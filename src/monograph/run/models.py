@@ -23,6 +23,7 @@ from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
+from monograph.readable import contents, exists
 from monograph.run.adapters import digest, lora_of, require_base, require_base_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
@@ -172,7 +173,7 @@ def _load(
         shape, tensors = torch_file.read(Path(folder), sizes)
         own = {name: windowed(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
-    if not Path(folder).exists():
+    if not exists(folder):
         raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
     return hub.mapped_model(folder, dtype)
 
@@ -231,7 +232,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     """
     recorded = state.get("tokenizer")
     try:
-        own = run.tokenizer.is_file() and hashlib.sha256(run.tokenizer.read_bytes().rstrip()).hexdigest() == recorded
+        own = hashlib.sha256((contents(run.tokenizer) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
         found = tokenizer.digest
         if recorded not in (None, found):

@@ -16,6 +16,7 @@ from monograph.errors import InputRefused
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
+from monograph.readable import is_file, is_folder, read_bytes
 from monograph.run.folder import Run
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary")  # entries that older checkpoints lack
@@ -120,24 +121,24 @@ def run_named(folder: str | Path) -> Run | None:
 def names_run(folder: str | Path) -> bool:
     """Whether that names a run or a sweep."""
     path = Path(folder)
-    return path.parts[:1] == ("last",) or (path / "run.lock").is_file()
+    return path.parts[:1] == ("last",) or is_file(path / "run.lock")
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
     """The shape that a Hugging Face folder's config.json gives; None of anything else, which only loading tells."""
     if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
         return None
-    return hub.read_config(folder) if Path(folder).is_dir() else None
+    return hub.read_config(folder) if is_folder(folder) else None
 
 
 def is_weight_file(name: str | Path) -> bool:
     """Whether that names a file of torch.save, there or not, and neither a run nor a folder."""
-    return str(name).endswith(WEIGHT_FILES) and not Path(name).is_dir()
+    return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
 def _source(recipe: Recipe) -> bytes:
     try:
-        return Path(recipe.file or "").read_bytes()
+        return read_bytes(Path(recipe.file or ""))
     except OSError as error:
         raise InputRefused(
             f"model.init = {recipe.init!r}: {recipe.file} cannot be read ({error.strerror}); "

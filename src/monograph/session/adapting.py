@@ -15,6 +15,7 @@ from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.readable import exists
 from monograph.run.recipe import Recipe, run_named
 from monograph.session.session import Session
 
@@ -66,7 +67,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
         )
     found = lora_of(settings)
     assert found is not None
-    place = {"model.init": str(Path(init).resolve())} if Path(init).exists() else {}
+    place = {"model.init": str(Path(init).resolve())} if exists(init) else {}
     return place | _values(found)
 
 

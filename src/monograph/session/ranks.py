@@ -18,6 +18,7 @@ from monograph.config import load as load_settings
 from monograph.config.settings import build, check
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
+from monograph.readable import contents
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
 from monograph.run.progress import Progress
@@ -173,8 +174,8 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
 def _require_not_ended(world: World, kept: Path) -> None:
     before: dict[str, Any] | None = None
     if world.leads and world.attempt:
-        with suppress(OSError, ValueError):
-            before = json.loads(kept.read_text())
+        with suppress(ValueError):
+            before = json.loads(contents(kept) or b"")
     # What was only stopped, a launcher that starts it again means to go on.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from monograph import compat
@@ -24,6 +23,7 @@ from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
 from monograph.planner import updates_for
+from monograph.readable import contents, exists
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.adapting import adapter_params
 from monograph.session.choices import most_updates
@@ -267,11 +267,9 @@ class Story:
         if not self.session.world.leads:
             return {}
         kept = corpus.folder / "yardsticks.json"
-        try:
-            found: dict[str, float] = json.loads(kept.read_text())
+        with suppress(ValueError):
+            found: dict[str, float] = json.loads(contents(kept) or b"")
             return found
-        except (OSError, ValueError):
-            pass
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
@@ -287,4 +285,4 @@ class Story:
 def _free() -> str:
     """A folder name that nothing has here yet."""
     names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
-    return next(name for name in names if not Path(name).exists())
+    return next(name for name in names if not exists(name))

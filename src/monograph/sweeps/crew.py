@@ -24,6 +24,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
+from monograph.readable import entries
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import load_weights
@@ -278,7 +279,7 @@ def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
 def _common(crew: Crew, ended: dict[int, int]) -> int:
     """The newest update of which every member that had not diverged by then has a sound checkpoint."""
     saved = [
-        {int(path.name[5:]) for path in session.run.checkpoints.glob("step-*") if path.name[5:].isdecimal()}
+        {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
         for session in crew.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
