@@ -38,11 +38,13 @@ def error_number(error: BaseException) -> int | None:
     return next((number for number in written if os.strerror(number) in str(error)), None)
 
 
-def unreadable(path: str | os.PathLike[str], error: BaseException) -> Unreadable:
-    """The refusal that says which file could not be read, why, and what to do."""
+def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefused | Unreadable:
+    """The refusal that says which file could not be read, why, and what to do; Unreadable unless nothing is there."""
     number, named = error_number(error) or 0, getattr(error, "filename", None)
-    where, remedy = named if isinstance(named, str) else path, _REMEDIES.get(number, "run again when it can be")
-    return Unreadable(f"{where}: cannot be read: {os.strerror(number) if number else error}; {remedy}", number)
+    why = f"{named if isinstance(named, str) else path}: cannot be read: {os.strerror(number) if number else error}"
+    if number in _CERTAIN:
+        return InputRefused(f"{why}; name one that is there, or leave it out")
+    return Unreadable(f"{why}; {_REMEDIES.get(number, 'run again when it can be')}", number)
 
 
 @contextmanager

@@ -27,9 +27,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* The order of MODES in harness.py. After the last one here, each error number comes with each reach. */
+/* The order of MODES in harness.py. After the last one here each error number comes twice: once, and from here on. */
 enum { RECORD, KILL, TORN, SHORT, FULL_ONCE, FULL, BROKEN_ONCE, BROKEN, RECORD_READS, FIRST_UNREAD };
-enum { ONCE, FILE_FROM_HERE, ALL_FROM_HERE, REACHES };
 static const int UNREAD[] = { EIO, EMFILE, ENOMEM, ESTALE, EINTR };
 enum { PROCEED, HALF, HALF_THEN_DIE, FAIL };
 /* What an operation is to the disk. An open for reading has READS and OPENS, since the write modes count it too. */
@@ -55,7 +54,7 @@ const char *faults_journal(void) { return journal; }
 
 static int reading_mode(void) { return mode >= RECORD_READS; }
 static int reason(void) {
-    if (mode >= FIRST_UNREAD) return UNREAD[(mode - FIRST_UNREAD) / REACHES];
+    if (mode >= FIRST_UNREAD) return UNREAD[(mode - FIRST_UNREAD) / 2];
     return mode == FULL_ONCE || mode == FULL ? ENOSPC : EIO;
 }
 static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
@@ -78,8 +77,8 @@ static int strike(const char *name, int kind, const char *path, const char *deta
     if (since && mode == BROKEN && (kind & CHANGES)) verdict = FAIL;                    /* and a broken one only be read */
     if (since && mode >= FIRST_UNREAD) {
         if (here) strcpy(victim, path);
-        int reach = (mode - FIRST_UNREAD) % REACHES;
-        if (here || reach == ALL_FROM_HERE || (reach == FILE_FROM_HERE && !strcmp(victim, path))) verdict = FAIL;
+        int lasts = (mode - FIRST_UNREAD) % 2, of_the_process = reason() == EMFILE || reason() == ENOMEM;
+        if (here || (lasts && (of_the_process || !strcmp(victim, path)))) verdict = FAIL;
     }
     if (verdict != PROCEED) struck++;
     pthread_mutex_unlock(&lock);

@@ -103,7 +103,7 @@ class _Frame:
 
 def seal(path: Path) -> str:
     """Hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
-    with open(path, "rb") as file:
+    with readable(path), open(path, "rb") as file:
         return _frame(file, path).seal
 
 

@@ -121,7 +121,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
-        if error_number(error) not in (None, errno.ENOENT):
+        if error_number(error):
             raise unreadable(path, error) from None
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 

@@ -32,7 +32,7 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
             yield folder
     except BaseException:
         with suppress(OSError):  # another program may have put something there meanwhile
-            for file in list(folder.iterdir()):
+            for file in folder.iterdir():
                 file.unlink()
             for each in [*([folder] if out is None else []), *new]:
                 each.rmdir()

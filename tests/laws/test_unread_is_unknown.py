@@ -1,0 +1,112 @@
+"""Run: pytest tests/laws/test_unread_is_unknown.py [-m slow] (reads that fail in every command; nothing is lost by it)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from faults.harness import FaultServer, Outcome, unavailable
+from faults.reading import COMMANDS, KEPT, WHICH_WRITE, kept, prepare, printed_in, results, sound_updates
+from monograph.run.register import serial
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+FOUND = {3: "refused", 7: "not written", 0: "done all the same"}
+BY_DAY = ("EIO", "EMFILE", "ESTALE from here on")
+# Of how many reads one is struck in each mode; in others another one, so that of nine modes each read meets several.
+STRIDES = {"resume": 3, "train": 9, "compare": 3, "sweep": 3, "generate from adapter": 3, "show data": 3}
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[FaultServer]:
+    with FaultServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prepared(faults: FaultServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared").resolve()
+    assert faults.run(prepare, folder).error is None
+    return folder
+
+
+class Judge:
+    """Looks at what a command leaves whose reads failed; `expected` is what it leaves when they do not."""
+
+    def __init__(self, name: str, faults: FaultServer, prepared: Path, scratch: Path) -> None:
+        self.name, self.faults, self.before = name, faults, kept(prepared)
+        self.serial = serial(prepared / "runs" / "newest")
+        whole = scratch / "whole"
+        shutil.copytree(prepared, whole)
+        assert faults.run(COMMANDS[name], whole).error is None
+        self.expected = results(whole)
+
+    def found(self, outcome: Outcome) -> str:
+        """Whether it was refused or done; anything else fails."""
+        code, said = self._ended(outcome)
+        if code == 0:
+            self._as_expected(outcome.folder)
+        else:
+            assert re.fullmatch(r"error: [^\n]+", said), said
+            assert names_one(said, [each.path for each in outcome.journal[outcome.number - 1 :]]), said
+            assert code == 3 or (code == 7 and "cannot write" in said), said
+        self._nothing_is_lost(outcome.folder, done=code == 0)
+        return FOUND[code]
+
+    def _ended(self, outcome: Outcome) -> tuple[int, str]:
+        assert not outcome.signal, f"signal {outcome.signal}"
+        if outcome.error is None:
+            return 0, ""
+        assert outcome.error[0] == "Ended", outcome.error
+        code, _, told = outcome.error[1].partition("\n")
+        assert "Traceback" not in told
+        return int(code), told.strip().splitlines()[-1]
+
+    def _as_expected(self, folder: Path) -> None:
+        assert results(folder) == self.expected, "what could not be read was taken for something else"
+        printed_in(folder).unlink()
+
+    def _nothing_is_lost(self, folder: Path, done: bool) -> None:
+        newest = folder / "runs" / "newest"
+        assert serial(newest) == self.serial
+        if self.name not in WHICH_WRITE:
+            assert kept(folder) == self.before
+            return
+        updates = sound_updates(newest)
+        assert updates[:KEPT] == list(range(updates[0], updates[0] - KEPT, -1)), "a sound checkpoint was removed"
+        if not done:  # a person types the same again, or goes on with what has begun
+            assert self.faults.run(COMMANDS[self.name], folder).error is None
+            self._as_expected(folder)
+
+
+def names_one(line: str, paths: Sequence[str]) -> bool:
+    """Whether a line names one of the files, or the folder that it is in; of an unfinished one what it becomes."""
+    parts = {part for path in map(Path, paths) for part in (path.name, path.parent.name)}
+    return any(part.removeprefix(".").removesuffix(".partial") in line for part in parts if part)
+
+
+def struck(
+    name: str, faults: FaultServer, prepared: Path, scratch: Path, modes: Sequence[str], stride: int
+) -> dict[str, Counter[str]]:
+    """What was found after each read that failed, by mode."""
+    judge = Judge(name, faults, prepared, scratch)
+    found: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
+    for outcome in faults.every_operation(COMMANDS[name], prepared, scratch, modes, stride):
+        try:
+            found[outcome.mode][judge.found(outcome)] += 1
+        except Exception as error:
+            raise AssertionError(f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}") from error
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
+    name: str, faults: FaultServer, prepared: Path, tmp_path: Path
+) -> None:
+    reads = len(faults.record(COMMANDS[name], prepared, tmp_path, "record-reads"))
+    found = struck(name, faults, prepared, tmp_path, BY_DAY, stride=max(1, reads // (2 if name in WHICH_WRITE else 5)))
+    assert sum(found.values(), Counter()).total() >= 6
