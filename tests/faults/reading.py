@@ -73,7 +73,7 @@ def printed_in(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """The text, a base, an adapter beside it, a finished run and sweep, and the newest: a run stopped after update 5."""
+    """A text, a base, an adapter beside it, a finished run and sweep, and the newest: a run stopped after update 5."""
     (folder / "texts").mkdir()
     for number, words in enumerate(("alpha beta", "gamma delta", "epsilon zeta", "eta theta")):
         (folder / "texts" / f"{number}.txt").write_text(f"{words} " * 40)

@@ -29,10 +29,8 @@ def writing(folder: Path) -> Iterator[None]:
             raise DiskFull(
                 f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
             ) from None
-        what = f"cannot be written ({error.strerror or error})"
-        raise InputRefused(
-            f"{error.filename or folder}: {what}; set `cache` or MONOGRAPH_HOME to a folder of yours"
-        ) from None
+        what = f"{error.filename or folder}: cannot be written ({error.strerror or error})"
+        raise InputRefused(f"{what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
 
 
 def inside(folder: Path, name: str) -> Path:

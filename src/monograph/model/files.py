@@ -120,9 +120,12 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last by torch, which maps the file
+    # Two of them by torch, which maps the file, and by safetensors where the system has no memory for that.
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         if error_number(error):
             raise unreadable(path, error) from None
+        if isinstance(error, MemoryError):
+            raise
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
