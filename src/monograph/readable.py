@@ -105,7 +105,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
     """What a folder holds, by name, of names that begin with `prefix`; of no folder nothing. Raises Unreadable."""
-    with suppress(OSError), readable(folder):
+    with suppress(OSError, ValueError), readable(folder):
         return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
     return []
 
@@ -122,10 +122,10 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         return
     first, *_ = parts
     if not glob.has_magic(first):
-        if exists(folder / first):
+        if parts[1:] or exists(folder / first):
             yield from _matching(folder / first, parts[1:])
         return
-    if first == "**":
+    if first == "**" and (parts[1:] or is_folder(folder)):
         yield from _matching(folder, parts[1:])
     for each in entries(folder):
         if each.name.startswith(".") and not first.startswith("."):

@@ -42,7 +42,7 @@ from monograph.sweeps import board
 
 UPDATES, STOPPED, KEPT = 6, 5, 3
 RUN = [*over(TINY, f"train.updates={UPDATES}", "train.save_every=1"), f"train.keep={KEPT}"]
-ADAPTERS = [*(each for each in RUN if not each.startswith("model.")), "model.init=base", "lora.rank=2"]
+FROM_BASE = [*(each for each in RUN if not each.startswith("model.")), "model.init=base"]
 SWEEP = [*over(RUN, "train.updates=2"), "optim.lr=1e-3,2e-3"]
 TIMES = re.compile(r'"(\w*(tokens_per_s|_s|memory_bytes))": [-0-9.e+]+|[\d.]+ ?k? tok/s|[-+]\d+ % tokens/s')
 
@@ -81,7 +81,7 @@ def prepare(folder: Path) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = LlamaConfig(vocab_size=259, num_key_value_heads=1, max_position_embeddings=32, **shape)
     save_model(Llama(config), folder / "base", Tokenizer.bytes())
-    carry_out(folder, "train", *ADAPTERS, "--out", "adapted")
+    carry_out(folder, "train", *FROM_BASE, "lora.rank=2", "--out", "adapted")
     carry_out(folder, "export", "adapted", "--to", "merged")
     (folder / "merged" / "adapter").rename(folder / "adapter")
     stored = folder / "adapter" / "adapter_config.json"
@@ -146,15 +146,19 @@ def resume(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    run = Run(folder / "trained")
-    carry_out(folder, "train", *(["--resume", "trained"] if run.begun else [*ADAPTERS, "--out", "trained"]))
+    carry_out(folder, "train", *FROM_BASE, "--out", "trained")
+
+
+def resume_trained(folder: Path) -> None:
+    carry_out(folder, "train", "--resume", "trained")
 
 
 def sweep(folder: Path) -> None:
     carry_out(folder, "sweep", "--out", "runs/sweep", "--json")
 
 
-WHICH_WRITE = {"resume": "runs/newest", "train": "trained"}
+# Commands that write a run, and what goes on with it.
+RUNS = {"resume": ("runs/newest", resume), "train": ("trained", resume_trained)}
 COMMANDS: dict[str, Scenario] = {
     each.__name__.replace("_", " "): each
     for each in (
@@ -166,7 +170,7 @@ COMMANDS: dict[str, Scenario] = {
 
 def results(folder: Path) -> list[Any]:
     """All that a command that came to its end leaves, times aside."""
-    trained = [fingerprint(folder / run) for run in WHICH_WRITE.values() if is_whole(Run(folder / run))]
+    trained = [fingerprint(folder / run) for run, _ in RUNS.values() if is_whole(Run(folder / run))]
     exported = {path.name: digest(path) for path in sorted(folder.glob("out/**/*")) if path.is_file()}
     return [printed_in(folder).read_text(), trained, exported]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from faults.harness import FaultServer, Outcome, unavailable
-from faults.reading import COMMANDS, KEPT, WHICH_WRITE, kept, prepare, printed_in, results, sound_updates
+from faults.reading import COMMANDS, KEPT, RUNS, kept, prepare, printed_in, results, sound_updates
+from monograph.run.folder import Run
 from monograph.run.register import serial
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
@@ -74,13 +75,15 @@ class Judge:
     def _nothing_is_lost(self, folder: Path, done: bool) -> None:
         newest = folder / "runs" / "newest"
         assert serial(newest) == self.serial
-        if self.name not in WHICH_WRITE:
+        if self.name not in RUNS:
             assert kept(folder) == self.before
             return
         updates = sound_updates(newest)
         assert updates[:KEPT] == list(range(updates[0], updates[0] - KEPT, -1)), "a sound checkpoint was removed"
-        if not done:  # a person types the same again, or goes on with what has begun
-            assert self.faults.run(COMMANDS[self.name], folder).error is None
+        if not done:  # a person goes on with what has begun, or types the same again
+            run, resume = RUNS[self.name]
+            again = self.faults.run(resume if Run(folder / run).begun else COMMANDS[self.name], folder)
+            assert again.error is None, again.error
             self._as_expected(folder)
 
 
@@ -108,5 +111,5 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
     reads = len(faults.record(COMMANDS[name], prepared, tmp_path, "record-reads"))
-    found = struck(name, faults, prepared, tmp_path, BY_DAY, stride=max(1, reads // (2 if name in WHICH_WRITE else 5)))
+    found = struck(name, faults, prepared, tmp_path, BY_DAY, stride=max(1, reads // (2 if name in RUNS else 5)))
     assert sum(found.values(), Counter()).total() >= 6
