@@ -21,8 +21,8 @@ from torch import Tensor
 from monograph.checkpointing import blocks
 from monograph.checkpointing.large import LargeFile
 from monograph.errors import InputRefused
+from monograph.files import readable
 from monograph.model import layout
-from monograph.readable import readable
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"

@@ -31,8 +31,8 @@ from monograph.checkpointing.folder import (
     read_manifest,
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
+from monograph.files import entries, exists
 from monograph.model import layout
-from monograph.readable import entries, exists
 
 FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"

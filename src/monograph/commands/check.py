@@ -15,9 +15,9 @@ from monograph.config import load as load_settings
 from monograph.data.place import cache_root
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
+from monograph.files import entries, exists
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
-from monograph.readable import entries, exists
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import own_tokenizer
 from monograph.run.register import record, serial

@@ -20,10 +20,10 @@ from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Accuracy, Answer
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
+from monograph.files import exists, is_file
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
-from monograph.readable import exists, is_file
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run

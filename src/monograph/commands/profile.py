@@ -13,13 +13,13 @@ from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import default_device, describe
 from monograph.errors import UsageError
+from monograph.files import is_folder
 from monograph.measure.intervals import PARTS
 from monograph.measure.profile_figure import draw_profile
 from monograph.measure.profile_report import mostly, profile_page, said
 from monograph.measure.profiler import Profile, profile
 from monograph.measure.quantities import count, counted
 from monograph.measure.theme import themed
-from monograph.readable import is_folder
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.results import results_folder

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from monograph.config.nearest import did_you_mean
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
-from monograph.readable import readable
+from monograph.files import readable
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")

@@ -13,8 +13,8 @@ from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
+from monograph.files import is_file
 from monograph.loop import train
-from monograph.readable import is_file
 from monograph.run.crowd import CrowdBlock
 from monograph.run.journal import Journals
 from monograph.run.progress import Progress

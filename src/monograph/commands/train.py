@@ -12,9 +12,9 @@ from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
+from monograph.files import entries, exists
 from monograph.loop import train
 from monograph.measure.quantities import counted
-from monograph.readable import entries, exists
 from monograph.run.folder import Run
 from monograph.run.journal import Journal
 from monograph.run.progress import Progress

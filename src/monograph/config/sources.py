@@ -13,7 +13,7 @@ from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.errors import UsageError
-from monograph.readable import read_bytes
+from monograph.files import read_bytes
 
 COMMAND_LINE = "command line"
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
-from monograph.readable import unreadable
+from monograph.files import unreadable
 
 BLOCK_BYTES = 1 << 20
 COMPRESSIONS = (".gz", ".zst")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from monograph.data.files import inside
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
-from monograph.readable import readable, status
+from monograph.files import readable, status
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)

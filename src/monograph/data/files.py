@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from monograph.errors import DiskFull, InputRefused
-from monograph.readable import is_file, resolved
+from monograph.files import is_file, resolved
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

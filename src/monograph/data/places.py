@@ -14,7 +14,7 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.data.twins import groups_with_twins
 from monograph.errors import InputRefused, UsageError
-from monograph.readable import exists, is_file, is_folder, matching, resolved, unreadable
+from monograph.files import exists, is_file, is_folder, matching, resolved, unreadable
 
 # Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
 _NOT_LIBRARY = frozenset(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
-from monograph.readable import readable
+from monograph.files import readable
 
 _MAGIC, _VERSION = b"MONOGRPH", 1
 _HEADER = struct.Struct("<8sIIQQQ32s")

@@ -14,7 +14,7 @@ from monograph.data.places import Candidate, Skipped, locate
 from monograph.data.progress import Meter, Progress
 from monograph.data.text import status_of
 from monograph.errors import InputRefused, UsageError
-from monograph.readable import exists, resolved
+from monograph.files import exists, resolved
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))

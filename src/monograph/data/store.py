@@ -33,7 +33,7 @@ from monograph.data.split import check_fraction
 from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
-from monograph.readable import exists, read_bytes, status
+from monograph.files import exists, read_bytes, status
 
 _POLL_S = 0.2
 

@@ -11,7 +11,7 @@ from typing import Any
 from monograph.data.blocks import Damaged, missing
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
-from monograph.readable import error_number, is_file, unreadable
+from monograph.files import error_number, is_file, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # No text shrinks a thousandfold; a page of that kind would be unpacked whole before a row of it is seen.

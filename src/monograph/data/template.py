@@ -19,7 +19,7 @@ from typing import Any
 from monograph.data import sandbox
 from monograph.data.files import inside
 from monograph.errors import InputRefused
-from monograph.readable import readable, status
+from monograph.files import readable, status
 
 MAX_SOURCE_BYTES = 1 << 16
 AT_ONCE = 16  # renderings that are asked for in one line

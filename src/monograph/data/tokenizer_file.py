@@ -15,7 +15,7 @@ from typing import Any
 
 from monograph.data.files import json_fault
 from monograph.errors import InputRefused
-from monograph.readable import readable
+from monograph.files import readable
 
 MAX_FILE_BYTES = 1 << 27
 MAX_VOCABULARY = 1 << 20

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from monograph.readable import read_bytes
+from monograph.files import read_bytes
 
 # A line this long, in bytes without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24

@@ -13,11 +13,11 @@ import torch
 
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.errors import Unreadable
+from monograph.files import contents
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
 from monograph.measure.tally import PASSING
-from monograph.readable import contents
 
 SCHEMA = "monograph.calibration/1"
 MOST = 9  # of what was seen, the newest of a kind; their median counts

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from monograph.device import clock
-from monograph.readable import is_folder
+from monograph.files import is_folder
 
 PROBE_BYTES = 1 << 25
 FEWEST_FILES = 256  # a run holds some dozens open

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from monograph.data.files import inside, json_fault
 from monograph.errors import DiskFull, InputRefused
+from monograph.files import entries, error_number, exists, is_folder, readable, unreadable
 from monograph.graph.merging import Plain
 from monograph.model import layout
-from monograph.readable import entries, error_number, exists, is_folder, readable, unreadable
 
 MOST_JSON_BYTES = 1 << 24  # an index has about 100 of a tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

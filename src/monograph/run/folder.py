@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
-from monograph.readable import contents, entries, exists, is_file, is_folder, status
+from monograph.files import contents, entries, exists, is_file, is_folder, status
 from monograph.run.register import SWEEP, locked_in, parsed, record, runs_in, serial
 
 DEFAULT_ROOT = Path("runs")

@@ -14,6 +14,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.files import contents, exists
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
 from monograph.graph.windows import settle, windowed
@@ -23,7 +24,6 @@ from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.readable import contents, exists
 from monograph.run.adapters import digest, lora_of, require_base, require_base_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from monograph.errors import InputRefused
+from monograph.files import is_file, is_folder, read_bytes
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
-from monograph.readable import is_file, is_folder, read_bytes
 from monograph.run.folder import Run
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary")  # entries that older checkpoints lack

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import Unreadable
-from monograph.readable import contents, entries, is_file
+from monograph.files import contents, entries, is_file
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monograph.errors import InputRefused
+from monograph.files import entries, exists, is_file
 from monograph.interrupts import taken_back
-from monograph.readable import entries, exists, is_file
 from monograph.run.folder import claim_new_folder, explained
 
 

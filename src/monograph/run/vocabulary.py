@@ -11,10 +11,10 @@ from typing import NamedTuple
 from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.files import is_file
 from monograph.model import adapter, hub
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.readable import is_file
 from monograph.run.recipe import is_weight_file, run_named
 
 LONGEST = 40  # characters of a token in a message

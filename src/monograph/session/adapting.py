@@ -10,12 +10,12 @@ import torch
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
+from monograph.files import exists
 from monograph.graph.lora import Lora
 from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.readable import exists
 from monograph.run.recipe import Recipe, run_named
 from monograph.session.session import Session
 

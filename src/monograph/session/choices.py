@@ -17,9 +17,9 @@ from monograph.data import companions
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.files import contents, entries, exists, is_file
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
-from monograph.readable import contents, entries, exists, is_file
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, run_named, shape_in

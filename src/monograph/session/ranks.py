@@ -18,7 +18,7 @@ from monograph.config import load as load_settings
 from monograph.config.settings import build, check
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, MonographError, PeerLost, Stopped, UsageError
-from monograph.readable import contents
+from monograph.files import contents
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
 from monograph.run.progress import Progress

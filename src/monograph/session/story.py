@@ -14,6 +14,7 @@ from monograph import compat
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
+from monograph.files import contents, exists
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import reset_peak_memory
@@ -23,7 +24,6 @@ from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.llama import Llama
 from monograph.planner import updates_for
-from monograph.readable import contents, exists
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.adapting import adapter_params
 from monograph.session.choices import most_updates

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.readable import is_folder
+from monograph.files import is_folder
 from monograph.run.folder import Run
 
 

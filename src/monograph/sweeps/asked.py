@@ -12,7 +12,7 @@ from monograph.config import Settings, classify, keys, load
 from monograph.config.axes import SEED, Axis, Point, axes_of, points
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
-from monograph.readable import is_file
+from monograph.files import is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recipe import Recipe
 from monograph.run.register import SWEEP, runs_in

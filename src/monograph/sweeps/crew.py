@@ -20,11 +20,11 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.files import entries
 from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
-from monograph.readable import entries
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import load_weights

@@ -15,7 +15,7 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
 from monograph.errors import InputRefused, UsageError
-from monograph.readable import contents, is_file
+from monograph.files import contents, is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole

@@ -9,7 +9,7 @@ from typing import Any
 
 from monograph.config.axes import SEED
 from monograph.evaluation.noise import Setting, Table, tabulate, written
-from monograph.readable import entries
+from monograph.files import entries
 from monograph.run.folder import Run
 from monograph.session.summary import finished, standard_json
 from monograph.sweeps.folder import SCHEMA, Sweep

@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_readable.py (what could not be read is not taken for what is not there)."""
+"""Run: pytest tests/test_files.py (what could not be read is not taken for what is not there)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.errors import InputRefused, MonographError, Unreadable
-from monograph.readable import contents, entries, error_number, exists, is_file, is_folder, matching, unreadable
+from monograph.files import contents, entries, error_number, exists, is_file, is_folder, matching, unreadable
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "monograph"
 # Methods and functions that answer "nothing there" where the system says that it could not look.
@@ -22,13 +22,13 @@ SILENT = {"exists", "lexists", "is_file", "isfile", "is_dir", "isdir", "glob", "
 NOBODYS = {"device.py", "compat/inductor.py", "data/place.py"}
 
 
-def test_only_readable_looks_whether_a_file_is_there() -> None:
+def test_only_the_room_files_looks_whether_a_file_is_there() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and (node.attr in SILENT or ast.unparse(node) == "os.walk"):
                 found.append((path.relative_to(SOURCE).as_posix(), node.lineno))
-    assert {file for file, _ in found} <= NOBODYS, f"use monograph.readable instead: {found}"
+    assert {file for file, _ in found} <= NOBODYS, f"use monograph.files instead: {found}"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EACCES])
