@@ -46,6 +46,19 @@ class InputRefused(MonographError):
     exit_code = 3
 
 
+class Unreadable(MonographError):
+    """A file or folder is unknown, since the system could not read it.
+
+    No InputRefused: what falls back from a damaged file, or makes it anew, must not do so with an unread one.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, errno: int = 0):
+        super().__init__(message)
+        self.errno = errno
+
+
 class NoValidCheckpoint(MonographError):
     """No checkpoint of the run passed verification."""
 

@@ -42,7 +42,7 @@ def test_what_cannot_be_stored_is_refused_before_the_disk_is_touched(tmp_path: P
 
 
 def test_newest_says_what_it_skipped_and_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(NoValidCheckpoint, match="nowhere: no checkpoint to load .No such file"):
+    with pytest.raises(NoValidCheckpoint, match="nowhere: no checkpoint to load; expected a folder"):
         newest(tmp_path / "nowhere", pytest.fail)
     with pytest.raises(NoValidCheckpoint, match="expected a folder such as step-"):
         newest(tmp_path, pytest.fail)

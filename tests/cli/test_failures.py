@@ -96,6 +96,8 @@ TOO_SMALL = (
         (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
         (OSError(errno.EIO, "Input/output error", "a/file"), 7, "cannot read or write a/file: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),
+        (OSError(errno.EMFILE, "Too many open files", "a/file"), 3, "a/file: Too many open files"),
+        (OSError(errno.ESTALE, "Stale file handle", "a/file"), 3, "a/file: Stale file handle"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "a/file"), 3, "a/file: File name too long"),
         (errors.InputRefused("\x1b[31mred\x1b]0;owned\x07 \udcff é"), 3, r"\x1b[31mred\x1b]0;owned\x07 \udcff é"),
     ],

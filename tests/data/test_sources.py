@@ -17,7 +17,7 @@ from modes import binding_modes
 from monograph.data import files, places
 from monograph.data.corpus import corpus
 from monograph.data.sources import find
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, Unreadable, UsageError
 
 
 def names(found):
@@ -129,7 +129,7 @@ def test_a_folder_without_text_or_with_archives_is_refused(tmp_path):
 
 def test_an_unreadable_file_is_refused_by_name(folder, tmp_path):
     (folder / "b.txt").chmod(0)
-    with binding_modes(), pytest.raises(InputRefused, match="b.txt: cannot be read"):
+    with binding_modes(), pytest.raises(Unreadable, match="b.txt: cannot be read: Permission denied; check its perm"):
         find(folder, tmp_path)
 
 

@@ -18,7 +18,7 @@ from monograph.data.documents import Reading
 from monograph.data.sources import find
 from monograph.data.store import Request, open_or_build
 from monograph.data.tokenizer import Tokenizer
-from monograph.errors import DiskFull, InputRefused
+from monograph.errors import DiskFull, InputRefused, Unreadable
 
 
 def request_for(folder, tokenizer=None, held_out=0.1):
@@ -87,6 +87,19 @@ def test_any_damaged_file_is_noticed_named_and_made_again(texts, quick_folder):
             assert contents(again) == contents(whole)
             (note,) = again.notes
             assert path.name in note and note.endswith(": tokenised again") and "\n" not in note
+
+
+def test_tokens_that_cannot_be_read_are_neither_removed_nor_made_again(texts, quick_folder, monkeypatch):
+    def fails(path, *_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    whole = open_or_build(request := request_for(texts, 300), quick_folder)
+    before = {path.name: path.stat().st_mtime_ns for path in whole.folder.iterdir()}
+    for function, module in (("read_bytes", Path), ("open", shards), ("memmap", shards.np)):
+        with monkeypatch.context() as failing, pytest.raises(Unreadable, match="cannot be read: Stale file handle"):
+            failing.setattr(module, function, fails, raising=False)
+            open_or_build(request, quick_folder)
+        assert {path.name: path.stat().st_mtime_ns for path in whole.folder.iterdir()} == before
 
 
 def test_a_file_of_another_corpus_is_noticed(texts, tmp_path):

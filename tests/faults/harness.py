@@ -27,8 +27,12 @@ from typing import Any
 HERE = Path(__file__).parent
 # In the order of the shim's enum. `short`: a write moves half of its bytes and says so, which is not an error; `full`:
 # no space (ENOSPC) for this operation or from here on; `broken`: the device fails (EIO), an fsync's delayed write too.
-MODES = ("record", "kill", "torn", "short", "full-once", "full", "broken-once", "broken")
-EVERY_FAULT = MODES[1:]
+EVERY_FAULT = ("kill", "torn", "short", "full-once", "full", "broken-once", "broken")
+# Reads that fail: this one, or from here on, which is every read of the same file where the file's disk is the trouble
+# (EIO, ESTALE), and every read where it is the process (EMFILE, ENOMEM). Python calls again after EINTR until it works.
+ERRORS = ("EIO", "EMFILE", "ENOMEM", "ESTALE", "EINTR")
+EVERY_UNREAD = tuple(error + lasting for error in ERRORS for lasting in ("", " from here on"))[:-1]
+MODES = ("record", *EVERY_FAULT, "record-reads", *EVERY_UNREAD)
 WRITES = ("write", "pwrite", "writev", "pwritev", "fwrite", "sendfile", "copy_file_range")
 READS = ("close", "open")  # a broken disk still does these
 DELETES = ("unlink", "rmdir", *READS)  # and a full one these
@@ -137,10 +141,10 @@ class FaultServer:
         error = tuple(answer["error"]) if answer["error"] else None
         return Outcome(folder, mode, number, None, error, answer["signal"], journal)
 
-    def record(self, scenario: Scenario, prepared: Path, scratch: Path) -> list[Operation]:
-        """The scenario's operations when nothing goes wrong; it must not raise."""
+    def record(self, scenario: Scenario, prepared: Path, scratch: Path, mode: str = "record") -> list[Operation]:
+        """The scenario's operations, or with "record-reads" its reads, when nothing goes wrong; it must not raise."""
         folder = _fresh_copy(prepared, scratch)
-        outcome = self.run(scenario, folder)
+        outcome = self.run(scenario, folder, mode)
         shutil.rmtree(folder)
         if outcome.error or outcome.signal:
             raise AssertionError(f"the scenario fails without any fault: {outcome.error}, signal {outcome.signal}")
@@ -156,12 +160,14 @@ class FaultServer:
     ) -> Iterator[Outcome]:
         """Strike at each operation in each mode to which it can happen, each time on a fresh copy of `prepared`.
 
-        Only at every `stride`-th of them where a case is dear.
+        The modes are either all of EVERY_FAULT or all of EVERY_UNREAD. Only every `stride`-th operation is struck where
+        a case is dear; of reads others for each mode, so that each read meets some error.
         """
-        journal = self.record(scenario, prepared, scratch)
-        for mode in modes:
+        reads = modes[0] in EVERY_UNREAD
+        journal = self.record(scenario, prepared, scratch, "record-reads" if reads else "record")
+        for place, mode in enumerate(modes):
             struck = [(number, each) for number, each in enumerate(journal, 1) if applies(mode, each)]
-            for number, operation in struck[::stride]:
+            for number, operation in struck[place % stride if reads else 0 :: stride]:
                 folder = _fresh_copy(prepared, scratch)
                 outcome = self.run(scenario, folder, mode, number)
                 yield Outcome(folder, mode, number, operation, outcome.error, outcome.signal, outcome.journal)
@@ -181,6 +187,8 @@ def applies(mode: str, operation: Operation) -> bool:
     if mode in ("torn", "short"):
         return operation.name in WRITES and int(operation.detail) > 1
     # Killed before a read, a folder is as it is when killed before what comes next.
+    if mode in EVERY_UNREAD:
+        return True
     never = {"kill": READS, "full-once": ("open",), "full": DELETES, "broken": READS}
     return operation.name not in never.get(mode, ())
 

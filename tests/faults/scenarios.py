@@ -42,6 +42,7 @@ from monograph.model.llama import Llama
 from monograph.run.exports import save
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.run.register import serial
 from monograph.session import story
 from monograph.session.choices import discard, record_parent, write_config, write_tokenizer
 from monograph.stream import Placement, Streamed
@@ -98,7 +99,9 @@ def append_metrics(folder: Path) -> None:
 
 
 def look_at_metrics(folder: Path) -> str:
-    rows = Run.open(folder / "run").rows()
+    run = Run.open(folder / "run")
+    rows = run.rows()
+    assert serial(run.folder) == 1
     assert rows == LOGGED[: len(rows)] and len(rows) >= BEFORE, rows
     return "new" if rows == LOGGED else "former"
 
@@ -173,7 +176,7 @@ def resume(folder: Path) -> None:
 
 def look_at_resumed(folder: Path) -> str:
     run = Run.open(folder / "run")
-    assert run.rows()[:BEFORE] == LOGGED[:BEFORE]
+    assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial(run.folder) == 1
     found = checkpointing.newest(run.checkpoints, quiet)
     assert found.update in (2, 3) and same(found, checkpoint(found.update))
     assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], "a checkpoint is newer than its metrics"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from faults.harness import EVERY_FAULT, FaultServer, applies, unavailable
+from faults.harness import ERRORS, EVERY_FAULT, EVERY_UNREAD, FaultServer, applies, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -50,6 +52,31 @@ def write_in_every_way(folder: Path) -> None:
     shutil.rmtree(folder / "sub")
 
 
+def read_in_every_way(folder: Path) -> None:
+    (folder / "python.txt").read_text()
+    descriptor = os.open(folder / "vectors", os.O_RDONLY)
+    os.preadv(descriptor, [bytearray(2)], 0)
+    os.close(descriptor)
+    with safe_open(folder / "rust.safetensors", framework="pt") as file:
+        file.get_tensor("weight")
+    np.fromfile(folder / "stdio.bin", dtype=np.int64)
+    torch.load(folder / "cpp.pt")
+    np.memmap(folder / "mapped.bin", dtype=np.uint8, mode="r")
+    os.listdir(folder / "sub")
+    os.access(folder / "appended", os.R_OK)
+
+
+def read_twice(folder: Path) -> None:
+    """What becomes of two files, and of the first once more, is said by an error."""
+    said = []
+    for name in ("ten", "other", "ten"):
+        try:
+            said.append(os.stat(folder / name).st_size)
+        except OSError as error:
+            said.append(errno.errorcode[error.errno or 0])
+    raise ValueError(said)
+
+
 def touch_nothing_here(folder: Path) -> None:
     (folder.parent / "elsewhere").write_text("not below the folder")
 
@@ -76,6 +103,37 @@ def test_the_shim_sees_python_rust_and_c_writers(faults: FaultServer, tmp_path: 
     assert {"create", "write"} <= rust
     assert [operation.detail for operation in journal if operation.name == "sendfile"][0] == "5"
     assert any(operation.name == "unlink" and operation.path.endswith("moved") for operation in journal)
+
+
+def test_the_shim_sees_python_rust_and_c_readers(faults: FaultServer, tmp_path: Path) -> None:
+    write_in_every_way(tmp_path)
+    (tmp_path / "sub").mkdir()
+    journal = faults.run(read_in_every_way, tmp_path, "record-reads").journal
+    for file, needed in {
+        "python.txt": {"open", "stat", "read"},
+        "vectors": {"open", "read"},
+        "rust.safetensors": {"open", "stat", "mmap"},
+        "stdio.bin": {"open", "read"},
+        "cpp.pt": {"open", "read"},
+        "mapped.bin": {"open", "mmap"},
+        "sub": {"opendir", "readdir"},
+        "appended": {"access"},
+    }.items():
+        seen = {operation.name for operation in journal if Path(operation.path).name == file}
+        assert needed <= seen, (file, seen)
+    assert not {operation.name for operation in journal} & {"write", "create", "close"}
+
+
+def test_each_read_fails_as_its_mode_says(faults: FaultServer, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("ten", "other"):
+        (tmp_path / "there" / name).write_bytes(b"0123456789")
+    for mode in EVERY_UNREAD:
+        outcome = faults.run(read_twice, tmp_path / "there", mode, 1)
+        error, lasting = mode.split()[0], "from here on" in mode
+        second = error if lasting and error in ("EMFILE", "ENOMEM") else 10
+        assert outcome.error == ("ValueError", str([error, second, error if lasting else 10])), mode
+    assert {mode.split()[0] for mode in EVERY_UNREAD} == set(ERRORS)
 
 
 def test_other_folders_are_left_alone(faults: FaultServer, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from faults.examples import checkpoint, same, two_saves
-from faults.harness import FaultServer, Operation, Outcome, Scenario, unavailable
+from faults.harness import EVERY_UNREAD, FaultServer, Operation, Outcome, Scenario, unavailable
 from faults.power import power_cuts
 from monograph.checkpointing import Checkpoint, blocks, newest, save, verify
 from monograph.errors import NoValidCheckpoint
@@ -34,6 +34,10 @@ def first_save(folder: Path) -> None:
 
 def later_save_with_pruning(folder: Path) -> None:
     save_one(folder, checkpoint(3))
+
+
+def later_save_of_the_fourth(folder: Path) -> None:
+    save_one(folder, checkpoint(4))
 
 
 def save_of_the_same_update(folder: Path) -> None:
@@ -165,6 +169,25 @@ def test_a_fault_at_any_operation_of_a_larger_save(
         count += 1
     print(f"{count} faults, none lost")
     assert count > least
+
+
+@needs_shim
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(stride: int, faults: FaultServer, tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    two_saves(tmp_path / "prepared" / "checkpoints")
+    save(tmp_path / "prepared" / "checkpoints", checkpoint(3))
+    count = 0
+    prepared = tmp_path / "prepared"
+    for outcome in faults.every_operation(later_save_of_the_fourth, prepared, tmp_path, EVERY_UNREAD, stride):
+        where = f"{outcome.mode} at {outcome.number}, {outcome.operation}: {outcome.error}"
+        assert not outcome.signal and (outcome.error is None or outcome.error[0] in ("DiskFull", "Unreadable")), where
+        sound = [path for path in (outcome.folder / "checkpoints").glob("step-*") if verify(path) is None]
+        assert {int(path.name[5:]) for path in sound} >= ({2, 3} if outcome.error else {3, 4}), where
+        goes_on(outcome, None)
+        count += 1
+    print(f"{count} reads that failed in a save, no sound checkpoint removed")
+    assert count > 80
 
 
 # ---- power cuts ----------------------------------------------------------------------------------------------------

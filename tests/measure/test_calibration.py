@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,18 @@ def test_a_damaged_file_is_none_and_is_replaced(tmp_path, text):
     file.write_text(text)
     assert Calibration(file).slowness(CARD, "bf16") is None
     assert noted(file, 2.0).slowness(CARD, "bf16") == pytest.approx(2.0)
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    noted(file := tmp_path / "calibration.json", 2.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "read_bytes", fails)
+        failing.setattr(Path, "read_text", fails)
+        Calibration(file).note(CARD, WORK, 1.0, 1e12)
+    assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
 
 
 def test_what_cannot_be_written_is_forgotten(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 import monograph
 from modes import binding_modes
-from monograph.errors import InputRefused, RunInUse
+from monograph.errors import InputRefused, RunInUse, Unreadable
 from monograph.run import Run
 from monograph.run.register import wait_until_free
 
@@ -220,6 +221,27 @@ def test_a_lock_can_be_taken_again_and_is_not_shared_within_a_process(tmp_path: 
     for _ in range(2):
         with run.lock(), pytest.raises(RunInUse, match=str(os.getpid())), Run.open(run.folder).lock():
             pass
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE])
+def test_a_lock_that_cannot_be_read_is_not_written_over(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    runs = [Run.create(tmp_path / name) for name in "ab"]
+    before = [run.lock_file.read_bytes() for run in runs]
+    uses = {
+        "lock": lambda: runs[0].lock().__enter__(),
+        "create": lambda: Run.create(tmp_path / "c"),  # its number would be that of the first
+        "last": lambda: Run.open("last", tmp_path),  # would be another run
+    }
+    for use in uses.values():
+        with monkeypatch.context() as failing, pytest.raises(Unreadable, match=r"run\.lock: cannot be read: "):
+            failing.setattr(Path, "read_bytes", fails)
+            use()
+    assert [run.lock_file.read_bytes() for run in runs] == before
 
 
 def test_files_are_made_with_the_modes_of_the_umask(tmp_path: Path) -> None:

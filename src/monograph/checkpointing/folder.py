@@ -22,6 +22,7 @@ from monograph.checkpointing import blocks
 from monograph.checkpointing.large import LargeFile
 from monograph.data.files import parse_json
 from monograph.errors import InputRefused
+from monograph.files import readable
 from monograph.model import layout
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -197,7 +198,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             prefix = os.pread(descriptor, layout.header_bytes(start, entry.bytes), 0)
             if entry.bytes > LARGE_BYTES:
                 found = layout.entries(prefix, entry.bytes)
-                return LargeFile(descriptor, found, len(prefix), functools.partial(_require_block, path, entry))
+                return LargeFile(descriptor, found, len(prefix), functools.partial(_read_block, path, entry))
             tensors = layout.decode(prefix, entry.bytes)
         except layout.LayoutError as error:
             # The header is read before its digest can be known: say the digests if they explain it.
@@ -211,28 +212,37 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _require_block(path: Path, entry: FileEntry, index: int, content: bytes) -> None:
-    """The same for one block that was read."""
+def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> bytes:
+    """One block of the open file, which has the digest that it should have."""
+    with readable(path):
+        content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
     expected, actual = list(entry.sha256), list(entry.sha256)
     actual[index] = hashlib.sha256(content).hexdigest()
     _require(path, expected, actual)
+    return content
 
 
 @contextmanager
 def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
-    """Open a regular file for reading, never through a symbolic link; whatever cannot be read counts as damaged."""
+    """Open a regular file for reading, never through a symbolic link.
+
+    Raises:
+        CheckpointDamaged: it is not there, or something else is.
+        Unreadable: nobody knows, since the system failed to read it.
+    """
     try:
-        # Without O_NONBLOCK a pipe of that name would hang.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointDamaged(path, "a regular file", stat.filemode(status.st_mode))
-            if expected_bytes is not None and status.st_size != expected_bytes:
-                raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{status.st_size} bytes")
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with readable(path):
+            # Without O_NONBLOCK a pipe of that name would hang.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise CheckpointDamaged(path, "a regular file", stat.filemode(status.st_mode))
+                if expected_bytes is not None and status.st_size != expected_bytes:
+                    raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{status.st_size} bytes")
+                yield descriptor
+            finally:
+                os.close(descriptor)
     except OSError as error:
         found = "a symbolic link" if error.errno == errno.ELOOP else f"'{error.strerror}'"
         raise CheckpointDamaged(path, "a readable file", found) from error

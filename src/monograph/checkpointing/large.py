@@ -22,18 +22,18 @@ class LargeFile(Mapping[str, Tensor]):
     The file is the one that was opened, whatever becomes of its name.
     """
 
-    def __init__(self, descriptor: int, entries: list[layout.Entry], start: int, require: Callable[[int, bytes], None]):
+    def __init__(self, descriptor: int, entries: list[layout.Entry], start: int, read: Callable[[int, int], bytes]):
         """Keep the file open for as long as this lives.
 
         Args:
             descriptor: of the open file; a duplicate is kept.
             entries: its tensors.
             start: of the tensors' bytes in the file.
-            require: raises unless a block of that index has the digest that it should have.
+            read: the block of an index from a descriptor; raises unless it has the digest that it should have.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
-        self._entries, self._start, self._require = {entry.name: entry for entry in entries}, start, require
+        self._entries, self._start, self._read = {entry.name: entry for entry in entries}, start, read
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
     def __iter__(self) -> Iterator[str]:
@@ -57,8 +57,7 @@ class LargeFile(Mapping[str, Tensor]):
     def _block(self, index: int) -> bytes:
         found = self._blocks.pop(index, None)
         if found is None:
-            found = os.pread(self._file, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
-            self._require(index, found)
+            found = self._read(self._file, index)
         self._blocks[index] = found
         while len(self._blocks) > KEPT_BLOCKS:
             self._blocks.popitem(last=False)

@@ -30,7 +30,8 @@ from monograph.checkpointing.folder import (
     load,
     read_manifest,
 )
-from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
+from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
+from monograph.files import entries, exists
 from monograph.model import layout
 
 FEWEST_KEPT = 1
@@ -58,6 +59,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
 
     Raises:
         DiskFull: nothing that was there before has been touched; also for any other failure to write.
+        Unreadable: nothing has been touched, since it could not be read what is there.
         UsageError: keep < 1.
         TypeError: a state that is not JSON, a tensor of a dtype that safetensors does not have.
     """
@@ -84,11 +86,10 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
         )
         raise DiskFull(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
-            f" {error.strerror} (it needs {_length(files):,} bytes, {_free(checkpoints):,} are free);"
-            f" {kept}: make room there or mend it, then resume"
+            f" {error.strerror} ({_needed(checkpoints, files)}); {kept}: make room there or mend it, then resume"
         ) from error
     # The new checkpoint is durable: a failure to remove an old one does not undo that, and the next save tries again.
-    with suppress(OSError):
+    with suppress(OSError, Unreadable):
         _prune(final, checkpoint.update, keep)
     return final
 
@@ -111,11 +112,9 @@ def newest(
 
     Raises:
         NoValidCheckpoint: naming each candidate with what is wrong with it.
+        Unreadable: a checkpoint could not be read. It may be sound, and going on from the one before would drop it.
     """
-    try:
-        found = _found(checkpoints)
-    except OSError as error:
-        raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load ({error.strerror})") from error
+    found = _found(checkpoints)
     refused: list[str] = []
     for update, folder in found:
         if at not in (None, update) or (until is not None and update > until):
@@ -125,6 +124,9 @@ def newest(
         except CheckpointDamaged as error:
             refused.append(str(error))
             continue
+        except Unreadable as error:
+            way_out = f"if it never can, move {folder} elsewhere, and the checkpoint before it is taken"
+            raise Unreadable(f"{error}; {way_out}", error.errno) from error
         if refused:
             warn(f"skipped damaged checkpoints ({'; '.join(refused)}); going on from {folder.name}")
         return checkpoint
@@ -138,7 +140,7 @@ def newest(
 
 def remove_leftovers(checkpoints: Path) -> None:
     """Remove what a process left that was killed while it saved or pruned; the caller holds the run's lock."""
-    for path in checkpoints.glob(TEMPORARY + "*"):
+    for path in entries(checkpoints, TEMPORARY):
         _remove(path)
 
 
@@ -156,41 +158,43 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    if final.exists():
+    if exists(final):
         # A folder cannot be renamed onto another. Between the two renames the predecessor stays valid as `.replaced`.
         replaced = final.with_name(final.name + REPLACED)
-        final.rename(final.with_name(TEMPORARY + replaced.name) if replaced.exists() else replaced)
+        final.rename(final.with_name(TEMPORARY + replaced.name) if exists(replaced) else replaced)
     temporary.rename(final)
     blocks.make_durable(final.parent)
 
 
 def _prune(saved: Path, head: int, keep: int) -> None:
-    """Remove what is not among the `keep` newest up to the one just saved, or is visibly incomplete."""
+    """Remove what is not among the `keep` newest up to the one just saved, or was read and found incomplete.
+
+    What cannot be read now may be sound: it stays, beside as many others as if it were not there.
+    """
     remove_leftovers(saved.parent)
     kept = {head}
     for update, folder in _found(saved.parent):
         if folder == saved:
             continue
-        if update < head and update not in kept and len(kept) < keep and _complete(folder):
-            kept.add(update)
-            continue
+        if update < head and update not in kept and len(kept) < keep:
+            try:
+                read_manifest(folder)
+            except Unreadable:
+                continue
+            except CheckpointDamaged:
+                pass
+            else:
+                kept.add(update)
+                continue
         # Under a name that is never loaded first, so that a half-removed folder is not even a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)
         _remove(doomed)
 
 
-def _complete(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointDamaged:
-        return False
-    return True
-
-
 def _found(checkpoints: Path) -> list[tuple[int, Path]]:
     """Updates and folders, newest first; of the same update the one in place before the replaced one."""
-    named = [(FOLDER_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir()]
+    named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
 
 
@@ -209,6 +213,13 @@ def _length(files: Encoded) -> int:
     return sum(length for length, _ in files.values())
 
 
+def _needed(checkpoints: Path, files: Encoded) -> str:
+    needed = f"it needs {_length(files):,} bytes"
+    with suppress(OSError, Unreadable):  # the error that is being told is the one that matters
+        needed += f", {_free(checkpoints):,} are free"
+    return needed
+
+
 def _free(checkpoints: Path) -> int:
-    existing = next(path for path in (checkpoints, *checkpoints.absolute().parents) if path.exists())
+    existing = next(path for path in (checkpoints, *checkpoints.absolute().parents) if exists(path))
     return shutil.disk_usage(existing).free

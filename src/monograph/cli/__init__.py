@@ -31,6 +31,8 @@ __all__ = ["app", "main"]
 
 # A launcher ends all processes with the first that ends: so long one that has nothing to say waits for that.
 SILENT_S = 30.0
+# Errors of the system about a file or folder that are nobody's mistake in the code.
+_REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 # Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -132,7 +134,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _unforeseen(error: BaseException, arguments: list[str]) -> int:
-    """What no room foresaw: a user's module, a full or broken disk, a forbidden path; anything else is our bug."""
+    """What no room foresaw: a user's module, the system's refusal to read or write a file; all else is our bug."""
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
     if "torch" in sys.modules:  # without which there is no module
@@ -143,10 +145,10 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
         return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return _fail(f"{error.filename}: {error.strerror}", InputRefused.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        return _fail(f"{error.filename or 'a file'}: {error.strerror}", InputRefused.exit_code)
     if host_is_full(error):
         return _fail(
             "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch "

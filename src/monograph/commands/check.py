@@ -16,7 +16,8 @@ from monograph.config.recorded import run_settings
 from monograph.data.place import cache_root
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
-from monograph.errors import InputRefused, MonographError, NoValidCheckpoint
+from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
+from monograph.files import entries, exists
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -100,7 +101,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         if serial(folder.folder) <= 0 or record(folder.folder) == {}:
             raise InputRefused(f"{folder.lock_file}: does not say which run this is")
 
-    found = sorted(folder.checkpoints.glob("step-*"))
+    found = entries(folder.checkpoints, "step-")
     checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
     sound = [path for path in found if checkpoints[path.name] is None]
     saved = checkpointing.load_state(sound[-1]) if sound else {}
@@ -110,18 +111,24 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
     }
-    if folder.parent_file.exists():
+    if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
     tables = {"files": files, "checkpoints": checkpoints}
-    lines = {name: f"damaged: {fault}" if fault else "sound" for name, fault in (files | checkpoints).items()}
-    error: MonographError | None = None
-    if not sound:
+    faults = files | checkpoints
+    lines = {name: _said(fault) for name, fault in faults.items()}
+    # Before all others: while a file is unread, it is unknown whether a checkpoint is sound.
+    error: MonographError | None = next((fault for fault in faults.values() if isinstance(fault, Unreadable)), None)
+    damaged = [name for name, line in lines.items() if line != "sound"]
+    if not sound and not error:
         why = next(filter(None, reversed(checkpoints.values())), "none was saved")
         instead = "put a copy of one back" if found or folder.metrics_offset else "the run begins with --resume"
         error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
-    elif damaged := [name for name, line in lines.items() if line != "sound"]:
+    elif damaged and not error:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
-    listed = {key: [{"name": name, "fault": fault} for name, fault in table.items()] for key, table in tables.items()}
+    listed = {
+        key: [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in table.items()]
+        for key, table in tables.items()
+    }
     return {"run": str(folder.folder), **listed}, lines, error
 
 
@@ -137,12 +144,19 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
     return {"run": folder, "files": listed, "checkpoints": []}, lines, InputRefused(faults[0]) if faults else None
 
 
-def _fault(read: Callable[[], object], recorded: str | None = None) -> str | None:
+def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
     """What is wrong with a file: the error when it is read, or that `read` does not give the digest recorded."""
     try:
         found = read()
     except MonographError as error:
-        return str(error)
+        return error
     if recorded in (None, found):
         return None
-    return f"not what it was when the newest sound checkpoint was saved: expected sha256 {recorded}, found {found}"
+    expected = f"expected sha256 {recorded}, found {found}"
+    return InputRefused(f"not what it was when the newest sound checkpoint was saved: {expected}")
+
+
+def _said(fault: MonographError | None) -> str:
+    if fault is None:
+        return "sound"
+    return f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"

@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Accuracy, Answer
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
+from monograph.files import exists, is_file
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
@@ -118,9 +118,9 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
 
 def _side(name: str) -> _Side:
     runs: dict[int, Run] = {}
-    if names_run(name) or not Path(name).exists():
+    if names_run(name) or not exists(name):
         folder = Run.located(name)
-        runs = seeds_of_best(folder) if (folder / SWEEP).is_file() else {0: Run.open(name)}
+        runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
     subjects = [of_run(run, _warn) for run in runs.values()] or [of_folder(name, _warn)]
     for subject in subjects:
         subject.module.to(default_device()).eval()
@@ -183,7 +183,7 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 def _speed(run: Run) -> float | None:
     """The median of training; members of a sweep had others beside them, so theirs says nothing."""
-    if (run.folder.resolve().parent.parent / SWEEP).is_file():
+    if is_file(run.folder.resolve().parent.parent / SWEEP):
         return None
     rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None

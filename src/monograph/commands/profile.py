@@ -13,6 +13,7 @@ from monograph.config import Settings
 from monograph.data.place import keep_compiled
 from monograph.device import default_device, describe
 from monograph.errors import UsageError
+from monograph.files import is_folder
 from monograph.measure.intervals import PARTS
 from monograph.measure.profile_figure import draw_profile
 from monograph.measure.profile_report import mostly, profile_page, said
@@ -83,7 +84,7 @@ def sized(settings: Settings, progress: Progress) -> Settings:
     if "-" in sources:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     for run in map(Run, map(Path, sources)):
-        if run.begun and run.checkpoints.is_dir():
+        if run.begun and is_folder(run.checkpoints):
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.config.nearest import did_you_mean
-from monograph.data.files import json_fault, open_input, parse_json
+from monograph.data.files import json_fault, parse_json
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
+from monograph.files import open_input, readable
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
@@ -105,7 +106,7 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         if path == Path("-"):
             content = _at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            with path.open("rb") if path.parent == _PIPES else open_input(path) as file:
+            with readable(path), path.open("rb") if path.parent == _PIPES else open_input(path) as file:
                 content = _at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None

@@ -13,6 +13,7 @@ from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
+from monograph.files import is_file
 from monograph.loop import train
 from monograph.run.crowd import CrowdBlock
 from monograph.run.journal import Journals
@@ -156,8 +157,9 @@ def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Pr
     best = result["best"]
     if best is not None:
         name = f"{sweep.run.handle}/best"
-        if sweep.wide.is_file():
+        wide = is_file(sweep.wide)
+        if wide:
             show(progress, "next", "train", str(sweep.wide))
-        show(progress, "" if sweep.wide.is_file() else "next", "train", "--from", name, "--minutes", "5")
+        show(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
         if verify is None:
             show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))

@@ -13,6 +13,7 @@ from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
+from monograph.files import entries, exists
 from monograph.loop import train
 from monograph.measure.quantities import counted
 from monograph.run.folder import Run
@@ -49,7 +50,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     folder, resumed = ranks.folder_of(world, out, resume)
 
     def unbegun() -> bool:
-        return not resumed and not folder.checkpoints.exists()
+        return not resumed and not exists(folder.checkpoints)
 
     with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
         if resumed:
@@ -98,11 +99,11 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     with world.first():
         text = open_corpus(settings, progress)
     session = open_session(folder, settings, text, default_device(), progress, world)
-    if world.leads and not folder.tokenizer.exists():
+    if world.leads and not exists(folder.tokenizer):
         choices.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = lambda line: progress.line("memory", line)
     session.engine.step.announce = lambda line: progress.line("note", line)
-    if resumed := world.agreed(folder.metrics_offset > 0 or any(folder.checkpoints.glob("step-*"))):
+    if resumed := world.agreed(folder.metrics_offset > 0 or bool(entries(folder.checkpoints, "step-"))):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and choices.mended_tokenizer(folder, session.corpus.tokenizer):
             progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")

@@ -15,6 +15,7 @@ from monograph.config.sources import COMMAND_LINE, require_known
 from monograph.data.places import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
+from monograph.files import entries, exists, is_file, matching
 
 _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
 
@@ -44,10 +45,10 @@ def classify(arguments: Iterable[str]) -> Arguments:
             if key in overrides:
                 raise UsageError(f"{COMMAND_LINE}: {key} is given twice, as {overrides[key]} and as {value}")
             overrides[key] = value
-        elif argument.endswith(".toml") and os.path.isfile(argument):
+        elif argument.endswith(".toml") and is_file(argument):
             files.append(Path(argument))
         else:
-            if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not os.path.exists(argument):
+            if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not exists(argument):
                 require_known(key, COMMAND_LINE)
             sources.append(_source(argument))
     if len(files) > 1:
@@ -61,14 +62,14 @@ def classify(arguments: Iterable[str]) -> Arguments:
 
 def _source(argument: str) -> str:
     place, _ = weighted(argument)
-    if place in ("stdlib", "-") or place.startswith(HUB) or os.path.exists(place) or glob.glob(place, recursive=True):
+    if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
     if argument in _PRESETS:
         raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
-    siblings = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    siblings = [each.name for each in entries(parent or ".")]
     near = difflib.get_close_matches(name, siblings, n=1)
     hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
     raise InputRefused(f"{argument}: no such file or folder{hint}")

@@ -14,6 +14,7 @@ from monograph.config.settings import Settings
 from monograph.config.sources import load
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
+from monograph.files import contents
 from monograph.run.folder import Run
 from monograph.run.trust import is_ours, require_trusted
 
@@ -40,7 +41,7 @@ def run_settings(
     except UsageError as error:
         if expected is None:
             raise
-        there = hashlib.sha256(run.config.read_bytes()).hexdigest() if run.config.is_file() else "nothing"
+        there = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
         raise _changed(run, expected, f"{there} ({error})") from None
     if expected is not None and not found.has_fingerprint(expected):
         raise _changed(run, expected, found.fingerprint)

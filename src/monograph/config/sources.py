@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
-from monograph.data.files import read_input
 from monograph.errors import UsageError
+from monograph.files import read_input
 
 COMMAND_LINE = "command line"
 MOST_TOML_BYTES = 1 << 20

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from monograph.data.files import open_input
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
+from monograph.files import open_input, unreadable
 
 T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
@@ -31,11 +31,6 @@ class Damaged(InputRefused):
         self.fault = fault
 
 
-def refuse_unreadable(path: Path, error: OSError) -> InputRefused:
-    """The error to raise for a source that the operating system does not let us read."""
-    return InputRefused(f"{path}: cannot be read ({error.strerror or error}); check its permissions or leave it out")
-
-
 def missing(source: Path | str, library: str, extra: str) -> InputRefused:
     """The error to raise for a source that an optional library reads, which is not installed."""
     return InputRefused(
@@ -47,7 +42,7 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
     """The bytes of a file as they lie there, in blocks of 1 MiB at most, counted by `meter`.
 
     Raises:
-        InputRefused: not readable.
+        Unreadable: not readable.
     """
     try:
         with open_input(path) as file:
@@ -56,7 +51,7 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
                     meter.add(len(block))
                 yield block
     except OSError as error:
-        raise refuse_unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
@@ -66,7 +61,8 @@ def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 
     Raises:
         Damaged: cut short, a wrong checksum, bytes after the end that belong to nothing, or a compression bomb.
-        InputRefused: not readable, or zstandard is not installed.
+        Unreadable: not readable.
+        InputRefused: zstandard is not installed.
     """
     raw = raw_blocks(path, meter)
     decode = {".gz": _gunzip, ".zst": _unzstd}.get(path.suffix.lower())

@@ -7,7 +7,6 @@ config.json.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from monograph.data.files import inside, read_json
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
+from monograph.files import status
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
@@ -80,7 +80,7 @@ def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    if not os.path.lexists(folder / name):
+    if status(folder / name, follow=False) is None:
         return {}
     return read_json(inside(folder, name), "; put the model's own there")
 

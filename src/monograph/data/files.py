@@ -7,16 +7,15 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from monograph.errors import DiskFull, InputRefused
+from monograph.files import MOST_JSON_BYTES, is_file, open_input, read_input, resolved
 
-MOST_JSON_BYTES = 1 << 24  # the index of a model's weights has about 100 bytes for a tensor
 _TEMPORARY, _LOCK = "monograph-", "in-use"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -36,37 +35,8 @@ def writing(folder: Path) -> Iterator[None]:
             raise DiskFull(
                 f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
             ) from None
-        what = f"cannot be written ({error.strerror or error})"
-        raise InputRefused(f"{folder}: {what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
-
-
-def open_input(path: Path) -> BinaryIO:
-    """Open a file that somebody gave; nothing else in the package opens one for reading.
-
-    A FIFO would wait for its writer for ever, and a device may never end, so only a regular file is an input.
-
-    Raises:
-        OSError: as `open` does, and for a FIFO, a device or a socket.
-    """
-    # Without O_NONBLOCK, to open a FIFO is to wait already.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return file
-
-
-def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
-    """The content of such a file, of which no more is read than the file system says it has.
-
-    Raises:
-        OSError: as `open_input` does, and for a file of more than `most_bytes` (None: of any size), which is not read.
-    """
-    with open_input(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if most_bytes is not None and size > most_bytes:
-            raise OSError(errno.EINVAL, f"has more than {most_bytes >> 20} MiB, which no such file needs", str(path))
-        return file.read(size)
+        what = f"{error.filename or folder}: cannot be written ({error.strerror or error})"
+        raise InputRefused(f"{what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
 
 
 @contextmanager
@@ -94,12 +64,12 @@ def inside(folder: Path, name: str) -> Path:
         InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
     """
     path = folder / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home = folder.resolve()
+    home, target = resolved(folder), resolved(path)
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if path.resolve().parent not in homes:
-        raise InputRefused(f"{path}: is a link out of its folder, to {path.resolve()}; put the file itself there")
+    if target.parent not in homes:
+        raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import sys
@@ -10,12 +9,13 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from monograph.data.blocks import BLOCK_BYTES, refuse_unreadable
+from monograph.data.blocks import BLOCK_BYTES
 from monograph.data.files import writing
 from monograph.data.progress import Meter, Progress
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.data.twins import groups_with_twins
 from monograph.errors import InputRefused, UsageError
+from monograph.files import exists, is_file, is_folder, matching, resolved, unreadable
 
 # Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
 _NOT_LIBRARY = frozenset(
@@ -53,11 +53,11 @@ def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) 
     if item.startswith(HUB):
         return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
     path = Path(os.path.expanduser(item))
-    if os.path.isdir(path):
+    if is_folder(path):
         return _folder(path, skipped)
-    if os.path.isfile(path):
+    if is_file(path):
         return [Candidate(path.name, path, chosen=True)]
-    if os.path.exists(path):
+    if exists(path):
         raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
     if any(mark in item for mark in "*?["):
         return _pattern(path, skipped)
@@ -106,18 +106,18 @@ def looks_binary(begin: bytes) -> bool:
 
 
 def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
-    name = folder.resolve().name
+    name = resolved(folder).name
     return [Candidate(f"{name}/{relative}", path, chosen=False) for relative, path in _walk(folder, skipped)]
 
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     fixed = next(parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?["))
     found: list[Candidate] = []
-    for hit in map(Path, sorted(glob.glob(str(pattern), recursive=True))):
-        if hit.is_dir():
+    for hit in matching(pattern):
+        if is_folder(hit):
             # "texts/*" means the files; "**" reports folders beside the files that it finds inside them.
             found.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
-        elif hit.is_file():
+        elif is_file(hit):
             found.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
         else:
             skipped.append((str(hit), "not a regular file"))
@@ -145,12 +145,12 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
                     continue
                 if entry.name.startswith(".") or entry.name == "__pycache__":
                     skipped.append((entry.path, "hidden"))
-                elif os.path.isdir(entry.path):
+                elif is_folder(entry.path):
                     pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
-                elif os.path.isfile(entry.path):
+                elif is_file(entry.path):
                     found.append((prefix + entry.name, Path(entry.path)))
                 else:
                     skipped.append((entry.path, "not a regular file"))
     except OSError as error:
-        raise refuse_unreadable(Path(error.filename or folder), error) from None
+        raise unreadable(Path(error.filename or folder), error) from None
     return sorted(found)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from monograph.data.records import Fault, checked, json_objects
 from monograph.data.sources import LINES, kind_of
 from monograph.errors import InputRefused, UsageError
+from monograph.files import is_file
 
 CHOICES = "choices"
 # The names that data sets and lm-evaluation-harness have for the same two things.
@@ -62,7 +63,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str) -> bool:
-    if not path.is_file() or kind_of(path) not in LINES:
+    if not is_file(path) or kind_of(path) not in LINES:
         return False
     _, first = next(json_objects(path), (0, {}))
     return not isinstance(first, Fault) and CHOICES in first and text_key not in first

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data.files import open_input
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
+from monograph.files import open_input, readable
 
 _MAGIC, _VERSION = b"MONOGRPH", 1
 _HEADER = struct.Struct("<8sIIQQQ32s")
@@ -103,7 +103,7 @@ class _Frame:
 
 def seal(path: Path) -> str:
     """Hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
-    with open_input(path) as file:
+    with readable(path), open_input(path) as file:
         return _frame(file, path).seal
 
 
@@ -115,7 +115,7 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
             not the array that has this `seal`.
     """
     try:
-        with open_input(path) as file:
+        with readable(path), open_input(path) as file:
             frame = _frame(file, path)
             if frame.tokenizer_sha256 != bytes.fromhex(tokenizer_hash):
                 raise InputRefused(f"{path}: was made with another tokenizer")
@@ -133,7 +133,8 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
         if frame.count == 0:  # nothing to map
             return np.empty(0, _DTYPES[frame.itemsize])
         shape = (frame.count,)
-        return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], mode="r", offset=_HEADER_BYTES, shape=shape))
+        with readable(path):
+            return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], mode="r", offset=_HEADER_BYTES, shape=shape))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -14,6 +14,7 @@ from monograph.data.places import BINARY, Candidate, Skipped, locate, looks_bina
 from monograph.data.progress import Meter, Progress
 from monograph.data.text import status_of
 from monograph.errors import InputRefused, UsageError
+from monograph.files import exists, resolved
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))
@@ -121,7 +122,7 @@ def weighted(item: str) -> tuple[str, float]:
         UsageError: a weight out of range.
     """
     place, _, weight = item.rpartition("@")
-    if not place or not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", weight) or os.path.exists(item):
+    if not place or not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", weight) or exists(item):
         return item, 1.0
     try:
         value = float(weight)
@@ -136,9 +137,9 @@ def weighted(item: str) -> tuple[str, float]:
 def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
     # A file reached by two ways is one document: twice would double its weight, or put it on both sides of the held-out
     # split.
-    unique: dict[str, Candidate] = {}
+    unique: dict[Path, Candidate] = {}
     for candidate in candidates:
-        first = unique.setdefault(os.path.realpath(candidate.path), candidate)
+        first = unique.setdefault(resolved(candidate.path), candidate)
         if first is candidate:
             continue
         if first.weight != candidate.weight:

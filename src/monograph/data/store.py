@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.answers import DAY
 from monograph.data.documents import Documents, Reading
-from monograph.data.files import parse_json, read_input, sync_folder, temporary_folder, write_durably, writing
+from monograph.data.files import parse_json, sync_folder, temporary_folder, write_durably, writing
 from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
 from monograph.data.request import FORMAT, Request
@@ -34,6 +34,7 @@ from monograph.data.text import status_of
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
+from monograph.files import exists, read_input, status
 
 _POLL_S = 0.2
 
@@ -106,7 +107,7 @@ def open_or_build(request: Request, cache: str | Path | None = None, progress: P
     root, chosen = cache_root(cache)
     folder = root / "corpora" / request.key
     damage: tuple[str, ...] = ()
-    if folder.exists():
+    if exists(folder):
         try:
             return _open(folder, request, progress)
         except InputRefused as error:
@@ -236,13 +237,13 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
 
     Raises:
         InputRefused: a file is missing, damaged, or another corpus's; names it.
+        Unreadable: nobody knows, and so nothing is made anew.
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
     paths = {side: _shards(folder, side, request.reading) for side in encoding.SIDES}
-    meter = Meter(
-        progress, "verify", sum(path.stat().st_size for side in encoding.SIDES for path in paths[side] if path.exists())
-    )
+    found = (status(path) for side in encoding.SIDES for path in paths[side])
+    meter = Meter(progress, "verify", sum(each.st_size for each in found if each))
     sides = {}
     for side in encoding.SIDES:
         tokens, *index = (open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side])

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from monograph.data.blocks import Damaged, missing, refuse_unreadable, unpacked
-from monograph.data.files import open_input, read_json
+from monograph.data.blocks import Damaged, missing, unpacked
+from monograph.data.files import read_json
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
+from monograph.files import error_number, is_file, open_input, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # A compressed batch is unpacked whole before a row of it is seen. A page of Parquet has this bound by its format.
@@ -74,8 +75,8 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         yield pa
     # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise refuse_unreadable(path, error) from None
+        if isinstance(error, OSError) and error_number(error):
+            raise unreadable(path, error) from None
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
@@ -228,11 +229,11 @@ def _number(data: bytes, place: int, size: int) -> int:
 @contextmanager
 def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
     with open_input(path) as file:
-        is_file = file.read(6) == _MAGIC[:6]
+        indexed = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
-        if not is_file and file.read() != _END_OF_STREAM:
+        if not indexed and file.read() != _END_OF_STREAM:
             raise Damaged(path, "is cut short or added to: it does not end with Arrow's end-of-stream mark")
-    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
+    with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) if indexed else pa.ipc.open_stream(file) as reader:
         yield reader
 
 
@@ -254,14 +255,14 @@ def saved_tables(folder: Path) -> list[Path] | None:
     Raises:
         InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
     """
-    if (folder / _DICTIONARY).is_file() and not (folder / _STATE).is_file():
+    if is_file(folder / _DICTIONARY) and not is_file(folder / _STATE):
         splits = read_json(folder / _DICTIONARY, _AGAIN).get("splits")
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             if len(splits) > 1:
                 choice = f"give one of them, such as {folder / splits[0]}"
                 raise InputRefused(f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}")
             return saved_tables(folder / splits[0])
-    if not ((folder / _STATE).is_file() and (folder / _INFO).is_file()):
+    if not (is_file(folder / _STATE) and is_file(folder / _INFO)):
         return None
     state = read_json(folder / _STATE, _AGAIN)
     try:
@@ -272,7 +273,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
     if state.get("_indices_data_files"):
         raise InputRefused(f"{folder}: saved with an order of its own; call flatten_indices() and save it again")
     for path in paths:
-        if path.parent != folder or path.suffix != ".arrow" or not path.is_file():
+        if path.parent != folder or path.suffix != ".arrow" or not is_file(path):
             raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there{_AGAIN}")
     return paths
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data import sandbox
-from monograph.data.files import inside, read_input
+from monograph.data.files import inside
 from monograph.errors import InputRefused
+from monograph.files import read_input, status
 
 MAX_SOURCE_BYTES = 1 << 16
 AT_ONCE = 16  # renderings that are asked for in one line
@@ -203,7 +204,7 @@ def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None
         InputRefused: a file that cannot be read, is too large or no UTF-8, or a key of another form.
     """
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if os.path.lexists(path):
+    if status(path, follow=False) is not None:
         try:
             return read_input(inside(folder, path.name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from monograph.data.blocks import BLOCK_BYTES, COMPRESSIONS, read_blocks, refuse_unreadable
-from monograph.data.files import open_input
+from monograph.data.blocks import BLOCK_BYTES, COMPRESSIONS, read_blocks
 from monograph.errors import InputRefused
+from monograph.files import open_input, unreadable
 
 # Tokenizers work fastest on parts of about PART_CHARS, and take longer ones where there is no place to cut.
 PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15
@@ -26,7 +26,7 @@ def status_of(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise refuse_unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def cut_position(path: Path, wanted: int, size: int) -> int:
@@ -99,7 +99,7 @@ def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
                 start += len(block)
                 yield block
     except OSError as error:
-        raise refuse_unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:

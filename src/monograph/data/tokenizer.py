@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.data import companions, tokenizer_file, tokenizer_trial
 from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
+from monograph.files import is_folder
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3
@@ -150,7 +151,7 @@ class Tokenizer:
                 beside it is damaged.
         """
         path = Path(os.path.expanduser(path))
-        path = path / "tokenizer.json" if path.is_dir() else path
+        path = path / "tokenizer.json" if is_folder(path) else path
         beside = companions.read(path.parent)
         if bos is None and eos is None:
             bos, eos = beside.borders

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from monograph.data.files import parse_json, read_input
+from monograph.data.files import parse_json
 from monograph.device import Device, clock, default_device, measured_matmul_flops
+from monograph.errors import Unreadable
+from monograph.files import contents
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
@@ -38,8 +40,13 @@ class Calibration:
         self._file = file
         self._seen: dict[str, list[float]] = {}
         self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
-        with suppress(OSError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
-            found = parse_json(read_input(file))
+        self._unread = False
+        with suppress(ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
+            try:
+                found = parse_json(contents(file) or b"")
+            except Unreadable:
+                self._unread = True
+                return
             if found.get("schema") == SCHEMA:
                 self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in found["seen"].items()}
                 for kind, beyond in found.get("beyond", {}).items():
@@ -85,6 +92,8 @@ class Calibration:
         self._write()
 
     def _write(self) -> None:
+        if self._unread:  # it would lose what was seen before
+            return
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)

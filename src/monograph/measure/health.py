@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from monograph.device import clock
+from monograph.files import is_folder
 
 PROBE_BYTES = 1 << 25
 FEWEST_FILES = 256  # a run holds some dozens open
@@ -28,7 +29,7 @@ class Disk(NamedTuple):
 
 def disk(folder: Path) -> Disk:
     """Write 32 MiB durably below a folder, or below the nearest one above it that is there, and take them away."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if is_folder(each))
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
             began = clock()

@@ -16,8 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from monograph import compat
-from monograph.data.files import read_input, temporary_folder
+from monograph.data.files import temporary_folder
 from monograph.errors import DiskFull
+from monograph.files import read_input
 from monograph.optim import Plane
 
 

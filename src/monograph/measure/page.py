@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
-from monograph.data.files import read_input
+from monograph.files import contents
 from monograph.measure.figures import Drawing
 from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
 
@@ -207,7 +207,7 @@ def folded(name: str, text: str) -> str:
 def config_of(folder: Path) -> str:
     """A run's config.toml, folded up; nothing where it has none."""
     config = folder / "config.toml"
-    return folded(config.name, read_input(config).decode()) if config.exists() else ""
+    return folded(config.name, (contents(config) or b"").decode("utf-8"))
 
 
 def _inline(drawing: Drawing) -> str:

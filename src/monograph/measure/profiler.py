@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, record_function
 from monograph.compat import quiet_profiler, watched_kernels
 from monograph.device import clock, synchronize
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.files import is_folder
 from monograph.measure import trace
 from monograph.measure.bottleneck import Machine, Verdict, verdict
 from monograph.measure.intervals import unwatched
@@ -75,7 +76,7 @@ def profile(
         DiskFull: the trace could not be written.
     """
     file = Path(file)
-    if not file.parent.is_dir():
+    if not is_folder(file.parent):
         raise InputRefused(f"{file.parent}: no such folder for the trace; make it, or name another")
     quiet_profiler()
     windows = iter(windows)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from monograph.data.files import inside, read_json
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
+from monograph.files import exists, is_file
 from monograph.graph.lora import Adapted, Lora, adapt, adapters
 from monograph.graph.narrowing import narrow
 from monograph.graph.precision import Precision
@@ -60,7 +61,7 @@ class Adapter(NamedTuple):
         Raises:
             InputRefused: another one.
         """
-        if config is None or not (self.folder / BASE).exists():
+        if config is None or not exists(self.folder / BASE):
             return
         if read_json(inside(self.folder, BASE)).get("config_sha256") != config_digest(config):
             raise InputRefused(
@@ -71,7 +72,7 @@ class Adapter(NamedTuple):
     @property
     def weights_sha256(self) -> str | None:
         """The digest of its base's weights, None where the folder does not say it, as PEFT's own do not."""
-        if not (self.folder / BASE).exists():
+        if not exists(self.folder / BASE):
             return None
         found = read_json(inside(self.folder, BASE)).get("weights_sha256")
         return found if isinstance(found, str) else None
@@ -80,7 +81,7 @@ class Adapter(NamedTuple):
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter and no model."""
     folder = Path(folder)
-    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+    return is_file(folder / CONFIG) and not exists(folder / "config.json")
 
 
 def config_digest(config: LlamaConfig) -> str:
@@ -281,7 +282,7 @@ def resolved_base(adapter: Adapter) -> str:
         InputRefused: it is not there; nothing is fetched from the network.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
-        if adapter.base and path.exists():
+        if adapter.base and exists(path):
             return str(path.resolve())
     raise InputRefused(
         f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "

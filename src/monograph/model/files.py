@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.data.files import inside, open_input, read_json
+from monograph.data.files import inside, read_json
 from monograph.errors import DiskFull, InputRefused
+from monograph.files import entries, error_number, exists, is_folder, open_input, unreadable
 from monograph.graph.merging import Plain
 from monograph.model import layout
 
@@ -42,7 +42,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights, sound or not."""
-    return any((folder / name).exists() for name in (_SINGLE, _INDEX))
+    return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -51,9 +51,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
     """
-    if (folder / _SINGLE).exists():
+    if exists(folder / _SINGLE):
         return read_header(inside(folder, _SINGLE))
-    if not (folder / _INDEX).exists():
+    if not exists(folder / _INDEX):
         raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
     weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -101,12 +101,12 @@ def _opened(path: Path) -> Iterator[Any]:
             layout.header_bytes(file.read(layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        layout.LayoutError,
-    ) as error:  # the last by torch, which maps the file
+    # Two of them by torch, which maps the file, and by safetensors where the system has no memory for that.
+    except (SafetensorError, OSError, RuntimeError, MemoryError, layout.LayoutError) as error:
+        if error_number(error):
+            raise unreadable(path, error) from None
+        if isinstance(error, MemoryError):
+            raise
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
 
 
@@ -157,7 +157,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         DiskFull: no space left.
     """
     target = target.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if exists(target) and (not is_folder(target) or entries(target)):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -168,8 +168,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             partial.rename(target)
             _sync(target.parent)
     except (OSError, SafetensorError) as error:
-        reported = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
-        number = int(reported[1]) if reported else getattr(error, "errno", None)
+        number = error_number(error)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error

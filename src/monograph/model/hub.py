@@ -17,6 +17,7 @@ from torch import Tensor
 from monograph.data.companions import Companions
 from monograph.data.files import inside, read_json
 from monograph.errors import InputRefused
+from monograph.files import exists, is_folder
 from monograph.graph.merging import plain_parameters
 from monograph.graph.windows import kept_dtype, settle, windowed
 from monograph.model.config import LlamaConfig
@@ -74,7 +75,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; names file and key.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
     path = inside(folder, "config.json")
     values = read_json(path)
@@ -151,7 +152,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
 def tokenizer_file(folder: str | Path) -> Path | None:
     """The folder's tokenizer.json, or None where it has none."""
     folder = Path(folder)
-    return inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
 
 def save_model(

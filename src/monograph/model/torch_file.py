@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.data.files import open_input
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, MonographError
+from monograph.files import open_input, readable
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored
@@ -58,11 +58,12 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        _require_stored(path)
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with readable(path):
+            _require_stored(path)
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
-    except InputRefused:
+    except MonographError:
         raise
     except Exception as error:  # the unpickler raises whatever a damaged file makes it run into
         line = (str(error).splitlines() or [""])[0][:100]

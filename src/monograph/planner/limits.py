@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from monograph.device import Device, describe
+from monograph.files import exists
 from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE
 from monograph.stream.clock import Link
@@ -60,4 +61,4 @@ class Limits:
 
 def _there(folder: Path) -> Path:
     """The folder, or of those that it will be made in the one that is there."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return next(each for each in (folder, *folder.absolute().parents) if exists(each))

@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import open_input, read_input
-from monograph.errors import DiskFull, InputRefused, RunInUse
+from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
+from monograph.files import contents, entries, exists, is_file, is_folder, open_input, read_input, status
 from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, record, runs_in, serial
 from monograph.terminal import shell_words
 
@@ -91,8 +91,8 @@ class Run:
         sweep, of which one run must be named.
         """
         folder, at = cls.located(name, root), checkpoint_named(Path(name))
-        if (folder / SWEEP).is_file():
-            best = "best" if (folder / "best").exists() else "members/000"
+        if is_file(folder / SWEEP):
+            best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
         return cls(folder, at)
 
@@ -108,14 +108,14 @@ class Run:
             folder = runs[-1].joinpath(*inner)
         if checkpoint_named(folder) is not None:
             folder = folder.parent.parent
-        if not (folder / "run.lock").is_file():
-            found = "there is no such folder" if not folder.exists() else "it has no run.lock"
+        if not is_file(folder / "run.lock"):
+            found = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {found}{hint}")
         run = Run(folder)
         for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
-            if path.exists() and not path.is_file():
+            if exists(path) and not is_file(path):
                 raise InputRefused(f"{path}: expected a regular file; put it back")
         return folder
 
@@ -127,13 +127,15 @@ class Run:
     @property
     def begun(self) -> bool:
         """Whether its settings are written: from then on it can be resumed."""
-        return self.config.is_file()
+        return is_file(self.config)
 
     @property
     def handle(self) -> str:
         """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
-        runs = runs_in(DEFAULT_ROOT)
-        return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+        with suppress(Unreadable):  # which run is the newest
+            runs = runs_in(DEFAULT_ROOT)
+            return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+        return str(self.folder)
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
@@ -193,11 +195,12 @@ class Run:
     @property
     def metrics_offset(self) -> int:
         """Length of metrics.jsonl in bytes, for a checkpoint to record."""
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
+        found = status(self.metrics)
+        return found.st_size if found else 0
 
     def sync_metrics(self) -> int:
         """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
-        if self.metrics.exists():
+        if exists(self.metrics):
             with explained(self.metrics), open_input(self.metrics) as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
@@ -217,7 +220,7 @@ class Run:
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
                 f"missing; {instead}"
             )
-        if self.metrics.exists():
+        if exists(self.metrics):
             self._parsed(self._metrics()[:offset])
             found = self.metrics_digest(offset)
             if sha256 not in (None, found):
@@ -272,19 +275,19 @@ def claim_new_folder(root: Path) -> Path:
 
 
 def _claim_given_folder(folder: Path) -> Path:
-    if folder.exists() and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "run.lock").exists() and any(folder.iterdir()):
+    if not exists(folder / "run.lock") and entries(folder):
         raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
     return folder
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
-    lock = folder / "run.lock"
-    ours = lock.is_file() and _RECORD.startswith(read_input(lock).rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
-    return ours and {path.name for path in folder.iterdir()} <= _BEFORE_IT_BEGAN
+    found = contents(folder / "run.lock")
+    ours = found is not None and _RECORD.startswith(found.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
+    return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _drop_text(folder: Path) -> None:
@@ -302,7 +305,9 @@ def _already_a_run(folder: Path) -> InputRefused:
 
 
 def _in_use(folder: Path) -> RunInUse:
-    holder = record(folder)
+    holder: dict[str, Any] = {}
+    with suppress(Unreadable):  # it is in use all the same
+        holder = record(folder)
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.files import read_input
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
+from monograph.files import contents, exists
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
 from monograph.graph.windows import require_finite, settle, windowed
@@ -178,7 +178,7 @@ def _load(
         shape, tensors = torch_file.read(Path(folder), sizes)
         own = {name: windowed(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
-    if not Path(folder).exists():
+    if not exists(folder):
         raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
     return hub.mapped_model(folder, dtype)
 
@@ -237,8 +237,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     """
     recorded = state.get("tokenizer")
     try:
-        stored = read_input(run.tokenizer, MAX_FILE_BYTES).rstrip() if run.tokenizer.is_file() else b""
-        own = hashlib.sha256(stored).hexdigest() == recorded
+        own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
         found = tokenizer.digest
         if recorded not in (None, found):

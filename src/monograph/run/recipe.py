@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from monograph.errors import InputRefused
+from monograph.files import is_file, is_folder
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
@@ -137,19 +138,19 @@ def names_run(folder: str | Path) -> bool:
     path = Path(folder)
     if checkpoint_named(path) is not None:
         path = path.parent.parent
-    return path.parts[:1] == ("last",) or (path / "run.lock").is_file()
+    return path.parts[:1] == ("last",) or is_file(path / "run.lock")
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
     """The shape that a Hugging Face folder's config.json gives; None of anything else, which only loading tells."""
     if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
         return None
-    return hub.read_config(folder) if Path(folder).is_dir() else None
+    return hub.read_config(folder) if is_folder(folder) else None
 
 
 def is_weight_file(name: str | Path) -> bool:
     """Whether that names a file of torch.save, there or not, and neither a run nor a folder."""
-    return str(name).endswith(WEIGHT_FILES) and not Path(name).is_dir()
+    return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
 def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:

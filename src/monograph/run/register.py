@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import re
 import time
@@ -9,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import open_input, parse_json, read_input
+from monograph.data.files import parse_json
+from monograph.errors import Unreadable
+from monograph.files import contents, entries, is_file, open_input
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
@@ -27,12 +30,23 @@ def checkpoint_named(path: Path) -> int | None:
 
 def runs_in(root: Path) -> list[Path]:
     """Folders of `root` that are runs which have begun, oldest first."""
-    return [folder for folder in locked_in(root) if (folder / CONFIG).is_file()]
+    return [folder for folder in locked_in(root) if is_file(folder / CONFIG)]
 
 
 def locked_in(root: Path) -> list[Path]:
-    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name."""
-    return sorted((lock.parent for lock in root.glob("*/run.lock")), key=lambda run: (serial(run), _natural(run.name)))
+    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name.
+
+    Not those of other people, which may not be looked at. Raises Unreadable: which run is the newest is then unknown.
+    """
+    found = []
+    for folder in entries(root):
+        try:
+            if is_file(folder / "run.lock"):
+                found.append((serial(folder), _natural(folder.name), folder))
+        except Unreadable as error:
+            if error.errno != errno.EACCES:
+                raise
+    return [folder for *_, folder in sorted(found)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -43,19 +57,18 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def serial(folder: Path) -> int:
     """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say.
 
-    What follows the number is written anew by each process, and may be cut off.
+    What follows the number is written anew by each process, and may be cut off. Raises Unreadable.
     """
-    with suppress(OSError):
-        if found := _SERIAL.match(read_input(folder / "run.lock")):
-            return int(found[1])
-    return 0
+    found = _SERIAL.match(contents(folder / "run.lock") or b"")
+    return int(found[1]) if found else 0
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it."""
-    with suppress(OSError):
-        return parsed(read_input(folder / "run.lock"))
-    return {}
+    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it.
+
+    Raises Unreadable.
+    """
+    return parsed(contents(folder / "run.lock") or b"")
 
 
 def wait_until_free(folder: Path, limit_s: float) -> None:

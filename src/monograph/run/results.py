@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monograph.errors import InputRefused
+from monograph.files import entries, exists, is_file
 from monograph.interrupts import taken_back
 from monograph.run.folder import claim_new_folder, explained
 
@@ -19,10 +20,10 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         InputRefused: `out` is a file, holds something, or cannot be made.
         DiskFull: it cannot be made for want of space.
     """
-    if out is not None and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
+    if out is not None and (is_file(out) or entries(out)):
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
     given = root if out is None else out
-    new = [each for each in (given, *given.parents) if not each.exists()]
+    new = [each for each in (given, *given.parents) if not exists(each)]
     with explained(given):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from monograph.data.place import state_root
 from monograph.errors import InputRefused
+from monograph.files import read_input
 
 OPTION = "--trust-code"
 MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
@@ -54,11 +55,7 @@ def code_digest(init: str) -> str:
     """
     file, where = code_file(init) or Path(init), f"model.init = {init!r}"
     try:
-        if not file.is_file() and file.exists():
-            raise InputRefused(f"{where}: {file}: expected a regular file")
-        if file.stat().st_size > MOST_CODE_BYTES:
-            raise InputRefused(f"{where}: {file}: expected a program, of {MOST_CODE_BYTES:,} bytes at most")
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256(read_input(file, MOST_CODE_BYTES)).hexdigest()
     except OSError as error:
         raise InputRefused(
             f"{where}: {file} cannot be read ({error.strerror}); it is looked for from {Path.cwd()}"
@@ -80,7 +77,7 @@ def marked(text: str, inits: Collection[str | None]) -> str:
 def is_ours(config: Path, inits: Collection[str | None]) -> bool:
     """Whether this user wrote that config.toml on this machine, and with that code as it is now; see `marked`."""
     try:
-        text, _, mark = config.read_text(encoding="utf-8").rpartition(_MARK)
+        text, _, mark = read_input(config).decode().rpartition(_MARK)
         return hmac.compare_digest(mark.strip().encode(), _mark(text, inits).encode())
     except (OSError, ValueError, InputRefused):
         return False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.files import is_file
 from monograph.model import adapter, hub
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
@@ -44,7 +45,7 @@ def tokenizer_of(folder: str | Path) -> Path:
     path = own_file(folder)
     if path is None and adapter.is_adapter(folder):
         return tokenizer_of(adapter.resolved_base(adapter.read_adapter(folder)))
-    if path is None or not path.is_file():
+    if path is None or not is_file(path):
         raise InputRefused(
             f"{folder}: there is no tokenizer.json; put the model's beside its weights, "
             "or to train on it name it as data.tokenizer"
@@ -65,7 +66,7 @@ def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> 
         InputRefused: an id that both have stands for another text, or the model's file cannot be read.
     """
     path = own_file(base)
-    if path is None or not path.is_file():
+    if path is None or not is_file(path):
         return Vocabulary(None, tokenizer.vocab_size)
     own, ours = tokenizer_file.texts(tokenizer_file.read(path), str(path)), tokenizer.texts()
     for index in sorted(own.keys() & ours.keys()):

@@ -10,6 +10,7 @@ import torch
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
+from monograph.files import exists
 from monograph.graph.lora import Lora
 from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
@@ -66,7 +67,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
         )
     found = lora_of(settings)
     assert found is not None
-    place = {"model.init": str(Path(init).resolve())} if Path(init).exists() else {}
+    place = {"model.init": str(Path(init).resolve())} if exists(init) else {}
     return place | _values(found)
 
 

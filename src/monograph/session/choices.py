@@ -15,10 +15,11 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
-from monograph.data.files import parse_json, read_input
+from monograph.data.files import parse_json
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.files import contents, entries, exists, is_file
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
 from monograph.run.folder import Run
@@ -59,7 +60,7 @@ def sized(settings: Settings, *, built: bool = True) -> Settings:
     preset = str(chosen.get("model.preset", model.preset))
     chosen |= fixed_lora(settings)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
-    shape_alone = not built and model.init is not None and Path(model.init, "config.json").is_file()
+    shape_alone = not built and model.init is not None and is_file(Path(model.init, "config.json"))
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if settings.optim.transfer != "none":
         drawn = None if model.init else recipe.shape(vocab_size=1)
@@ -194,7 +195,7 @@ def _moved(memory: str, own: Settings) -> dict[str, Any]:
 def parent_named(name: str) -> tuple[Run, int | None]:
     """The run, and the update if one is given, that RUN[@UPDATE] names."""
     run, _, update = name.rpartition("@")
-    if run and not update.isdecimal() and not Path(name).exists():
+    if run and not update.isdecimal() and not exists(name):
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
     parent = Run.open(run if run and update.isdecimal() else name)
     return parent, int(update) if run and update.isdecimal() else parent.at
@@ -276,10 +277,11 @@ def record_parent(run: Run, parent: Run, at: int | None) -> None:
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
     """What `record_parent` wrote down, None for a run that branches from none; raises InputRefused if it is damaged."""
-    if not run.parent_file.exists():
+    content = contents(run.parent_file)
+    if content is None:
         return None
     try:
-        record = parse_json(read_input(run.parent_file))
+        record = parse_json(content)
         return Run(Path(record["run"])), record["update"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
@@ -289,9 +291,9 @@ def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
     beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
     written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
-    for path in [*written, *run.folder.glob("*.partial")]:
+    for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
         path.unlink(missing_ok=True)
-    if not any(run.folder.iterdir()):
+    if not entries(run.folder):
         run.folder.rmdir()
 
 

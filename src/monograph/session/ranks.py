@@ -15,9 +15,10 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
-from monograph.data.files import parse_json, read_input
+from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
+from monograph.files import contents
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
@@ -193,8 +194,8 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
 def _require_not_ended(world: World, kept: Path) -> None:
     before: dict[str, Any] | None = None
     if world.leads and world.attempt:
-        with suppress(OSError, ValueError):
-            before = parse_json(read_input(kept))
+        with suppress(ValueError):
+            before = parse_json(contents(kept) or b"")
     # What was only stopped, a launcher that starts it again means to go on.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:

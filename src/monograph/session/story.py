@@ -8,14 +8,14 @@ import math
 import statistics
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from monograph import compat
-from monograph.data.files import parse_json, read_input
+from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.evaluation import Evaluation, evaluate
+from monograph.files import contents, exists
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import reset_peak_memory
@@ -274,11 +274,9 @@ class Story:
         if not self.session.world.leads:
             return {}
         kept = corpus.folder / "yardsticks.json"
-        try:
-            found: dict[str, float] = parse_json(read_input(kept))
+        with suppress(ValueError):
+            found: dict[str, float] = parse_json(contents(kept) or b"")
             return found
-        except (OSError, ValueError):
-            pass
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
@@ -294,4 +292,4 @@ class Story:
 def _free() -> str:
     """A folder name that nothing has here yet."""
     names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
-    return next(name for name in names if not Path(name).exists())
+    return next(name for name in names if not exists(name))

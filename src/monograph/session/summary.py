@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from monograph.errors import InputRefused
+from monograph.files import is_folder
 from monograph.run.folder import Run
 
 
@@ -16,7 +17,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
         last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
-    if summary and not (run.checkpoints / f"step-{summary['update']:08d}").is_dir():
+    if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
         return None
     return summary
 

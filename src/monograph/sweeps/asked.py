@@ -13,6 +13,7 @@ from monograph.config.axes import SEED, Axis, Point, axes_of, points
 from monograph.config.recorded import hold_to_its_run, run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
+from monograph.files import is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recipe import Recipe
 from monograph.run.register import SWEEP, runs_in
@@ -100,18 +101,18 @@ def usual_axes(settings: Settings) -> list[Axis]:
 
 def of_newest_run() -> Settings:
     """The newest run's model, text and optimizer, or the defaults where there is no run; short."""
-    runs = [folder for folder in runs_in(DEFAULT_ROOT) if not (folder / SWEEP).is_file()]
+    runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
         return load(None, {}).resolve(short, ORIGIN)
     run = Run(runs[-1])
     own = run_settings(run)
     kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
-    if run.tokenizer.is_file():
+    if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
     return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN)
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
     """Whether the command line names a sweep that is there and nothing else."""
-    return not arguments and samples is None and out is not None and (out / SWEEP).is_file()
+    return not arguments and samples is None and out is not None and is_file(out / SWEEP)

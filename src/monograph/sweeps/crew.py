@@ -20,6 +20,7 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.files import entries
 from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
@@ -278,7 +279,7 @@ def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
 def _common(crew: Crew, ended: dict[int, int]) -> int:
     """The newest update of which every member that had not diverged by then has a sound checkpoint."""
     saved = [
-        {int(path.name[5:]) for path in session.run.checkpoints.glob("step-*") if path.name[5:].isdecimal()}
+        {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
         for session in crew.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):

@@ -15,8 +15,9 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
 from monograph.config.recorded import run_settings
-from monograph.data.files import parse_json, read_input
+from monograph.data.files import parse_json
 from monograph.errors import InputRefused, UsageError
+from monograph.files import contents, is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
@@ -50,7 +51,7 @@ class Sweep:
             UsageError: `out` holds another sweep.
             InputRefused: `out` cannot be used, or its sweep.json is damaged.
         """
-        if out is not None and (out / SWEEP).is_file():
+        if out is not None and is_file(out / SWEEP):
             found = cls.open(out)
             if found.record["asked"] != asked(settings, points):
                 raise UsageError(
@@ -79,19 +80,20 @@ class Sweep:
             InputRefused: there is none, or its record is damaged.
         """
         if folder is None:
-            sweeps = [each for each in runs_in(DEFAULT_ROOT) if (each / SWEEP).is_file()]
+            sweeps = [each for each in runs_in(DEFAULT_ROOT) if is_file(each / SWEEP)]
             if not sweeps:
                 raise InputRefused(f"no sweep in {DEFAULT_ROOT}/ yet: start one with `monograph sweep`")
             folder = sweeps[-1]
         path = folder / SWEEP
-        if not path.is_file():
+        content = contents(path)
+        if content is None:
             raise InputRefused(f"{folder} is not a sweep: it has no {SWEEP}")
         try:
-            record = parse_json(read_input(path))
+            record = parse_json(content)
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError):
+        except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None
         return cls(Run(folder), record)
 

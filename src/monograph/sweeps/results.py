@@ -9,6 +9,7 @@ from typing import Any
 
 from monograph.config.axes import SEED
 from monograph.evaluation.noise import Setting, Table, tabulate, written
+from monograph.files import entries
 from monograph.run.folder import Run
 from monograph.session.summary import finished, standard_json
 from monograph.sweeps.folder import SCHEMA, Sweep
@@ -116,7 +117,7 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
     """(members, best) as `--json` gives them."""
     members = []
     for each in outcomes:
-        folders = sorted(each.run.checkpoints.glob("step-*"))
+        folders = entries(each.run.checkpoints, "step-")
         scores = {key: each.evaluation.get(key) for key in (NATS, BITS)}
         last: dict[str, Any] = next((row for row in reversed(each.rows) if "train_loss" in row), {})
         members.append({

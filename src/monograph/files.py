@@ -1,0 +1,178 @@
+"""Reads files and folders without taking what could not be read for what is not there.
+
+`Path.exists` and its like answer False to some errors of the system, in newer Pythons to all of them, and a folder that
+cannot be listed has no files for `glob`. What is decided by such an answer (that a run has not begun, that a checkpoint
+is incomplete, that a number starts at 0) costs data. So everything that looks at a person's files does it here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import glob
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from monograph.errors import InputRefused, Unreadable
+
+MOST_JSON_BYTES = 1 << 24  # the index of a model's weights has about 100 bytes for a tensor
+# Errors that say for certain what is there: nothing, or something else than a file.
+_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_REMEDIES = {
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "wait until other programs close some",
+    errno.ENOMEM: "free some memory, then run again",
+}
+
+
+def error_number(error: BaseException) -> int | None:
+    """The system's number of an error; safetensors and torch only write it into their text."""
+    if number := getattr(error, "errno", None):
+        return int(number)
+    written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
+    return next((number for number in written if os.strerror(number) in str(error)), None)
+
+
+def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefused | Unreadable:
+    """The refusal that says which file could not be read, why, and what to do; Unreadable unless nothing is there."""
+    number, named = error_number(error) or 0, getattr(error, "filename", None)
+    said = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
+    why = f"{named if isinstance(named, str) else path}: cannot be read: {said}"
+    if number in _CERTAIN:
+        return InputRefused(f"{why}; name one that is there, or leave it out")
+    return Unreadable(f"{why}; {_REMEDIES.get(number, 'run again when it can be')}", number)
+
+
+@contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """In the block, an error of the system is `Unreadable`, but for one that is certain about what is there.
+
+    Raises:
+        Unreadable: with the file that the error names, else `path`.
+        OSError: nothing is there, or no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.errno in _CERTAIN:
+            raise
+        raise unreadable(path, error) from error
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file that somebody gave; nothing else in the package opens one for reading. See `readable` for reading.
+
+    A FIFO would wait for its writer for ever, and a device may never end, so only a regular file is an input.
+
+    Raises:
+        Unreadable: see `readable`.
+        OSError: nothing is there, or a folder, a FIFO, a device or a socket.
+    """
+    with readable(path):  # without O_NONBLOCK, to open a FIFO is to wait already
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
+def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
+    """The content of such a file, of which no more is read than the file system says it has.
+
+    Raises:
+        Unreadable: see `readable`.
+        OSError: as `open_input` does, and for a file of more than `most_bytes` (None: of any size), which is not read.
+    """
+    with readable(path), open_input(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise OSError(errno.EINVAL, f"has more than {most_bytes >> 20} MiB, which no such file needs", str(path))
+        return file.read(size)
+
+
+def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
+    """The content of a file, None where there is no file of that name; raises as `read_input`."""
+    return read_input(path, most_bytes) if is_file(path) else None
+
+
+def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
+    """What the system says of a path, None where nothing is there; raises Unreadable.
+
+    Args:
+        path: of anything.
+        follow: whether of a link what it leads to is meant, else the link itself.
+    """
+    with suppress(OSError, ValueError), readable(path):  # the latter for a name with a NUL
+        return os.stat(path, follow_symlinks=follow)
+    return None
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether something is there; raises Unreadable."""
+    return status(path) is not None
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a regular file is there; raises Unreadable."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is there; raises Unreadable."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
+    """What a folder holds, by name, of names that begin with `prefix`; of no folder nothing. Raises Unreadable."""
+    with suppress(OSError, ValueError), readable(folder):
+        return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
+    return []
+
+
+def matching(pattern: str | os.PathLike[str]) -> list[Path]:
+    """What `glob.glob` finds for a pattern, `**` included; but a folder that cannot be listed is Unreadable."""
+    path = Path(pattern)
+    return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
+
+
+def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    if not parts:
+        yield folder
+        return
+    first, *_ = parts
+    if not glob.has_magic(first):
+        if parts[1:] or exists(folder / first):
+            yield from _matching(folder / first, parts[1:])
+        return
+    if first == "**" and (parts[1:] or is_folder(folder)):
+        yield from _matching(folder, parts[1:])
+    for each in entries(folder):
+        if each.name.startswith(".") and not first.startswith("."):
+            continue
+        if first == "**" and is_folder(each):
+            yield from _matching(each, parts)
+        elif fnmatch.fnmatchcase(each.name, first) and (not parts[1:] or is_folder(each)):
+            yield from _matching(each, parts[1:])
+
+
+def resolved(path: Path) -> Path:
+    """Where a file lies, all links followed.
+
+    Raises:
+        InputRefused: nothing is there.
+        Unreadable: a part of its path cannot be read.
+    """
+    try:
+        with readable(path):
+            return path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+        raise InputRefused(f"{path}: there is no such file") from error
