@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.errors import UsageError
 from monograph.step import Update
 
 
@@ -70,7 +71,12 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
 
     Yields:
         The update's numbers as device tensors; reading one waits for the device.
+
+    Raises:
+        UsageError: `batches` is a window itself.
     """
+    if isinstance(batches, (Mapping, Tensor)):
+        raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
     windows = iter(batches)
     while updates is None or engine.index < updates:
         window = next(windows, None)

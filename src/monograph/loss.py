@@ -1,23 +1,30 @@
 """Losses: what a training step minimises, as (sum over targets, number of targets).
 
 A loss is any callable `loss(model, batch) -> (sum, count)`. One that also has `count(batch)` tells how many targets a
-batch has without a forward pass, so that an update's total is known before its first backward.
+batch has without a forward pass, so that an update's total is known before its first backward. One that also has
+`fill`, numbers by name, promises that a row which holds these, and zeros in all other tensors, adds nothing to sum and
+count, so that a short micro-batch may be filled up with such rows.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.token_rows import rows_of
 from monograph.ops.cross_entropy import linear_cross_entropy
+from monograph.ranges import NOT_NEGATIVE
 
+IGNORE = -100  # torch's default ignore_index
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -27,11 +34,11 @@ class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Differentiable sum of the losses, and the number of targets summed (both 0-d)."""
+        """Differentiable sum of the losses, 0-d, and the number of targets summed, or the sum of their weights."""
         ...
 
-    def count(self, batch: Any) -> Tensor:
-        """The number of targets in the batch, 0-d integer tensor on the batch's device."""
+    def count(self, batch: Any) -> Tensor | float:
+        """The number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
         ...
 
 
@@ -43,6 +50,8 @@ class TokenLoss:
     The batch holds `tokens` and `targets` [B, T] int64, and where rows are packed `segments` and `positions` [B, T]
     int64.
     """
+
+    fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
     def __init__(self, impl: Literal["chunked", "reference"] = "chunked"):
         """`impl` chooses the cross-entropy: see `monograph.ops.cross_entropy.linear_cross_entropy`."""
@@ -58,19 +67,36 @@ class TokenLoss:
 
     def count(self, batch: Batch) -> Tensor:
         """Number of targets that are not -100, 0-d int64."""
-        return (batch["targets"] != -100).sum()
+        return (batch["targets"] != IGNORE).sum()
 
 
 token_loss = TokenLoss()
+
+
+def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
+    """What a row without targets holds by the loss's own word, None if it gives none.
+
+    Raises:
+        UsageError: it names a tensor that the batch lacks, or gives something else than numbers.
+    """
+    fill: Any = getattr(loss, "fill", None)
+    if fill is None:
+        return None
+    if not isinstance(fill, Mapping) or not all(isinstance(value, int | float) for value in fill.values()):
+        raise UsageError(f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}")
+    if missing := [name for name in fill if name not in batch]:
+        raise UsageError(f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}")
+    return fill
+
 
 _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor]:
-    """What a loss returned, its count as a tensor.
+    """What a loss returned, its count as `counted` gives it.
 
     Raises:
-        UsageError: it is no pair of a 0-d tensor and a number.
+        UsageError: it is no pair of a 0-d tensor and a count.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(_EXPECTED)
@@ -78,11 +104,31 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(total, Tensor) or total.ndim:
         found = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise UsageError(f"{_EXPECTED}; its sum is {found}, expected a tensor of one number: .sum()")
-    if isinstance(count, int):
-        count = torch.full((), count, device=total.device)  # which, unlike torch.tensor, waits for no copy
-    if not isinstance(count, Tensor) or count.ndim:
-        raise UsageError(f"{_EXPECTED}; its count is {type(count).__name__}, expected a whole number")
-    if count.is_floating_point():
-        kind = str(count.dtype).removeprefix("torch.")
-        raise UsageError(f"{_EXPECTED}; its count is {kind}, expected a whole number: .sum() of booleans, or .long()")
-    return total, count
+    return total, counted(count, total.device)
+
+
+def counted(count: Any, device: torch.device) -> Tensor:
+    """A count of targets, or a sum of their weights, as a 0-d fp64 tensor.
+
+    A tensor's number is not read: one below 0 becomes NaN, which refuses the update on the device.
+
+    Args:
+        count: a number of Python or numpy, or a 0-d tensor of whole numbers, booleans, fp32 or fp64.
+        device: of the result.
+
+    Raises:
+        UsageError: it is something else, or a number below 0 or not finite.
+    """
+    if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
+        count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
+    if isinstance(count, Tensor):
+        if count.ndim or count.dtype in (torch.float16, torch.bfloat16) or count.is_complex():
+            kind = str(count.dtype).removeprefix("torch.")
+            found = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
+            hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
+            raise UsageError(f"{_EXPECTED}; its count is {found}, expected one number: {hint}")
+        wide = count.to(device=device, dtype=torch.float64)
+        return torch.where(wide >= 0, wide, math.nan)
+    if not NOT_NEGATIVE.holds(count):
+        raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
+    return torch.full((), float(count), dtype=torch.float64, device=device)  # unlike torch.tensor, waits for no copy

@@ -6,7 +6,7 @@ Shapes: R rows of a window, M rows of a micro-batch.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -21,21 +21,23 @@ from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, Loss, token_loss
+from monograph.loss import Batch, Loss, fill_of, token_loss
 from monograph.optim import Optimizer, unlinked
+from monograph.ranges import COUNT
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step, Update, accumulate, update
 
-IGNORE = -100  # torch's default ignore_index
 T = TypeVar("T")
 
 
 class Resident:
     """Trains a module whose weights, gradients and optimizer state all live on one device.
 
-    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows;
-    where the batch has `targets` the last one is filled up with empty rows, so that shapes never change. Running out of
-    device memory halves the micro-batch, and at one row recomputes the blocks, and repeats the window, which by laws 2
+    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows. The
+    last one may have fewer. Where the loss says what a row without targets holds, by an attribute `fill` with values by
+    name (other tensors of such a row are zeros), the last one is filled up with such rows, so that shapes never change;
+    any other loss gets it as it is, which is one more graph where the step is captured. Running out of device memory
+    halves the micro-batch, and at one row recomputes the blocks, and repeats the window, which by laws 2
     and 3 changes no gradient; the change is announced through `announce`.
     """
 
@@ -68,9 +70,10 @@ class Resident:
         self._hold(micro_batch)
 
     def _hold(self, micro_batch: int | None, row_dim: int = 0) -> None:
-        if micro_batch is not None and micro_batch < 1:
-            raise UsageError(f"micro_batch = {micro_batch}: expected rows, at least 1, or None for all at once")
+        if micro_batch is not None and not COUNT.holds(micro_batch):
+            raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
         self.micro_batch, self._row_dim = micro_batch, row_dim
+        self._sizes = set[int]()  # rows of the micro-batches that the captured step was called with
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self.announce: Callable[[str], None] = lambda line: None
 
@@ -89,6 +92,7 @@ class Resident:
 
         def attempt() -> Trial:
             batch = next(self._micro_batches(window))
+            self._require_empty_rows_count_nothing(batch)
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
@@ -98,6 +102,20 @@ class Resident:
             return trial(self.model, loss)
 
         return self._fitting(window, attempt)
+
+    def _require_empty_rows_count_nothing(self, batch: Batch) -> None:
+        if (fill := fill_of(self.step.loss, batch)) is None:
+            return
+        empty = {name: torch.full_like(tensor, fill.get(name, 0)) for name, tensor in batch.items()}
+        count = self.step.count_targets(empty)
+        if count is None:
+            with torch.no_grad(), buffers_kept(self.model), self.step.context():
+                count = self.step.summed(empty)[1]
+        if bool(count.any()):
+            raise InputRefused(
+                f"the loss counts {float(count.max()):g} targets in rows that have none, by its fill "
+                f"{dict(fill)}: leave such rows out of sum and count, or set `fill = None` on it and none are added"
+            )
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
@@ -116,7 +134,7 @@ class Resident:
         try:
             graph.capture(step, backend, scope)
             with buffers_kept(self.model):
-                self._fitting(window, lambda: self._warm(next(self._micro_batches(window))))
+                self._fitting(window, lambda: self._warm_all(window))
         except Exception as error:
             graph.release(step)
             step.discard()
@@ -125,6 +143,13 @@ class Resident:
                 raise
             return str(error)
         return None
+
+    def _warm_all(self, window: Batch) -> None:
+        """Warm the graphs of each size that the window's micro-batches have: the last one may be shorter."""
+        by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
+        self._sizes = set(by_rows)
+        for batch in by_rows.values():
+            self._warm(batch)
 
     def _warm(self, batch: Batch) -> None:
         step = self.step
@@ -176,7 +201,7 @@ class Resident:
         gc.collect()
         if self.step.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.announce(f"out of memory at {rows} {'row' if rows == 1 else 'rows'}: {change}, the update stays the same")
+        self.announce(f"out of memory at {_rows(rows)}: {change}, the update stays the same")
 
     def _recompute(self) -> bool:
         """Keep nothing but the blocks' inputs from now on; False where that is so already, or there are no blocks."""
@@ -273,19 +298,47 @@ class Resident:
         for start in range(0, rows, size):
             parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
             part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
-            yield self._filled(part, size) if "targets" in part else part
+            yield self._filled(part, size)
 
     def _rows(self, window: Batch) -> int:
-        return next(iter(window.values())).shape[self._row_dim]
+        """How many rows a window has.
+
+        Raises:
+            UsageError: it is no dict of tensors that all have so many, or has none.
+        """
+        if not isinstance(window, Mapping):
+            raise UsageError(f"a window is a {type(window).__name__}: expected a dict of tensors, by name")
+        found = dict[str, int]()
+        for name, tensor in window.items():
+            if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
+                what = f"a tensor of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+                raise UsageError(
+                    f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
+                    f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
+                )
+            found[name] = tensor.shape[self._row_dim]
+        if len(set(found.values())) != 1 or 0 in found.values():
+            raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {found}")
+        return next(iter(found.values()))
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
-        """The batch with empty rows appended, which add nothing to sum, count or gradient: nothing is predicted."""
-        dim, missing = self._row_dim, rows - self._rows(batch)
-        if not missing:
+        """The batch with rows appended that add nothing to sum, count or gradient, if the loss says what these hold."""
+        dim = self._row_dim
+        own = next(iter(batch.values())).shape[dim]
+        if own == rows:
             return batch
-        shapes = {name: (*t.shape[:dim], missing, *t.shape[dim + 1 :]) for name, t in batch.items()}
-        empty = {name: t.new_full(shapes[name], IGNORE if name == "targets" else 0) for name, t in batch.items()}
+        if (fill := fill_of(self.step.loss, batch)) is None:
+            if self._captured and own not in self._sizes:
+                self._sizes.add(own)
+                self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
+            return batch
+        shapes = {name: (*t.shape[:dim], rows - own, *t.shape[dim + 1 :]) for name, t in batch.items()}
+        empty = {name: t.new_full(shapes[name], fill.get(name, 0)) for name, t in batch.items()}
         return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
+
+
+def _rows(number: int) -> str:
+    return f"{number} row" if number == 1 else f"{number} rows"
 
 
 def out_of_memory(error: BaseException | None) -> bool:

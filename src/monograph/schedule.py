@@ -5,11 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from monograph.errors import UsageError
+from monograph.ranges import NOT_NEGATIVE, between
+
 Schedule = Callable[[int], float]
+
+
+def factor_at(schedule: Schedule, index: int) -> float:
+    """The schedule's factor of update `index`.
+
+    Raises:
+        UsageError: it is no finite number of 0 or more; nothing was updated by it.
+    """
+    factor = schedule(index)
+    if not NOT_NEGATIVE.holds(factor):
+        raise UsageError(
+            f"the schedule returned {factor!r} for update {index}: expected a factor of the learning rate, "
+            f"{NOT_NEGATIVE.expected}; the weights are those of before this update"
+        )
+    return factor
 
 
 def constant(warmup: int = 0) -> Schedule:
     """factor(i) = min(1, (i + 1) / warmup), for i = 0, 1, ... counting updates."""
+    _require(warmup=warmup)
 
     def factor(index: int) -> float:
         return min(1.0, (index + 1) / warmup) if warmup else 1.0
@@ -29,7 +48,11 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
         total: updates of the whole run; later indices have `final`.
         final: the factor that update `total` would have. The last update has more, so that none is wasted where
             `final` is 0.
+
+    Raises:
+        UsageError: a number below 0, or none.
     """
+    _require(warmup=warmup, total=total, final=final)
 
     def factor(index: int) -> float:
         if index < warmup:
@@ -56,7 +79,12 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
         total: updates of the whole run; later indices have `final`.
         decay: share of the run that is the decay; a longer warm-up shortens it.
         final: the factor that update `total` would have.
+
+    Raises:
+        UsageError: a number below 0, or none; a decay above 1.
     """
+    _require(warmup=warmup, total=total, final=final)
+    between(0, 1).require("decay", decay)
     first = max(warmup, total - max(1, round(decay * total)))
 
     def factor(index: int) -> float:
@@ -78,3 +106,8 @@ def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Sched
         return schedule(max(0, first - 1)) * (1.0 - progress) + final * progress
 
     return factor
+
+
+def _require(**numbers: float) -> None:
+    for name, value in numbers.items():
+        NOT_NEGATIVE.require(name, value)

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from monograph.errors import UsageError
+from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
 from monograph.optim import Group, Muon, Optimizer
 
@@ -162,7 +163,7 @@ class WidthTransfer:
             UsageError: the model has a parameter that the table has no row for.
         """
         found = self.factors()
-        for name, parameter in model.named_parameters():
+        for name, parameter in unwrapped(model).named_parameters():
             parameter.mul_(found[_pattern(name, found)].init)
 
     def optimizer(self, optim: Optimizer) -> Optimizer:

@@ -146,10 +146,14 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
     assert plain.token_ids == done.token_ids and plain.logprobs is None
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"n": 0}, {"stop": [""]}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"n": 0}, {"n": True}, {"stop": [""]}, {"stop": "END"}, {"sampling": [Sampling()] * 2}]
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], **wrong)
+    with pytest.raises(UsageError, match="prompts is one text, .*: give a list, \\['once'\\]"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, "once")
     with pytest.raises(UsageError, match="prompts: expected at least one"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, [])
     with pytest.raises(UsageError, match="logit_bias has the id 259"):

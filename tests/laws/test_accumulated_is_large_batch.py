@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from batches import flat_gradient, large_batch_gradient, ragged, rows_of, tiny_llama
+from monograph.compat import captured_graphs
+from monograph.ensemble import Ensemble
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import capture
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
@@ -88,6 +94,167 @@ def test_a_loss_that_cannot_count_gives_the_same_update():
         torch.testing.assert_close(asdict(one), asdict(other), rtol=1e-12, atol=0)
     for name, tensor in counted.model.state_dict().items():
         torch.testing.assert_close(tensor, uncounted.model.state_dict()[name], rtol=0, atol=1e-9)
+
+
+# ---- losses of one's own: float targets, counts of any kind, weights -------------------------------------------------
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def measured(rows, seed=0):
+    """Rows whose tensors have the names that a window of text has, and other kinds of numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets, weights = torch.randn(rows, 5, generator=generator, dtype=torch.float64).split([3, 1, 1], dim=1)
+    return {"tokens": tokens, "targets": targets.squeeze(1), "weights": weights.squeeze(1).square()}
+
+
+def errors(model, batch):
+    return (model(batch["tokens"]).squeeze(-1) - batch["targets"]).square()
+
+
+def weighted(model, batch):
+    return (errors(model, batch) * batch["weights"]).sum(), batch["weights"].sum()
+
+
+class Counted:
+    """The same, and it knows the sum of the weights before; a row without weight adds nothing."""
+
+    fill = {"weights": 0.0}  # noqa: RUF012
+
+    def __call__(self, model, batch):
+        return weighted(model, batch)
+
+    def count(self, batch):
+        return batch["weights"].sum()
+
+
+OWN = {
+    "float targets": lambda model, batch: (errors(model, batch).sum(), torch.tensor(len(batch["targets"]))),
+    "len": lambda model, batch: (errors(model, batch).sum(), len(batch["targets"])),
+    "numpy": lambda model, batch: (errors(model, batch).sum(), np.int64(len(batch["targets"]))),
+    "weights": weighted,
+    "weights in numpy": lambda model, batch: (weighted(model, batch)[0], batch["weights"].numpy().sum()),
+    "weights, filled": Counted(),
+}
+
+
+def large_batch(model, loss, window):
+    """(mean, count, gradient) of the one large batch."""
+    model.zero_grad()
+    total, count = loss(model, window)
+    mean = total / float(count)
+    mean.backward()
+    return float(mean.detach()), float(count), flat_gradient(model)
+
+
+@pytest.mark.parametrize("rows, micro_batch", [(7, 3), (5, 4), (8, None)])
+@pytest.mark.parametrize("loss", OWN)
+def test_a_loss_of_ones_own_gives_the_large_batch_whatever_its_tensors_are_called(loss, rows, micro_batch):
+    """sum(w l) / sum(w), and the mean over any targets, for a short last micro-batch, alone and as a member."""
+    window, exact = measured(rows), functools.partial(pytest.approx, rel=1e-12)
+    mean, count, gradient = large_batch(network(), OWN[loss], window)
+    options = {"loss": OWN[loss], "micro_batch": micro_batch}
+    alone, together = Resident(network(), **options), Ensemble([network(), network()], **options)
+    total, counted = alone.evaluate(window)
+    assert float(total / counted) == exact(mean)
+    alone.accumulate(window)
+    divisor = 1.0 if isinstance(OWN[loss], Counted) else alone.step.count
+    assert relative_error(flat_gradient(alone.model) / divisor, gradient) <= 1e-12
+    together.accumulate(window)
+    for done in (alone.update(), together.update()):
+        for found, expected in ((done.loss, mean), (done.count, count), (done.grad_norm, float(gradient.norm()))):
+            assert found.flatten().tolist() == [exact(expected)] * found.numel()
+
+
+def test_tiny_weights_are_not_rounded_up_to_one_target():
+    window = measured(6)
+    window["weights"] *= 1e-6 / float(window["weights"].sum())
+    engine = Resident(network(), loss=Counted(), micro_batch=4)
+    first = large_batch(network(), weighted, {name: tensor[:4] for name, tensor in window.items()})[0]
+    assert engine.trial(window).loss == pytest.approx(first, rel=1e-12)
+    engine.accumulate(window)
+    assert relative_error(flat_gradient(engine.model), large_batch(network(), weighted, window)[2]) <= 1e-12
+    assert int(engine.update().skipped) == 0
+
+
+@pytest.mark.parametrize("count", [-1, -0.5, math.nan, math.inf, "three", True, np.float64("nan"), torch.ones(2)])
+def test_a_count_that_is_none_is_refused(count):
+    engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum(), count))
+    with pytest.raises(UsageError, match="its count is .*expected"):
+        engine.accumulate(measured(3))
+
+
+@pytest.mark.parametrize("number", [-1, -3.5, math.nan, math.inf])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_tensor_below_0_or_not_finite_as_a_count_costs_its_update(number, counted):
+    """It stays on the device, which decides: even where the window's other counts make up for it."""
+    loss = (lambda: Counted if counted else type("Loss", (), {"__call__": Counted.__call__}))()()
+    engine, window = Resident(network(), loss=loss, micro_batch=2), measured(4)
+    window["weights"] = torch.tensor([number, 0.0, 50.0, 50.0], dtype=torch.float64)
+    before = [parameter.clone() for parameter in engine.model.parameters()]
+    engine.accumulate(window)
+    assert int(engine.update().skipped) == 1
+    assert all(torch.equal(*pair) for pair in zip(engine.model.parameters(), before, strict=True))
+
+
+def test_a_micro_batch_without_targets_may_have_a_constant_loss():
+    def loss(model, batch):
+        real = batch["weights"] > 0
+        if not real.any():
+            return torch.zeros(()), 0
+        return errors(model, batch)[real].sum(), int(real.sum())
+
+    window = measured(6)
+    window["weights"][2:4] = 0
+    engine = Resident(network(), loss=loss, micro_batch=2)
+    engine.accumulate(window)
+    gradient = flat_gradient(engine.model) / engine.step.count
+    assert relative_error(gradient, large_batch(network(), loss, window)[2]) <= 1e-12
+    window["weights"][:] = 0
+    engine.step.discard()
+    engine.accumulate(window)
+    assert int(engine.update().skipped) == 1
+
+
+def test_a_constant_loss_with_targets_is_refused():
+    engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum().detach(), 3))
+    with pytest.raises(UsageError, match="the loss does not depend on any trainable parameter"):
+        engine.accumulate(measured(3))
+
+
+def test_short_micro_batches_are_one_more_graph_which_is_said_once_and_warmed_before():
+    engine, lines = Resident(network(), loss=weighted, micro_batch=3), []
+    engine.announce = lines.append
+    assert engine.capture(measured(7), "eager") is None
+    graphs = captured_graphs()
+    for seed in range(3):
+        engine.accumulate(measured(7, seed))
+        engine.update()
+    assert captured_graphs() == graphs, "the last micro-batch's size was warmed"
+    assert lines == ["a micro-batch of 1 row is one more graph, as the loss has no `fill`"]
+    for _ in range(2):
+        engine.accumulate(measured(8))
+        engine.update()
+    assert lines[1:] == ["a micro-batch of 2 rows is one more graph, as the loss has no `fill`"]
+
+
+def test_a_fill_is_what_the_loss_says_and_its_promise_is_tried():
+    class Broken(Counted):
+        fill = {"targets": -100}  # noqa: RUF012
+
+        def count(self, batch):
+            return len(batch["targets"])
+
+    class Elsewhere(Counted):
+        fill = {"mask": 0}  # noqa: RUF012
+
+    with pytest.raises(InputRefused, match="the loss counts 4 targets in rows that have none, .*fill = None"):
+        Resident(network(), loss=Broken(), micro_batch=4).trial(measured(6))
+    with pytest.raises(UsageError, match="fill names 'mask', which is not in the window: it has tokens, "):
+        Resident(network(), loss=Elsewhere(), micro_batch=4).accumulate(measured(6))
 
 
 def test_no_target_at_all_changes_nothing():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from batches import copied, ragged, tiny_llama
 from monograph.ensemble import Ensemble
+from monograph.errors import UsageError
 from monograph.loss import token_loss
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
@@ -149,3 +150,65 @@ def test_it_costs_an_ensemble_one_update_of_one_member(place: str) -> None:
         pairs = zip(sound.members[member].parameters(), spoilt.members[member].parameters(), strict=True)
         assert all(torch.equal(mine, other) for mine, other in pairs) is alike
         assert all(bool(parameter.isfinite().all()) for parameter in spoilt.members[member].parameters())
+
+
+# ---- the rate, and a gradient whose square overflows ----------------------------------------------------------------
+
+HUGE = 1e60  # finite, as a schedule's factor is, and beyond fp32
+
+
+def scheduled(kind: str, factor: float, at: int = 1) -> Resident:
+    options: dict[str, Any] = {**OPTIONS, "schedule": lambda index: factor if index == at else 1.0}
+    if kind == "ensemble":
+        return Ensemble([Probe(), Probe(1)], loss=probe_loss, **options)
+    if kind in ("streamed", "backward"):
+        placement = Placement(when="backward" if kind == "backward" else "sweep")
+        options["clip"] = None if kind == "backward" else 1.0
+        return Streamed(tiny_llama(), loss=llama_loss, placement=placement, **options)
+    made = Resident(Probe(), loss=probe_loss, **options)
+    if kind == "captured":
+        assert made.capture(window(99), backend="aot_eager") is None
+    return made
+
+
+@pytest.mark.parametrize("kind", ["eager", "captured", "ensemble", "streamed", "backward"])
+def test_a_rate_that_overflows_costs_exactly_one_update(kind: str) -> None:
+    rows = texts if kind in ("streamed", "backward") else window
+    trained, reference = scheduled(kind, HUGE), scheduled(kind, 1.0)
+    for index in range(3):
+        trained.accumulate(rows(index))
+        done = trained.update()
+        assert set(done.skipped.flatten().tolist()) == {int(index >= 1)}
+        if index == 1:
+            reference.step.index += 1
+        else:
+            reference.accumulate(rows(index))
+            reference.update()
+    mine, other = (dict(each.model.named_parameters()) for each in (trained, reference))
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -1.0, None, True])
+@pytest.mark.parametrize("kind", ["eager", "ensemble", "streamed"])
+def test_a_schedule_that_returns_no_rate_is_refused_before_it_does_anything(kind: str, factor: Any) -> None:
+    trained, rows = scheduled(kind, factor, at=0), texts if kind == "streamed" else window
+    before = {name: tensor.clone() for name, tensor in trained.model.named_parameters()}
+    trained.accumulate(rows(0))
+    with pytest.raises(UsageError, match=rf"the schedule returned {factor} for update 0: expected a factor"):
+        trained.update()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.model.named_parameters())
+
+
+@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, betas=(0.0, 0.99))])
+def test_a_gradient_whose_square_overflows_leaves_no_moment_that_is_infinite(optim: AdamW) -> None:
+    """Its norm is finite, and an infinite second moment would hold the weight still for good, in silence."""
+
+    def steep(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return (model(batch["x"]) * batch["slope"]).sum(), 1
+
+    engine = Resident(nn.Linear(2, 1), loss=steep, optim=optim)
+    for slope in (1.0, 1e25, 1.0):
+        engine.accumulate({"x": torch.ones(1, 2), "slope": torch.tensor([slope])})
+        done = engine.update()
+    assert int(done.skipped) == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in engine.state().optimizer.values())

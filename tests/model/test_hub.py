@@ -77,6 +77,15 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, config, max_shard_bytes):
     assert all(one + following > max_shard_bytes for one, following in pairwise(sizes))
 
 
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+def test_a_compiled_model_is_saved_by_its_own_names(tmp_path, config):
+    whole, in_parts = Llama(config, seed=3), Llama(config, seed=3)
+    in_parts.model.layers[0] = torch.compile(in_parts.model.layers[0], backend="eager")
+    for name, model in (("whole", torch.compile(whole, backend="eager")), ("parts", in_parts)):
+        save_model(model, tmp_path / name)
+        assert _equal(whole, load_model(tmp_path / name))
+
+
 @pytest.mark.parametrize("max_shard_bytes", [SHARD_BYTES, 10**9])
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -96,6 +96,15 @@ def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
     assert "own" not in sys.modules, "its name stays free for others"
 
 
+def test_a_file_may_return_a_compiled_module_and_its_loss_knows_rows_without_targets(file: Path) -> None:
+    text = MODULE.replace("return nn.Embedding(vocab_size, Sizes().width)", "return torch.compile(nn.Embedding(9, 4))")
+    file.write_text(text)
+    model, loss = build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    assert list(model.state_dict()) == ["weight"] and loss.fill == token_loss.fill
+    file.write_text(text + "loss.fill = None\n")
+    assert build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))[1].fill is None
+
+
 def test_two_files_of_one_name(tmp_path: Path) -> None:
     kinds = []
     for folder, made in (("a", "Linear(1, 1)"), ("b", "Identity()")):

@@ -7,9 +7,10 @@ import tomllib
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import LARGEST_SHARE
+from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Auto = Literal["auto"]
 
@@ -52,10 +53,12 @@ MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
 Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Count = Annotated[Whole, BeforeValidator(_count)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
+PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
+NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
+Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
+Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
 Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
@@ -131,12 +134,12 @@ class OptimSection(Section):
         "auto, adamw or muon, the latter two also with :bf16, :8bit or :all-bf16 for less memory",
         "the update rule; muon for matrices of blocks; auto: muon for a new model; adamw:8bit: its state in 8 bits",
     )
-    lr: Auto | PositiveFloat = _key("auto", "a number above 0, or auto", "peak learning rate")
-    weight_decay: NonNegativeFloat = _key(0.1, "a number, 0 or more", "decoupled decay of the matrices")
+    lr: Auto | PositiveFloat = _key("auto", f"{ABOVE_0.expected}, or auto", "peak learning rate")
+    weight_decay: NonNegativeFloat = _key(0.1, NOT_NEGATIVE.expected, "decoupled decay of the matrices")
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
         (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
     )
-    eps: PositiveFloat = _key(1e-8, "a number above 0", "added to the denominator")
+    eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "added to the denominator")
     grad_clip: Literal["none"] | PositiveFloat | ClipAll = _key(
         1.0,
         "a number above 0, none, or NUMBER:all",
@@ -151,7 +154,7 @@ class OptimSection(Section):
         "auto", "a whole number from 0 to 1e15, or auto", "linear warm-up"
     )
     ema: Literal["none"] | Fraction = _key(
-        "none", "a number between 0 and 1, or none", "decay of an average of the weights: what is scored and exported"
+        "none", f"{FRACTION.expected}, or none", "decay of an average of the weights: what is scored and exported"
     )
     transfer: Literal["none", "width"] | Width = _key(
         "none",
@@ -206,14 +209,14 @@ class LoraSection(Section):
         None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"
     )
     alpha: PositiveFloat | None = _key(
-        None, "a number above 0", "the adapters' output is scaled by alpha / rank; default: 32"
+        None, ABOVE_0.expected, "the adapters' output is scaled by alpha / rank; default: 32"
     )
     targets: Texts | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
         "the linear layers that get one; default: all but the head",
     )
-    dropout: Momentum | None = _key(None, "a number, 0 or more and below 1", "of the adapters' inputs; default: 0")
+    dropout: Momentum | None = _key(None, DECAY.expected, "of the adapters' inputs; default: 0")
     base: Literal["auto", "int8", "nf4"] | None = _key(
         None, "auto, int8 or nf4", "what frozen weights are kept in; default: auto, 16 bits where it computes in 16"
     )

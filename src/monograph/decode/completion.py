@@ -19,6 +19,7 @@ from monograph.decode.text import Transcript
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
+from monograph.ranges import COUNT
 
 # Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
@@ -170,16 +171,19 @@ def generate(
     Raises:
         InputRefused: a prompt that leaves no room in the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
-        UsageError: no prompt, max_tokens or n below 1, an empty stop string, or what `Sampling` refuses.
+        UsageError: no prompt, max_tokens or n below 1, an empty stop string, a text where a list is expected, more than
+            one `Sampling`, or what it refuses.
     """
     for name, value in (("max_tokens", max_tokens), ("n", n)):
-        if value < 1:
-            raise UsageError(f"{name} = {value}: expected 1 or more")
+        COUNT.require(name, value)
+    for name, listed in (("prompts", prompts), ("stop", stop)):
+        if isinstance(listed, str):
+            raise UsageError(f"{name} is one text, whose letters would be taken one by one: give a list, [{listed!r}]")
     if not prompts:
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    sampling = sampling or Sampling()
+    sampling = Sampling.of(sampling)
     sampling.check_vocabulary(tokenizer.vocab_size)
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))

@@ -8,27 +8,33 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from monograph.errors import UsageError
+from monograph.ranges import Range, between, whole
 
 Order = Literal["hf", "llama_cpp"]
 Scope = Literal["output", "all"]
 
 # Inclusive ranges. The upper ends keep fp32 arithmetic finite; nobody means more.
 _LARGEST = 1e6
-_NUMBERS = {
-    "temperature": (0.0, _LARGEST),
-    "temperature_range": (0.0, _LARGEST),
-    "temperature_exponent": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "top_n_sigma": (0.0, _LARGEST),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 1.0),
-    "repetition_penalty": (1 / _LARGEST, _LARGEST),
-    "frequency_penalty": (-_LARGEST, _LARGEST),
-    "presence_penalty": (-_LARGEST, _LARGEST),
+_RANGES = {
+    "temperature": between(0, _LARGEST),
+    "temperature_range": between(0, _LARGEST),
+    "temperature_exponent": between(0, 100),
+    "top_p": between(0, 1),
+    "min_p": between(0, 1),
+    "typical_p": between(0, 1),
+    "top_n_sigma": between(0, _LARGEST),
+    "xtc_probability": between(0, 1),
+    "xtc_threshold": between(0, 1),
+    "repetition_penalty": between(1 / _LARGEST, _LARGEST),
+    "frequency_penalty": between(-_LARGEST, _LARGEST),
+    "presence_penalty": between(-_LARGEST, _LARGEST),
+    "top_k": whole(0, 2**31 - 1),
+    "min_tokens": whole(0, 2**31 - 1),
+    "seed": whole(0, 2**63 - 1),
+    "logprobs": whole(0, 1000),
 }
-_INTEGERS = {"top_k": (0, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "logprobs": (0, 1000)}
+_TOKEN_ID = Range("a token id, 0 or more", 0, math.inf, whole=True)
+_BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST, _LARGEST)
 _CHOICES = {"penalty_scope": get_args(Scope), "order": get_args(Order)}
 
 
@@ -82,24 +88,31 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, each in one line."""
-        for name, (low, high) in _NUMBERS.items():
-            value = getattr(self, name)
-            if not (_is_number(value) and low <= value <= high):
-                raise UsageError(f"{name} = {value!r}: expected a number from {low:g} to {high:g}")
-        for name, (least, most) in _INTEGERS.items():
-            value = 0 if name == "logprobs" and self.logprobs is None else getattr(self, name)
-            if not (_is_integer(value) and least <= value <= most):
-                raise UsageError(f"{name} = {value!r}: expected a whole number from {least} to {most}")
+        for name, allowed in _RANGES.items():
+            if name != "logprobs" or self.logprobs is not None:
+                allowed.require(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} = {getattr(self, name)!r}: expected one of {', '.join(choices)}")
         for token, bias in self.logit_bias.items():
-            if not (_is_integer(token) and token >= 0):
-                raise UsageError(f"logit_bias has the id {token!r}: expected a token id, 0 or more")
-            if not (_is_number(bias) and (bias == -math.inf or abs(bias) <= _LARGEST)):
-                raise UsageError(
-                    f"logit_bias[{token}] = {bias!r}: expected a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf"
-                )
+            if not _TOKEN_ID.holds(token):
+                raise UsageError(f"logit_bias has the id {token!r}: expected {_TOKEN_ID.expected}")
+            if bias != -math.inf:
+                _BIAS.require(f"logit_bias[{token}]", bias)
+
+    @classmethod
+    def of(cls, given: Sampling | None) -> Sampling:
+        """The options of all prompts of a call, by default `Sampling()`.
+
+        Raises:
+            UsageError: something else, such as a list of them.
+        """
+        if given is not None and not isinstance(given, cls):
+            raise UsageError(
+                f"sampling is a {type(given).__name__}: expected one monograph.Sampling(...) for all prompts; "
+                "prompts with options of their own take a call each"
+            )
+        return given or cls()
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Refuse a bias for an id that a vocabulary of this size does not have.
@@ -110,11 +123,3 @@ class Sampling:
         for token in self.logit_bias:
             if token >= vocabulary:
                 raise UsageError(f"logit_bias has the id {token}: expected an id below {vocabulary}, the vocabulary")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -13,7 +13,7 @@ from monograph.distributed.step import RankStep, ReplicatedStep
 from monograph.distributed.world import World
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.loop import EngineState
-from monograph.loss import Batch
+from monograph.loss import Batch, fill_of
 from monograph.resident import Resident, out_of_memory
 from monograph.step import Update, update
 
@@ -47,10 +47,10 @@ class Replicated(Resident):
         rows, ranks = self._rows(window), self.world.size
         size = self.micro_batch or -(-rows // ranks)
         turns = -(-rows // (size * ranks))
-        if rows < turns * size * ranks and "targets" not in window:
+        if rows < turns * size * ranks and fill_of(self.step.loss, window) is None:
             raise UsageError(
-                f"a window of {rows} rows without `targets` cannot be shared out evenly to {ranks} ranks in "
-                f"micro-batches of {size}: give a multiple of {size * ranks} rows"
+                f"a window of {rows} rows cannot be shared out evenly to {ranks} ranks in micro-batches of {size}: "
+                f"give a multiple of {size * ranks} rows, or a `fill` to the loss: what a row without targets holds"
             )
         for turn in range(turns):
             start = (turn * ranks + self.world.rank) * size

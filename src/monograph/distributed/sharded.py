@@ -75,6 +75,17 @@ class ShardedStep(RankStep):
         found: tuple[Tensor, Tensor] = self.root(batch)  # type: ignore[operator]
         return found
 
+    def add_no_gradient(self) -> None:
+        """See `Step.add_no_gradient`.
+
+        Raises:
+            UsageError: always, as FSDP2 has the ranks meet in the backward pass of each block.
+        """
+        raise UsageError(
+            "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass through all of "
+            "them: have the loss call the model for rows without targets too, or take train.parallel = ddp"
+        )
+
     def apply_(self, grads: Sequence[Tensor]) -> Tensor:
         """See `Step.apply_`; the norm is that of all ranks' rows."""
         having = [(plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()]

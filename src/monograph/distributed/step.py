@@ -81,6 +81,11 @@ class ReplicatedStep(RankStep):
         """Gradients are summed over ranks with the window's last micro-batch, all at once."""
         return self.parallel.no_sync() if self.left else nullcontext()
 
+    def add_no_gradient(self) -> None:
+        """See `Step.add_no_gradient`: the others wait for this rank's gradient, if it is all zeros too."""
+        nothing: Tensor = self.parallel.module(None, self.seed)
+        nothing.backward()  # type: ignore[no-untyped-call]
+
     def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """See `Step.run`; what follows from it is watched by DDP."""
         found: tuple[Tensor, Tensor, Tensor] = self.parallel(batch, self.seed)

@@ -13,8 +13,8 @@ from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# What `nn.Module` itself keeps in a module.
-_OWN = frozenset(vars(nn.Module()))
+# What `nn.Module` itself keeps in a module, and what torch.compile and nn.Module.compile leave there.
+_OWN = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum, type)
 

@@ -20,6 +20,7 @@ from monograph.ensemble.stack import Stack
 from monograph.ensemble.step import EnsembleStep, update_whole
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.inspect import unwrapped
 from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -264,6 +265,9 @@ def _built(
 ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
     """The members, and what is varied of each by name."""
     members = [build(of) for of in knobs or ()] if callable(build) else list(build)
+    if odd := [member for member in members if not isinstance(member, nn.Module)]:
+        raise UsageError(f"a member is a {type(odd[0]).__name__}: expected a torch.nn.Module")
+    members = [unwrapped(member) for member in members]
     if knobs is None:
         return members, [{} for _ in members]
     if len(knobs) != len(members):

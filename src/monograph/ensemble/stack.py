@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, agree
 from monograph.errors import UsageError
+from monograph.step.held import memory
+
+AT_A_TIME = 8  # members that are compared before an update
 
 
 class Held(NamedTuple):
@@ -77,6 +80,26 @@ class Stack:
         """Point the members at the stack again, whose parameters have moved."""
         for held in self._held:
             self._point(held)
+
+    def require_views(self, turn: int) -> None:
+        """Compare members' parameters with the stack, of which they are views; at each turn some, one after another.
+
+        Raises:
+            UsageError: with the first of them that was replaced, frozen, moved or cast.
+        """
+        for number in {(turn * AT_A_TIME + each) % self.size for each in range(AT_A_TIME)}:
+            for stacked, owners in self._held:
+                module, name = owners[number]
+                tensor = getattr(module, name, None)
+                if isinstance(stacked, nn.Parameter) and not (
+                    isinstance(tensor, nn.Parameter)
+                    and tensor.requires_grad == stacked.requires_grad
+                    and memory(tensor) == memory(stacked)
+                ):
+                    raise UsageError(
+                        f"{name} in a {type(module).__name__} of member {number} was replaced, frozen, moved or cast: "
+                        "its ensemble trains what it was; make a new ensemble of the members, or engine.freeze([...])"
+                    )
 
     def _point(self, held: Held) -> None:
         for number, (module, name) in enumerate(held.owners):

@@ -18,9 +18,9 @@ from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import CountedLoss, Loss, pair
+from monograph.loss import CountedLoss, Loss, counted, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
-from monograph.schedule import Schedule
+from monograph.schedule import Schedule, factor_at
 from monograph.step import Clip, Step, Update, closed
 
 
@@ -129,13 +129,20 @@ class EnsembleStep(Step):
         if not isinstance(self.loss, CountedLoss):
             return None
         if not self.each:
-            return self.loss.count(batch).expand(self.members.stack.size)
-        count: Tensor = torch.vmap(self.loss.count)(batch)
+            return counted(self.loss.count(batch), self.device).expand(self.members.stack.size)
+        of_one = self.loss.count
+        count: Tensor = torch.vmap(lambda batch: counted(of_one(batch), self.device))(batch)
         return count
+
+    def count_window(self, batches: Sequence[Any]) -> None:
+        """See `Step.count_window`; the members' own parameters are compared, too."""
+        self.members.stack.require_views(self.index)
+        super().count_window(batches)
 
     def set_lr(self) -> tuple[float, ...]:
         """Fill in the members' learning rates."""
-        lr = tuple(o.lr * schedule(self.index) for o, schedule in zip(self.optims, self.schedules, strict=True))
+        pairs = zip(self.optims, self.schedules, strict=True)
+        lr = tuple(optim.lr * factor_at(schedule, self.index) for optim, schedule in pairs)
         self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
         return lr
 

@@ -30,7 +30,7 @@ class Evaluation(NamedTuple):
         bits_per_byte: nats over ln 2, per byte of text that the targets stand for; comparable across tokenizers. None
             where the loss counts something other than the rows' targets, so that its sum says nothing about bytes.
         perplexity: exp(loss), per token.
-        tokens: what the loss counted: targets.
+        tokens: what the loss counted: targets, or the sum of their weights, rounded.
         bytes: bytes of text that they stand for; the end of a document is a target of no bytes.
     """
 
@@ -96,7 +96,7 @@ def evaluate_members(
     return [_evaluation(total, counted, *coverage) for total, counted in zip(totals_N, counts_N, strict=True)]
 
 
-def _evaluation(total: float, counted: int, targets: int, size: int) -> Evaluation:
-    loss = total / max(1, counted)
+def _evaluation(total: float, counted: float, targets: int, size: int) -> Evaluation:
+    loss = total / (counted or 1.0)
     bits = total / math.log(2) / size if counted == targets else None
-    return Evaluation(loss, bits, math.exp(min(loss, 700.0)), counted, size)
+    return Evaluation(loss, bits, math.exp(min(loss, 700.0)), round(counted), size)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+_WRAPPED = "_orig_mod"  # under which `torch.compile(module)` holds the module
 
 
 def unique_state(module: nn.Module) -> dict[str, Tensor]:
@@ -17,6 +20,20 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in module.state_dict().items()
         if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
     }
+
+
+def unwrapped(module: M) -> M:
+    """The module itself, where it, or parts of it, are `torch.compile`'s wrappers, whose names differ.
+
+    Wrappers of parts are taken out of it in place: what compiles here is the step.
+    """
+    while (inner := module._modules.get(_WRAPPED)) is not None:
+        module = cast(M, inner)
+    for part in list(module.modules()):
+        for name, child in part.named_children():
+            if _WRAPPED in child._modules:
+                part._modules[name] = unwrapped(child)
+    return module
 
 
 def blocks(module: nn.Module) -> dict[str, nn.Module]:

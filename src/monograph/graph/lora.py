@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
-from monograph.graph.inspect import unique_state
+from monograph.graph.inspect import unique_state, unwrapped
 from monograph.graph.siblings import families
 from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
 from monograph.graph.token_rows import ROWS, merge_rows, put_rows, tables
 from monograph.graph.windows import keep, kept_dtype
+from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Base = Literal["auto", "int8", "nf4"]
 BASES: dict[str, Any] = {"int8": Int8Linear, "nf4": NF4Linear}
@@ -48,6 +49,14 @@ class Lora:
     dropout: float = 0.0
     base: Base = "auto"
     tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, each in one line."""
+        COUNT.require("rank", self.rank)
+        ABOVE_0.require("alpha", self.alpha)
+        DECAY.require("dropout", self.dropout)
+        if self.base not in get_args(Base):
+            raise UsageError(f"base = {self.base!r}: expected one of {', '.join(get_args(Base))}")
 
 
 class Factor(nn.Linear):
@@ -126,6 +135,7 @@ def adapt(
         UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
             weight; adapters there already; fused siblings; tokens' rows that cannot be trained, see `put_rows`.
     """
+    module = unwrapped(module)
     if families(module):
         raise UsageError("an adapter stands beside one layer: unfuse_siblings(model) first")
     if adapters(module):

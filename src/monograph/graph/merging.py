@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from monograph.graph.inspect import unwrapped
 from monograph.graph.lora import Factor, adapters, merged
 from monograph.graph.token_rows import Table, tables
 from monograph.graph.windows import kept_dtype, require_finite
@@ -34,6 +35,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     Its adapters must stand beside plain weights, not beside quantised ones. Reading one raises InputRefused where it
     holds NaN or an infinity.
     """
+    module = unwrapped(module)
     layers = adapters(module)
     of_tokens = tables(module)
     of_adapters = {id(p) for each in module.modules() if isinstance(each, Factor) for p in each.parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from monograph.device import Device
 from monograph.errors import UsageError
+from monograph.ranges import ABOVE_0, COUNT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
@@ -35,9 +36,11 @@ class Precision:
     grow_after: int = 2000
 
     def __post_init__(self) -> None:
-        """Refuse an unknown name."""
+        """Refuse an unknown name and numbers outside their range."""
         if self.name not in (*DTYPES, "fp8"):
             raise UsageError(f"precision {self.name!r} is not one of {', '.join(DTYPES)}, fp8")
+        ABOVE_0.require("loss_scale", self.loss_scale)
+        COUNT.require("grow_after", self.grow_after)
 
     @property
     def dtype(self) -> torch.dtype:

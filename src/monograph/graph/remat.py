@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from monograph.errors import UsageError
 from monograph.graph.knapsack import Choice, front, within
+from monograph.ranges import between
 
 
 class Remat:
@@ -59,7 +60,7 @@ class Remat:
 
         def __post_init__(self) -> None:
             """Refuse what is no share."""
-            if not 0 <= self.fraction <= 1:  # also false for NaN
+            if not between(0, 1).holds(self.fraction):
                 raise UsageError(
                     f"Remat.Budget({self.fraction}): expected a share of the stored bytes, from 0 (recompute all) to 1"
                 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, MonographError, host_is_full
-from monograph.graph.inspect import buffers_kept, running
+from monograph.graph.inspect import buffers_kept, running, unwrapped
 
 OTHERS = "monograph_init_"  # begins the names of the Python modules made of the files that model.init names
 
@@ -26,13 +26,13 @@ class Trial:
 
     Attributes:
         loss: mean loss per target.
-        count: targets.
+        count: targets, or the sum of their weights.
         gradients: trainable parameters that received a gradient.
         without_gradient: names of trainable parameters whose gradient stayed zero or absent.
     """
 
     loss: float
-    count: int
+    count: float
     gradients: int
     without_gradient: tuple[str, ...]
 
@@ -51,6 +51,7 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is not
             finite (the message names the first module whose output is not finite, or the parameter).
     """
+    module = unwrapped(module)
     with buffers_kept(module):
         return _trial(module, loss)
 
@@ -60,19 +61,19 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
     _zero(parameters)
     with _naming_failures(module):
         loss_sum, count = loss()
-    mean = float(loss_sum.detach()) / max(1, int(count))
+    mean = float(loss_sum.detach()) / (float(count) or 1.0)
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
     if not loss_sum.requires_grad:
         raise InputRefused("the loss has no gradient: expected one that depends on trainable parameters")
-    (loss_sum / count.clamp_min(1)).backward()
+    (loss_sum / torch.where(count == 0, 1.0, count)).backward()
     grads = {name: p.grad for name, p in parameters}
     bad = [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]
     if bad:
         raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)")
     missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
     _zero(parameters)
-    return Trial(mean, int(count), len(parameters) - len(missing), missing)
+    return Trial(mean, float(count), len(parameters) - len(missing), missing)
 
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:

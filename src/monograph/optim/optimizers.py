@@ -16,6 +16,7 @@ from monograph.graph.inspect import blocks
 from monograph.optim.narrow import STATES, noise, pack_, stochastic, unpacked, zeros
 from monograph.optim.planes import Kind, Plane, trainable
 from monograph.optim.updates import adamw_, ema_, muon_
+from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,20 @@ class Group:
     weight_decay: float | None = None
     eps: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Refuse factors outside their range."""
+        NOT_NEGATIVE.require(f"lr of the group {self.pattern!r}", self.lr)
+        ABOVE_0.require(f"eps of the group {self.pattern!r}", self.eps)
+        if self.weight_decay is not None:
+            NOT_NEGATIVE.require(f"weight_decay of the group {self.pattern!r}", self.weight_decay)
+
 
 @dataclass(frozen=True)
 class AdamW:
     """AdamW with weight decay on matrices only. The defaults are the usual ones for pretraining small language models.
 
     Attributes:
-        lr: peak learning rate; a schedule multiplies it.
+        lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of parameters with two dimensions or more.
@@ -63,6 +71,10 @@ class AdamW:
     ema: float | None = None
     state: str = "fp32"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, each in one line."""
+        _require_ranges(self)
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """How each trainable parameter is updated.
@@ -95,6 +107,11 @@ class Muon:
     seed: int = 0
     matrices: Sequence[str] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, each in one line."""
+        _require_ranges(self)
+        DECAY.require("momentum", self.momentum)
+
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """How each trainable parameter is updated.
 
@@ -122,15 +139,30 @@ def checked(optim: Optimizer) -> Optimizer:
     """The same optimizer.
 
     Raises:
-        UsageError: another object, or a field has a value that means nothing.
+        UsageError: another object.
     """
     if not isinstance(optim, AdamW | Muon):
         raise UsageError(f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)")
-    if optim.ema is not None and not 0 < optim.ema < 1:
-        raise UsageError(f"ema = {optim.ema}: expected a decay between 0 and 1, or None for no average")
+    return optim
+
+
+def _require_ranges(optim: Optimizer) -> None:
+    NOT_NEGATIVE.require("lr", optim.lr)
+    NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
+    # Tensors are an ensemble's, whose members' own optimizers were checked.
+    betas: Any = optim.betas
+    eps: Any = optim.eps
+    two = isinstance(betas, tuple | list) and len(betas) == 2
+    if not two or not all(isinstance(beta, Tensor) or DECAY.holds(beta) for beta in betas):
+        raise UsageError(f"betas = {betas!r}: expected two numbers, 0 or more and below 1")
+    if not isinstance(eps, Tensor):
+        ABOVE_0.require("eps", eps)
+    if optim.ema is not None and not FRACTION.holds(optim.ema):
+        raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
     if optim.state not in STATES:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(STATES)}")
-    return optim
+    if odd := [group for group in optim.groups if not isinstance(group, Group)]:
+        raise UsageError(f"groups has {odd[0]!r}: expected monograph.Group(...)")
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from monograph.errors import InputRefused
 from monograph.files import is_file, is_folder
+from monograph.graph.inspect import unwrapped
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
@@ -193,4 +195,8 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
             f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(built).__name__} has no lm_head, "
             "which the loss of tokens needs: add one of them"
         )
-    return built, getattr(module, "loss", token_loss)
+    loss = getattr(module, "loss", token_loss)
+    if not hasattr(loss, "fill"):
+        with suppress(AttributeError):  # of what takes no attributes; its short micro-batches stay short
+            loss.fill = token_loss.fill  # what rows of texts without targets hold
+    return unwrapped(built), loss

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import UsageError
+from monograph.ranges import ABOVE_0
 
 WINDOW = 128
 SIGMAS = 6.0
@@ -46,8 +47,8 @@ class Clip(NamedTuple):
             UsageError: a norm that is not above 0.
         """
         clip = given if isinstance(given, Clip) or given is None else cls(given)
-        if clip is not None and not clip.norm > 0:
-            raise UsageError(f"clip = {clip.norm}: expected a norm above 0, or None for no clipping")
+        if clip is not None and not ABOVE_0.holds(clip.norm):
+            raise UsageError(f"clip = {clip.norm!r}: expected a norm above 0, or None for no clipping")
         return clip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ class Deciding:
     Attributes:
         lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
             updates so far. 0-d tensors on the device, or [N] of N members.
+        largest: neither the rate nor the norm of a gradient that is applied may be above it, or moments and weights
+            could overflow.
         recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
     """
 
@@ -29,6 +32,7 @@ class Deciding:
     optim: Optimizer
     clip: Clip | None
     precision: Precision
+    largest: float
     lr: Tensor
     loss_sum: Tensor
     count: Tensor
@@ -67,8 +71,12 @@ class Deciding:
         return self.precision.rounds and plane.param.dtype == torch.float32
 
     def accepts(self, grad_norm: Tensor) -> Tensor:
-        """Whether the present gradient makes an update, bool."""
-        return grad_norm.isfinite() & self.loss_sum.isfinite() & (self.count > 0)
+        """Whether a gradient of this norm, after clipping, makes an update, bool.
+
+        What is compared is false of NaN, so that a number that is none anywhere refuses the update.
+        """
+        counts = (self.count > 0) & self.count.isfinite()
+        return (grad_norm <= self.largest) & (self.lr.abs() <= self.largest) & self.loss_sum.isfinite() & counts
 
     def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
         """The sum of squares of each of the plane's parts, fp64."""
@@ -78,11 +86,11 @@ class Deciding:
 
     def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """From the squares of all parts, and count it: (norm, factor of the summed gradient, whether it is applied)."""
-        counted = isinstance(self.loss, CountedLoss)
-        scale = (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
+        scale = self.unscaled()
         # One by one: the bits of a sum of many depend on who computes it.
         grad_norm = functools.reduce(torch.add, squares).sqrt() * scale
-        accepted = self.accepts(grad_norm)
+        longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
+        accepted = grad_norm.isfinite() & self.accepts(longest)
         if self.clip is not None and self.clip.skip_spikes:
             found = looked_at(grad_norm, self.loss_sum / self.count)
             accepted = accepted & ~stands_out(found, self.recent, self.applied)
@@ -90,11 +98,16 @@ class Deciding:
         if self.clip is not None:
             scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
-        self.tokens.add_(torch.where(accepted, self.count, 0))
+        self.tokens.add_(torch.where(accepted, self.count, 0.0).round().to(torch.int64))
         self.skipped.add_(~accepted)
         if self.precision.scaled:
             self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
         return grad_norm, scale, accepted
+
+    def unscaled(self) -> Tensor:
+        """The factor that makes the summed gradient, as it lies in the planes, that of the mean loss."""
+        counted = isinstance(self.loss, CountedLoss)
+        return (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
 
     def renew(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Update a plane by its summed gradient."""
@@ -105,6 +118,11 @@ class Deciding:
             plane.param.copy_(settled(plane.param))
 
 
+def largest(dtype: torch.dtype) -> float:
+    """The largest number whose square is finite in the dtype of gradients and moments, which is fp32 at least."""
+    return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
+
+
 def reciprocal(count: Tensor) -> Tensor:
     """1 / count in fp64; 1 of none."""
-    return 1.0 / count.clamp_min(1).to(torch.float64)
+    return 1.0 / torch.where(count == 0, 1.0, count)

@@ -16,12 +16,13 @@ class Update:
     Attributes:
         index: 0, 1, ...: how many updates came before.
         loss: mean loss per target over the whole window, fp64.
-        count: targets in the window, int64.
+        count: sum of the loss's counts over the window, fp64: how many targets, or the sum of their weights.
         lr: learning rate of this update.
         grad_norm: Euclidean norm of the gradient before clipping, fp64.
-        tokens: targets trained on since the start, this window included, int64.
-        skipped: updates skipped since the start because loss or gradient was not finite or the window had no target,
-            int64.
+        tokens: targets trained on since the start, this window included, int64; where counts are sums of weights, each
+            window's is rounded.
+        skipped: updates skipped since the start because the loss, the gradient, the count or the rate was not finite,
+            or the window had no target, int64.
     """
 
     index: int

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute, siblings
-from monograph.graph.inspect import parts
+from monograph.graph.inspect import parts, unwrapped
 from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import CountedLoss, Loss, pair, token_loss
+from monograph.loss import CountedLoss, Loss, counted, pair, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -33,9 +33,10 @@ from monograph.optim import (
     trainable,
     unlinked,
 )
-from monograph.schedule import Schedule, constant
+from monograph.schedule import Schedule, constant, factor_at
 from monograph.step.clip import WINDOW, Clip
-from monograph.step.deciding import Deciding, reciprocal
+from monograph.step.deciding import Deciding, largest, reciprocal
+from monograph.step.held import Held
 from monograph.step.result import Update
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
@@ -85,27 +86,26 @@ class Step(Deciding):
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
         """
-        _check(model)
-        self.model, self.loss, self.clip, self.sum_over_ranks = model, loss, Clip.of(clip), sum_over_ranks
+        _check(model=model, loss=loss, schedule=schedule, precision=precision, remat=remat)
+        self.model, self.loss, self.clip, self.sum_over_ranks = unwrapped(model), loss, Clip.of(clip), sum_over_ranks
         self.optim = checked(optim or AdamW())
-        self.schedule = schedule or constant()
-        self.precision = precision or Precision()
+        self.schedule, self.precision = schedule or constant(), precision or Precision()
         if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
             name = self.precision.name
             raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
-        self.left_in_bf16 = fp8.use(model, hidden_matrices(model)) if self.precision.name == "fp8" else []
+        self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
-        recompute.follow(model, self.remat)
+        recompute.follow(self.model, self.remat)
         self.settled_for: bool | None = None
         self.planes = self.laid_out()
-        self.holds_average = False
         self.device = self.place()
-        self.index = 0
+        self.index, self.holds_average = 0, False
         of_members = self.planes[0].param.shape[:-1]
         zeros = functools.partial(torch.zeros, of_members, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
-        self.lr, self.loss_sum = (zeros(dtype=torch.float64) for _ in range(2))
-        self.count, self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(5))
+        self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
+        self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
+        self.largest = largest(self.planes[0].grad.dtype)
         self.recent = torch.zeros((*of_members, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
@@ -117,6 +117,7 @@ class Step(Deciding):
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
         self.apply: Callable[[], Tensor] = self._apply
+        self.held = Held(self.model, self.planes)
 
     def __call__(self, window: Iterable[Any]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -142,7 +143,7 @@ class Step(Deciding):
 
     def set_lr(self) -> float | tuple[float, ...]:
         """Fill in the learning rate of the present update, and return it."""
-        lr = self.optim.lr * self.schedule(self.index)
+        lr = self.optim.lr * factor_at(self.schedule, self.index)
         self.lr.fill_(lr)
         return lr
 
@@ -152,10 +153,15 @@ class Step(Deciding):
 
     def count_targets(self, batch: Any) -> Tensor | None:
         """The batch's targets if the loss can count them without a forward pass."""
-        return self.loss.count(batch) if isinstance(self.loss, CountedLoss) else None
+        return counted(self.loss.count(batch), self.device) if isinstance(self.loss, CountedLoss) else None
 
     def count_window(self, batches: Sequence[Any]) -> None:
-        """Fill in the factor of the window's losses, from its targets if they can be counted before."""
+        """Fill in the factor of the window's losses, from its targets if they can be counted before.
+
+        Raises:
+            UsageError: the module's parameters are not those any more that the step was made of.
+        """
+        self.held.require()
         counts = [self.count_targets(batch) for batch in batches]
         total = torch.ones((), device=self.device)
         if batches and counts[0] is not None:
@@ -210,9 +216,28 @@ class Step(Deciding):
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
         with unlinked(self.planes), self.context():
             loss, loss_sum, count = self.run(batch)
-        loss.backward()
+        self.differentiate(loss, count)
         self.loss_sum += loss_sum
         self.count += count
+
+    def differentiate(self, loss: Tensor, count: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss; a constant loss has none, as without targets it may be.
+
+        Raises:
+            UsageError: the loss is a constant, and there are targets.
+        """
+        if loss.requires_grad:
+            loss.backward()
+        elif bool((count > 0).any()):
+            raise UsageError(
+                "the loss does not depend on any trainable parameter: return its sum as the model's operations give "
+                "it, without .item(), .detach(), torch.no_grad() or a new tensor made of it"
+            )
+        else:
+            self.add_no_gradient()
+
+    def add_no_gradient(self) -> None:
+        """A hook for ranks, which have to meet in every backward pass."""
 
     def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """(what is differentiated, loss, count) of a micro-batch."""
@@ -248,9 +273,19 @@ class Step(Deciding):
         return grad_norm
 
 
-def _check(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+def _check(**given: Any) -> None:
+    """Refuse arguments of another kind; None stands for the default."""
+    expected: dict[str, tuple[Any, str]] = {
+        "model": (nn.Module, "a torch.nn.Module"),
+        "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
+        "schedule": (Callable, "a function of the update's index, such as monograph.warmup_cosine(...)"),
+        "precision": (Precision, 'a monograph.Precision("bf16") or the like'),
+        "remat": (Policy, "one of monograph.Remat's, such as Remat.Full()"),
+    }
+    for name, (kind, words) in expected.items():
+        value = given[name]
+        if not isinstance(value, kind) and (value is not None or name in ("model", "loss")):
+            raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────

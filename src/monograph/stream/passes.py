@@ -64,7 +64,7 @@ class Passes:
         state = state.detach().requires_grad_()
         with self._tracing(planes), self._resumed(state):
             loss, loss_sum, count = self.step.forward(batch, self.step.seed)
-        loss.backward()
+        self.step.differentiate(loss, count)
         self.step.loss_sum += loss_sum
         self.step.count += count
         return _gradient_of(state)

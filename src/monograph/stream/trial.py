@@ -38,8 +38,8 @@ def streamed_trial(step: StreamedStep, batch: Any) -> Trial:
         except Exception as error:
             where = stack[-1] if stack else type(step.model).__name__
             raise InputRefused(f"the trial step failed in {where}{said(error)}") from error
-    count = int(step.count)
-    mean = float(step.loss_sum) / max(1, count)
+    count = float(step.count)
+    mean = float(step.loss_sum) / (count or 1.0)
     step.discard()
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}")

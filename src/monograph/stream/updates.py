@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from monograph.errors import OutOfDeviceMemory
-from monograph.loss import CountedLoss
 from monograph.stream.at_home import AtHome
 from monograph.stream.lanes import Home, Lanes
 from monograph.stream.placement import Placement
@@ -104,9 +103,8 @@ class Updates:
     def allow(self) -> None:
         """Decide, from the losses, whether and by which factor gradients are applied while they are made."""
         step = self.step
-        counted = isinstance(step.loss, CountedLoss)
-        scale = (torch.ones_like(step.lr) if counted else 1.0 / step.count.clamp_min(1)) / step.loss_scale
-        accepted = step.loss_sum.isfinite() & (step.count > 0)
+        scale = step.unscaled()
+        accepted = step.accepts(torch.zeros_like(scale))  # before any norm is known
         step.applied.add_(accepted)
         self._decided, self.repeatable = (scale, accepted), False
 
@@ -116,7 +114,7 @@ class Updates:
         scale, accepted = self._decided
         stage = bound.stage
         own = [square for key, squares in self._squares.items() if key[1] == stage.index for square in squares]
-        accepted = accepted & torch.stack(own).sum().isfinite()
+        accepted = accepted & (torch.stack(own).sum().sqrt() * scale <= self.step.largest)
         self._at_home([stage], scale, accepted)
         if any(pieces(stage)):
             self._begin(Renewal(stage, self.desks, gradients=bound), scale, accepted)

@@ -1,0 +1,69 @@
+"""Ranges of numbers: the settings, the optimizers and the sampler refuse the same values in the same words."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from monograph.errors import UsageError
+
+
+class Range(NamedTuple):
+    """The numbers that an argument may be; a boolean and NaN are in no range.
+
+    Attributes:
+        expected: completes the sentence "expected ...".
+        low: the smallest number.
+        high: the largest number.
+        above: whether `low` itself is outside.
+        below: whether `high` itself is outside.
+        whole: whether the type must be a whole number's; numpy's types count.
+    """
+
+    expected: str
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    whole: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether the value is a number of this range."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        number: Any = value  # not as a float, which would round a large whole number
+        low_holds = number > self.low if self.above else number >= self.low
+        return bool(low_holds and (number < self.high if self.below else number <= self.high))
+
+    def require(self, name: str, value: object) -> None:
+        """Refuse any other value.
+
+        Raises:
+            UsageError: with the name, the value and what was expected.
+        """
+        if not self.holds(value):
+            raise UsageError(f"{name} = {value!r}: expected {self.expected}")
+
+    def checked(self, value: float) -> float:
+        """The same value; pydantic turns the ValueError into a refusal that names the key."""
+        if not self.holds(value):
+            raise ValueError(self.expected)
+        return value
+
+
+def between(low: float, high: float) -> Range:
+    """The numbers from `low` to `high`, both included."""
+    return Range(f"a number from {low:g} to {high:g}", low, high)
+
+
+def whole(least: int, most: int) -> Range:
+    """The whole numbers from `least` to `most`, both included."""
+    return Range(f"a whole number from {least} to {most}", least, most, whole=True)
+
+
+ABOVE_0 = Range("a number above 0", 0, math.inf, above=True, below=True)
+NOT_NEGATIVE = Range("a number, 0 or more", 0, math.inf, below=True)
+DECAY = Range("a number, 0 or more and below 1", 0, 1, below=True)
+FRACTION = Range("a number between 0 and 1", 0, 1, above=True, below=True)
+COUNT = Range("a whole number above 0", 1, math.inf, whole=True)

@@ -1,0 +1,228 @@
+"""Run: pytest tests/test_arguments.py
+
+Arguments of the library's classes and functions: what the command line refuses they refuse too, in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import monograph as mono
+from batches import ragged, tiny_llama
+from monograph.config.settings import check
+from monograph.errors import UsageError
+from monograph.graph.capture import capture
+from monograph.optim import Group
+from monograph.ranges import ABOVE_0, COUNT, whole
+from monograph.step import Clip, Step
+
+NUMBERS = (-1.0, -1e-9, 0.0, 1e-8, 0.5, 1.0, 2.0, 1e30, math.nan, math.inf, -math.inf, True, "0.5", None)
+# A rate of 0 is for measurements: it changes no weight. None is the settings' "none".
+SAME = {
+    "optim.lr": (lambda value: mono.AdamW(lr=value), (0.0,)),
+    "optim.weight_decay": (lambda value: mono.AdamW(weight_decay=value), ()),
+    "optim.betas": (lambda value: mono.Muon(betas=(0.9, value)), ()),
+    "optim.eps": (lambda value: mono.Muon(eps=value), ()),
+    "optim.ema": (lambda value: mono.AdamW(ema=value), (None,)),
+    "optim.grad_clip": (Clip.of, (None,)),
+    "lora.alpha": (lambda value: mono.Lora(alpha=value), (None,)),
+    "lora.dropout": (lambda value: mono.Lora(dropout=value), (None,)),
+}
+
+
+def refused(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except UsageError as error:
+        assert "expected" in str(error) and "\n" not in str(error)
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("key", SAME)
+def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
+    make, apart = SAME[key]
+    for value in (value for value in NUMBERS if value not in apart):
+        given = [0.9, value] if key == "optim.betas" else value
+        by_key = refused(lambda key=key, given=given: check(key, given, "here", from_text=False))
+        assert (refused(lambda make=make, value=value: make(value)) is None) == (by_key is None), (value, by_key)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: mono.AdamW(lr=math.nan), "lr = nan: expected a number, 0 or more"),
+        (lambda: mono.AdamW(betas=(1, 1)), r"betas = \(1, 1\): expected two numbers, 0 or more and below 1"),
+        (lambda: mono.AdamW(betas=0.9), "betas = 0.9: expected two numbers"),
+        (lambda: mono.AdamW(groups=["*.bias"]), r"groups has '\*.bias': expected monograph.Group"),
+        (lambda: mono.Muon(momentum=1.0), "momentum = 1.0: expected a number, 0 or more and below 1"),
+        (lambda: Group("*", lr=-1.0), r"lr of the group '\*' = -1.0"),
+        (lambda: Group("*", eps=0.0), r"eps of the group '\*' = 0.0"),
+        (lambda: mono.Precision("fp16", loss_scale=0.0), "loss_scale = 0.0: expected a number above 0"),
+        (lambda: mono.Remat.Budget("half"), r"Remat.Budget\(half\): expected a share"),
+        (lambda: mono.Lora(rank=0), "rank = 0: expected a whole number above 0"),
+        (lambda: mono.Lora(base="int4"), "base = 'int4': expected one of auto, int8, nf4"),
+        (lambda: mono.warmup_cosine(-1, 10), "warmup = -1: expected a number, 0 or more"),
+        (lambda: mono.warmup_cosine(1, 10, final=math.nan), "final = nan"),
+        (lambda: mono.warmup_stable_decay(1, 10, decay=2.0), "decay = 2.0: expected a number from 0 to 1"),
+        (lambda: mono.constant(math.nan), "warmup = nan"),
+        (lambda: mono.Resident(nn.Linear(1, 1), micro_batch=True), "micro_batch = True: expected rows"),
+        (lambda: mono.Resident(nn.Linear(1, 1), loss=3), r"loss is a int: expected a function of \(model, batch\)"),
+        (lambda: mono.Resident(nn.Linear(1, 1), schedule=0.1), "schedule is a float: expected a function"),
+        (
+            lambda: mono.Resident(nn.Linear(1, 1), precision="bf16"),
+            "precision is a str: expected a monograph.Precision",
+        ),
+        (lambda: mono.Resident(nn.Linear(1, 1), remat="full"), "remat is a str: expected one of monograph.Remat's"),
+        (lambda: mono.Ensemble([nn.Linear(1, 1), "two"]), "a member is a str: expected a torch.nn.Module"),
+        (lambda: mono.Ensemble([nn.Linear(1, 1)], mono.grid(lr=[-1.0])), "lr = -1.0: expected a number, 0 or more"),
+        (lambda: list(mono.train(mono.Resident(nn.Linear(1, 1)), {"x": torch.ones(2)})), "is one window: expected"),
+    ],
+)
+def test_what_means_nothing_is_refused_in_one_line(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_a_range_takes_numpy_s_numbers_and_rounds_none() -> None:
+    assert ABOVE_0.holds(np.float32(0.1)) and COUNT.holds(np.int64(3)) and not COUNT.holds(np.float64(3))
+    largest = 2**63 - 1  # as a float it would be 2**63
+    assert whole(0, largest).holds(largest) and not whole(0, largest).holds(largest + 1)
+    assert not ABOVE_0.holds(np.bool_(True))
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"causal": True}, "window's 'causal' is True: expected a tensor that has rows as its dimension 0"),
+        ({"scale": torch.tensor(2.0)}, r"'scale' is a tensor of shape \[\]"),
+        ({"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"equally many rows, 1 or more, but .*'targets': 3"),
+        ({name: torch.zeros(0, 8, dtype=torch.int64) for name in ("tokens", "targets")}, "1 or more, but"),
+    ],
+)
+def test_a_window_is_tensors_of_equally_many_rows(change: dict[str, Any], words: str) -> None:
+    engine = mono.Resident(tiny_llama(), micro_batch=2)
+    window = {name: ragged(4)[name] for name in ("tokens", "targets")} | change
+    for use in (engine.accumulate, engine.evaluate, engine.trial, engine.capture):
+        with pytest.raises(UsageError, match=words):
+            use(window)
+    with pytest.raises(UsageError, match="a window is a list: expected a dict of tensors"):
+        engine.accumulate([window])
+
+
+# ---- after the step was made ----------------------------------------------------------------------------------------
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def of_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+def replace(model: Any) -> None:
+    model[2].weight = nn.Parameter(torch.ones(1, 4))
+
+
+def replace_module(model: Any) -> None:
+    model[2] = nn.Linear(4, 1)
+
+
+def unfreeze(model: Any) -> None:
+    model[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "replaced": (replace, "2.weight was replaced"),
+    "module replaced": (replace_module, "2.weight was replaced"),
+    "frozen": (lambda model: model[2].bias.requires_grad_(False), "2.bias was frozen"),
+    "taken out": (lambda model: model[2].register_parameter("bias", None), "2.bias was taken out"),
+    "added": (unfreeze, "1.scale became trainable"),
+    "cast": (lambda model: model.double(), "was moved, cast or given other memory"),
+    "loaded": (lambda model: model.load_state_dict(layers().state_dict(), assign=True), "0.weight was replaced"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_was_changed_after_its_step_was_made_is_noticed_at_the_next_call(change: str) -> None:
+    window, (alter, words) = {"x": torch.randn(4, 3)}, CHANGES[change]
+    for make in (lambda model: mono.Resident(model, loss=of_rows), lambda model: Step(model, loss=of_rows)):
+        model = layers()
+        engine: Any = make(model)
+        alter(model)
+        with pytest.raises(UsageError, match=rf"{words}.* after the step was made: .*make a new step or engine"):
+            engine.accumulate(window) if isinstance(engine, mono.Resident) else engine([window])
+
+
+@pytest.mark.parametrize("change", ["replaced", "frozen", "cast"])
+def test_so_is_a_member_of_an_ensemble(change: str) -> None:
+    members = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(3)]
+    engine = mono.Ensemble(members, loss=of_rows)
+    window = {"x": torch.randn(4, 3)}
+    engine.accumulate(window)
+    engine.update()
+    CHANGES[change][0](members[1])
+    with pytest.raises(UsageError, match=r"in a Linear of member 1 was replaced, frozen, moved or cast"):
+        engine.accumulate(window)
+
+
+def test_what_a_step_may_stand_is_no_change() -> None:
+    model = layers()
+    engine = mono.Resident(model, loss=of_rows, optim=mono.AdamW(ema=0.9))
+    window = {"x": torch.randn(4, 3)}
+    for harmless in (
+        lambda: model.float(),  # it is fp32
+        lambda: model.load_state_dict(layers().state_dict()),
+        lambda: model.zero_grad(set_to_none=True),
+        lambda: engine.evaluate(window),
+        lambda: engine.load_state(engine.state()),
+    ):
+        harmless()
+        engine.accumulate(window)
+        assert int(engine.update().skipped) == 0
+
+
+# ---- torch.compile's wrappers ---------------------------------------------------------------------------------------
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """What torch.compile returns; it compiles nothing before a call."""
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def test_a_compiled_module_is_trained_by_its_own_names() -> None:
+    bare = tiny_llama()
+    bare.model.layers[1] = wrapped(bare.model.layers[1])  # of a part alone, too
+    engine, step = mono.Resident(wrapped(bare)), Step(wrapped(tiny_llama()))
+    together = mono.Ensemble([wrapped(tiny_llama()), tiny_llama()])
+    names = list(tiny_llama().state_dict())
+    assert engine.model is bare and list(engine.state().model) == names
+    assert list(step.model.state_dict()) == names and list(together.member_state(0).model) == names
+    assert capture(step, "eager") is step
+    window = ragged(2)
+    plain = mono.Resident(tiny_llama())
+    for each in (engine, plain):
+        each.accumulate(window)
+        each.update()
+    assert all(
+        torch.equal(a, b) for a, b in zip(engine.state().model.values(), plain.state().model.values(), strict=True)
+    )
+
+
+def test_adapters_and_fusion_take_a_compiled_module() -> None:
+    adapted = tiny_llama()
+    assert all("_orig_mod" not in name for name in mono.adapt(wrapped(adapted), mono.Lora(rank=2)))
+    fused = tiny_llama()
+    families = mono.fuse_siblings(wrapped(fused), torch.zeros(1, 4, dtype=torch.int64)).families
+    assert families and all("_orig_mod" not in name for family in families for name in family)
