@@ -63,16 +63,105 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
     A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    import torch.nn.functional as functional
+    import torch
 
-    before = {name: getattr(functional, name) for name in replaced}
+    with _attributes(torch.nn.functional, replaced):
+        yield
+
+
+@contextmanager
+def _attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+    """In the block attributes of a module or class are others; those that it has from elsewhere are put over."""
+    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     try:
-        for name, function in replaced.items():
-            setattr(functional, name, function)
+        for name, value in replaced.items():
+            setattr(owner, name, value)
         yield
     finally:
-        for name, function in before.items():
-            setattr(functional, name, function)
+        for name in replaced:
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def recurrent(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """In the block recurrent layers and cells call other kernels, by torch's names: "lstm", "gru_cell" and so on.
+
+    The layers read their weights anew in each call: the list of them that they keep is made for cuDNN, does not notice
+    that `functional_call` exchanges a weight, and would hold what a transform has ended.
+    """
+    import torch
+
+    weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    layers = {"_flat_weights": weights, "_update_flat_weights": lambda self: None}
+    with _attributes(torch._VF, replaced), _attributes(torch.nn.RNNBase, layers):
+        yield
+
+
+@contextmanager
+def average_of_batches(forward: Callable[..., Any]) -> Iterator[None]:
+    """In the block batch norms that average over all batches (momentum None) train by another forward pass.
+
+    torch's own reads how many there were on the host.
+    """
+    import torch
+
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    before = kind.forward
+
+    def either(self: Any, x: Any) -> Any:
+        counted = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        return forward(self, x) if counted and self.momentum is None else before(self, x)
+
+    with _attributes(kind, {"forward": either}):
+        yield
+
+
+def allow_recurrent() -> None:
+    """Let Dynamo trace recurrent layers, which it refuses as long as their kernels are torch's."""
+    import torch._dynamo.config as config
+
+    config.allow_rnn = True
+
+
+@contextmanager
+def checkpoints(called: Callable[[], None]) -> Iterator[None]:
+    """In the block `called` is called where `torch.utils.checkpoint` would have something computed once more."""
+    import torch
+    import torch.utils.checkpoint as checkpoint
+
+    before = checkpoint._checkpoint_without_reentrant_generator
+
+    def told(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            called()
+        return before(*arguments, **keywords)
+
+    with _attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}):
+        yield
+
+
+_LOOP = "There is a performance drop because we have not yet implemented the batching rule for "
+
+
+@contextmanager
+def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """In the block `tell` is called with the name of each operator that vmap runs in a loop, as it has no other way."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        if str(message).startswith(_LOOP):
+            tell(str(message).removeprefix(_LOOP).split(".")[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        yield
+
+
+def quiet_loops() -> None:
+    """Drop torch's own warning of such an operator, which asks for an issue to be filed."""
+    warnings.filterwarnings("ignore", _LOOP)
 
 
 @contextmanager
