@@ -123,7 +123,7 @@ def losses() -> dict[str, Case]:
         "TripletMarginLoss": Case(nn.TripletMarginLoss, (VECTOR, VECTOR, VECTOR)),
         "TripletMarginWithDistanceLoss": Case(nn.TripletMarginWithDistanceLoss, (VECTOR, VECTOR, VECTOR)),
         "AdaptiveLogSoftmaxWithLoss": Case(
-            lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 12, [4, 8]), (VECTOR, ids(12, ROWS))
+            lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 12, [4, 8], 2.0), (VECTOR, ids(12, ROWS))
         ),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,6 +119,19 @@ def average_of_batches(forward: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def weight_norm(function: Callable[..., Any]) -> Iterator[None]:
+    """In the block weights that are kept as norm and direction, by torch's older way or newer one, are made by another.
+
+    Their fused kernel has no batched form.
+    """
+    import torch
+
+    older = importlib.import_module("torch.nn.utils.weight_norm")  # torch.nn.utils has a function of that name
+    with _attributes(torch, {"_weight_norm": function}), _attributes(older, {"_weight_norm": function}):
+        yield
+
+
 def allow_recurrent() -> None:
     """Let Dynamo trace recurrent layers, which it refuses as long as their kernels are torch's."""
     import torch._dynamo.config as config
@@ -142,26 +156,37 @@ def checkpoints(called: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-_LOOP = "There is a performance drop because we have not yet implemented the batching rule for "
+@contextmanager
+def loops_quiet() -> Iterator[None]:
+    """In the block torch does not warn of operators that vmap runs in a loop, nor ask for issues to be filed."""
+    import torch
+
+    set_enabled: Any = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    set_enabled(False)
+    try:
+        yield
+    finally:
+        set_enabled(True)
 
 
 @contextmanager
 def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """In the block `tell` is called with the name of each operator that vmap runs in a loop, as it has no other way."""
+    """In the block, inside of `loops_quiet`, `tell` gets the name of each operator that vmap runs in a loop."""
+    import torch
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        if str(message).startswith(_LOOP):
-            tell(str(message).removeprefix(_LOOP).split(".")[0])
+        if name := str(message).partition("implemented the batching rule for ")[2]:
+            tell(name.split(".")[0])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        yield
-
-
-def quiet_loops() -> None:
-    """Drop torch's own warning of such an operator, which asks for an issue to be filed."""
-    warnings.filterwarnings("ignore", _LOOP)
+    set_enabled: Any = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    set_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            yield
+    finally:
+        set_enabled(False)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 from monograph.resident import out_of_memory
 
-_SAID, TENSOR = (bool, int, float, complex, str, bytes, type(None)), object()
+_PLAIN, _TENSOR = (bool, int, float, complex, str, bytes, type(None)), object()
 Functions = dict[str, Callable[..., Tensor]]
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
@@ -49,7 +48,6 @@ class Members:
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
         self._dropout = Dropout(self._called)
-        compat.quiet_loops()
         self._for_graphs: dict[bool, bool] = {}  # by mode
         modules = list(stack.module.named_modules())
         self._absent = [
@@ -71,10 +69,18 @@ class Members:
         Raises:
             InputRefused: something in it cannot be batched; the message says what and where.
         """
+        batched, alone = self._ways(function, *inputs, each=each, parameters=parameters)
+        return batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
+
+    def _ways(
+        self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """What calls the function for all members, and what calls it for the first one alone."""
         stack = self.stack
         held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers()) | (parameters or {})
-
-        shape: list[Any] = []
+        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
+        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        structure: list[Any] = []
 
         def one(tensors: dict[str, Tensor], *inputs: Any) -> list[Any]:
             self._dropout.site = 0
@@ -91,33 +97,29 @@ class Members:
             for owner, key in self._computed:
                 setattr(owner, key, None)  # no tensor of a transform outlives it
             leaves, spec = tree_flatten(out)
-            # What is no tensor, as None is in place of a loss, is the same for all.
-            shape[:] = [spec, [leaf if isinstance(leaf, _SAID) else TENSOR for leaf in leaves]]
-            return [leaf for leaf in leaves if not isinstance(leaf, _SAID)]
+            # A plain value, such as None in place of a loss, cannot depend on a member.
+            structure[:] = [spec, [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves]]
+            return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
-        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
-        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        batched = functools.partial(torch.vmap(one, in_dims=(0, *dims), randomness="error"), held, *inputs)
+        def batched() -> Any:
+            tensors = iter(torch.vmap(one, in_dims=(0, *dims), randomness="error")(held, *inputs))
+            spec, leaves = structure
+            return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
         def alone() -> Any:
             own = tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs) if each else inputs
             return function(stack.members[0], *own)
 
-        out = batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
-        tensors = iter(out)
-        spec, said = shape
-        return tree_unflatten([next(tensors) if of is TENSOR else of for of in said], spec)
+        return batched, alone
 
-    def watched(self, function: Function, *inputs: Any, each: bool) -> Layers:
-        """How each part of the module runs; nothing changes.
+    def layers(self, function: Function, *inputs: Any, each: bool) -> Layers:
+        """How each part of the module runs, as one look at it shows; nothing changes.
 
         Raises:
             InputRefused: see `__call__`.
         """
-        watch = Watch(self.stack.module)
-        with self.context(), torch.no_grad(), buffers_kept(self.stack.module), watch():
-            self(function, *inputs, each=each)
-        return watch.layers()
+        with self.context(), torch.no_grad():
+            return self._looked_at(*self._ways(function, *inputs, each=each))[1].layers()
 
     def _eager(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> Any:
         """`batched()`, after a first look at whether the module needs to be told that it compiles."""
@@ -129,9 +131,13 @@ class Members:
             with compat.as_if_compiling() if self._for_graphs[training] else nullcontext():
                 return batched()
         except (RuntimeError, ValueError, TypeError) as failure:
-            if not out_of_memory(failure):
-                self._looked_at(batched, alone)  # other inputs, or another function, than at the first look
-            raise
+            if out_of_memory(failure):
+                raise
+            # Other inputs, or another function, than at the first look.
+            before, (self._for_graphs[training], _) = self._for_graphs[training], self._looked_at(batched, alone)
+            if before == self._for_graphs[training]:
+                raise
+        return self._eager(batched, alone)
 
     def _looked_at(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> tuple[bool, Watch]:
         """Whether the module reads tensors' values (as attention may, of its mask) unless it is told that it compiles.
@@ -171,9 +177,11 @@ class Members:
         with (
             compat.functional(functions | self._dropout.functions()),
             compat.recurrent(KERNELS),
+            compat.weight_norm(_weight_norm),
             compat.average_of_batches(_average_of_batches),
             compat.checkpoints(_refuse_checkpoint),
             compat.without_fast_path(),
+            compat.loops_quiet(),
         ):
             yield
 
@@ -229,6 +237,11 @@ def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out:
     """`torch.nn.functional.normalize`, whose `out`, as spectral norms have it, has no batched form."""
     found = _plain_normalize(x, p, dim, eps)
     return found if out is None else out.copy_(found)
+
+
+def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
+    rows = direction.reshape(1, -1) if dim == -1 else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
+    return direction * (norm / rows.norm(dim=1).view(norm.shape))
 
 
 def _average_of_batches(norm: Any, x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class Ensemble(Resident):
         Raises:
             InputRefused: a part cannot run for all members at once; the message says which and why.
         """
-        return self._call.watched(_run, inputs, named, each=each)
+        return self._call.layers(_run, inputs, named, each=each)
 
     def _rows(self, window: Batch) -> int:
         if self._row_dim:
