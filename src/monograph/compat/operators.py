@@ -86,107 +86,81 @@ def _attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def recurrent(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """In the block recurrent layers and cells call other kernels, by torch's names: "lstm", "gru_cell" and so on.
+def layers(
+    recurrent: dict[str, Callable[..., Any]],
+    weight_norm: Callable[..., Any],
+    average_of_batches: Callable[..., Any],
+    recomputing: Callable[[], None],
+) -> Iterator[None]:
+    """In the block torch's layers call other code in place of what vmap cannot batch.
 
-    The layers read their weights anew in each call: the list of them that they keep is made for cuDNN, does not notice
-    that `functional_call` exchanges a weight, and would hold what a transform has ended.
+    Recurrent layers read their weights anew in each call. The list of them that they keep is made for cuDNN: it does
+    not notice that `functional_call` exchanges a weight, and would hold what a transform has ended.
+
+    Args:
+        recurrent: what recurrent layers and cells call, by torch's names: "lstm", "gru_cell" and so on.
+        weight_norm: (direction, norm, dim) -> weight, of both of torch's ways to keep weights so.
+        average_of_batches: the forward pass of a batch norm that trains with momentum None.
+        recomputing: called where `torch.utils.checkpoint` would have something computed once more.
     """
     import torch
-
-    weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
-    layers = {"_flat_weights": weights, "_update_flat_weights": lambda self: None}
-    with _attributes(torch._VF, replaced), _attributes(torch.nn.RNNBase, layers):
-        yield
-
-
-@contextmanager
-def average_of_batches(forward: Callable[..., Any]) -> Iterator[None]:
-    """In the block batch norms that average over all batches (momentum None) train by another forward pass.
-
-    torch's own reads how many there were on the host.
-    """
-    import torch
-
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    before = kind.forward
-
-    def either(self: Any, x: Any) -> Any:
-        counted = self.training and self.track_running_stats and self.num_batches_tracked is not None
-        return forward(self, x) if counted and self.momentum is None else before(self, x)
-
-    with _attributes(kind, {"forward": either}):
-        yield
-
-
-@contextmanager
-def weight_norm(function: Callable[..., Any]) -> Iterator[None]:
-    """In the block weights that are kept as norm and direction, by torch's older way or newer one, are made by another.
-
-    Their fused kernel has no batched form.
-    """
-    import torch
+    import torch.utils.checkpoint as checkpoint
 
     older = importlib.import_module("torch.nn.utils.weight_norm")  # torch.nn.utils has a function of that name
-    with _attributes(torch, {"_weight_norm": function}), _attributes(older, {"_weight_norm": function}):
+    norm = torch.nn.modules.batchnorm._BatchNorm
+    forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
+
+    def normed(self: Any, x: Any) -> Any:
+        counted = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        return average_of_batches(self, x) if counted and self.momentum is None else forward(self, x)
+
+    def told(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            recomputing()
+        return checkpointed(*arguments, **keywords)
+
+    weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    with (
+        _attributes(torch._VF, recurrent),
+        _attributes(torch.nn.RNNBase, {"_flat_weights": weights, "_update_flat_weights": lambda self: None}),
+        _attributes(torch, {"_weight_norm": weight_norm}),
+        _attributes(older, {"_weight_norm": weight_norm}),
+        _attributes(norm, {"forward": normed}),
+        _attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}),
+    ):
         yield
 
 
 def allow_recurrent() -> None:
-    """Let Dynamo trace recurrent layers, which it refuses as long as their kernels are torch's."""
+    """Let Dynamo trace recurrent layers, which it refuses as long as they call torch's kernels."""
     import torch._dynamo.config as config
 
     config.allow_rnn = True
 
 
-@contextmanager
-def checkpoints(called: Callable[[], None]) -> Iterator[None]:
-    """In the block `called` is called where `torch.utils.checkpoint` would have something computed once more."""
-    import torch
-    import torch.utils.checkpoint as checkpoint
-
-    before = checkpoint._checkpoint_without_reentrant_generator
-
-    def told(*arguments: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            called()
-        return before(*arguments, **keywords)
-
-    with _attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}):
-        yield
-
-
-@contextmanager
-def loops_quiet() -> Iterator[None]:
-    """In the block torch does not warn of operators that vmap runs in a loop, nor ask for issues to be filed."""
+def warn_of_loops(wanted: bool) -> None:
+    """Whether torch warns of each operator that vmap runs in a loop, and asks for an issue to be filed."""
     import torch
 
-    set_enabled: Any = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    set_enabled(False)
-    try:
-        yield
-    finally:
-        set_enabled(True)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """In the block, inside of `loops_quiet`, `tell` gets the name of each operator that vmap runs in a loop."""
-    import torch
+    """In the block `tell` gets the name of each operator that vmap runs in a loop; afterwards no warning has it."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         if name := str(message).partition("implemented the batching rule for ")[2]:
             tell(name.split(".")[0])
 
-    set_enabled: Any = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    set_enabled(True)
+    warn_of_loops(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = show
             yield
     finally:
-        set_enabled(False)
+        warn_of_loops(False)
 
 
 @contextmanager

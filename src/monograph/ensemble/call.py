@@ -48,6 +48,7 @@ class Members:
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
         self._dropout = Dropout(self._called)
+        compat.warn_of_loops(False)  # the first look does
         self._for_graphs: dict[bool, bool] = {}  # by mode
         modules = list(stack.module.named_modules())
         self._absent = [
@@ -176,12 +177,8 @@ class Members:
         }
         with (
             compat.functional(functions | self._dropout.functions()),
-            compat.recurrent(KERNELS),
-            compat.weight_norm(_weight_norm),
-            compat.average_of_batches(_average_of_batches),
-            compat.checkpoints(_refuse_checkpoint),
+            compat.layers(KERNELS, _weight_norm, _average_of_batches, _refuse_checkpoint),
             compat.without_fast_path(),
-            compat.loops_quiet(),
         ):
             yield
 

@@ -14,7 +14,6 @@ from monograph import compat
 from monograph.errors import InputRefused
 from monograph.graph.inspect import running
 
-BATCHED, OVER_TIME = "batched", "batched, step by step in time"
 OUTSIDE = "outside of the module"
 
 
@@ -72,9 +71,9 @@ class Watch:
             name = f"{path or type(part).__name__} ({type(part).__name__})"
             looped, own = self._looped.get(name, []), [*part._parameters, *part._buffers]
             if looped or own or next(part.children(), None) is None:
-                how = OVER_TIME if isinstance(part, nn.RNNBase) else BATCHED
-                how = _looped(looped) if looped else how if part in self._called else "not called"
-                found.append(Layer(name, how, tuple(looped)))
+                how = "batched, step by step in time" if isinstance(part, nn.RNNBase) else "batched"
+                how = how if part in self._called else "not called"
+                found.append(Layer(name, _looped(looped) if looped else how, tuple(looped)))
         if outside := self._looped.get(OUTSIDE):
             found.append(Layer(OUTSIDE, _looped(outside), tuple(outside)))
         return found
@@ -97,8 +96,7 @@ _REASONS = {
     "randomness": "it draws random numbers by torch's generator: use nn.Dropout, or draw before",
     "rrelu": "it draws random numbers by torch's generator: use nn.LeakyReLU, or nn.Dropout",
     "vmap: inplace arithmetic": "it writes members' values into a tensor that they share: make it a buffer",
-    "expected to return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
-    "must only return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
+    "return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
     "setup_context staticmethod": "its autograd.Function lacks what torch.func needs: write setup_context, and set "
     "generate_vmap_rule = True",
     "Batching rule not implemented for": "torch has no batched form of an operator in it",

@@ -6,7 +6,7 @@ Shapes: T time, B batch, I inputs, H hidden, L layers times directions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,19 +47,9 @@ def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None)
     return after if many else after[0]
 
 
-def _layers(  # noqa: PLR0913 - as torch's layers call their kernels
-    step: Step,
-    x: Tensor,
-    state: Any,
-    weights: Any,
-    bias: bool,
-    layers: int,
-    dropout: float,
-    training: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-) -> State:
-    """Outputs [T, B, H] and the last states [L, B, H] of x [T, B, I]."""
+def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> State:
+    """Outputs [T, B, H] and the last states [L, B, H] of x [T, B, I], as torch's layers call their kernels."""
+    bias, layers, dropout, training, bidirectional, batch_first = (*options, False)[:6]
     if not isinstance(weights, list):
         raise CannotBatch(
             "it is given a packed sequence, whose steps have other numbers of rows: give it the padded rows, and take "
@@ -68,36 +58,26 @@ def _layers(  # noqa: PLR0913 - as torch's layers call their kernels
     ends: list[State] = []
     x, directions = x.transpose(0, 1) if batch_first else x, 1 + bidirectional
     first = state if isinstance(state, tuple) else (state,)
+    per = len(weights) // (layers * directions)
     for layer in range(layers):
         outputs = []
-        for direction in range(directions):
-            at, per = layer * directions + direction, len(weights) // (layers * directions)
-            own = weights[at * per : (at + 1) * per]
-            given = F.linear(x, own[0], own[2] if bias else None).unbind(0)
-            one = functools.partial(_over_time, step, given[::-1] if direction else given)
-            hidden, end = one(tuple(of[at] for of in first), own[1], own[3] if bias else None, *own[2 + 2 * bias :])
-            outputs.append(torch.stack(hidden[::-1] if direction else hidden))
-            ends.append(end)
+        for backwards in range(directions):
+            of_input, of_hidden, *own = weights[len(ends) * per : (len(ends) + 1) * per]
+            bias_input, bias_hidden, *project = own if bias else (None, None, *own)
+            given = F.linear(x, of_input, bias_input).unbind(0)
+            hidden, now = [], tuple(of[len(ends)] for of in first)
+            for at in given[::-1] if backwards else given:
+                now = step(at, now, of_hidden, bias_hidden, *project)
+                hidden.append(now[0])
+            outputs.append(torch.stack(hidden[::-1] if backwards else hidden))
+            ends.append(now)
         x = torch.cat(outputs, -1)
         if dropout and layer < layers - 1:
             x = F.dropout(x, dropout, training)
     return x.transpose(0, 1) if batch_first else x, *(torch.stack(of) for of in zip(*ends, strict=True))
 
 
-def _over_time(step: Step, given: Sequence[Tensor], state: State, *of: Tensor | None) -> tuple[list[Tensor], State]:
-    hidden = []
-    for now in given:
-        state = step(now, state, *of)
-        hidden.append(state[0])
-    return hidden, state
-
-
-STEPS: dict[str, Step] = {
-    "lstm": _lstm,
-    "gru": _gru,
-    "rnn_tanh": functools.partial(_rnn, torch.tanh),
-    "rnn_relu": functools.partial(_rnn, torch.relu),
-}
-KERNELS = {name: functools.partial(_layers, step) for name, step in STEPS.items()} | {
-    f"{name}_cell": functools.partial(_cell, step) for name, step in STEPS.items()
-}
+_RNNS = {f"rnn_{act.__name__}": functools.partial(_rnn, act) for act in (torch.tanh, torch.relu)}
+_STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, **_RNNS}
+KERNELS: dict[str, Callable[..., Any]] = {name: functools.partial(_layers, step) for name, step in _STEPS.items()}
+KERNELS |= {f"{name}_cell": functools.partial(_cell, step) for name, step in _STEPS.items()}
