@@ -114,6 +114,7 @@ def recurrent() -> dict[str, Case]:
         "LSTM, weight norm": Case(
             lambda: parametrizations.weight_norm(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"), (SEQUENCE,)
         ),
+        "LSTM of two steps": Case(lambda: nn.LSTM(6, 5, batch_first=True, bidirectional=True), ((ROWS, 2, 6),)),
         "LSTMCell, no bias": Case(lambda: nn.LSTMCell(6, 5, bias=False), (VECTOR,)),
         "RNNCell of relu": Case(lambda: nn.RNNCell(6, 5, nonlinearity="relu"), (VECTOR,)),
         "GRUCell of one row": Case(lambda: nn.GRUCell(6, 5), ((6,),)),
@@ -341,7 +342,7 @@ def test_a_table_says_which_layers_are_looped_and_why():
 
 
 def test_inference_is_compiled_to_what_it_was():
-    case = CASES["LSTM, weight norm"]
+    case = CASES["LSTM of two steps"]
     engine = Ensemble([built(case, seed).eval() for seed in range(N)])
     x = drawn(case, 1)["0"]
     with torch.no_grad():
@@ -354,7 +355,7 @@ def test_inference_is_compiled_to_what_it_was():
         assert relative_error(engine(x)[0][1], engine.members[1](x)[0]) < BOUND
 
 
-@pytest.mark.parametrize("name", ["weight norm, older", "spectral norm"])
+@pytest.mark.parametrize("name", ["weight norm, older", "spectral norm", "LSTM of two steps"])
 def test_what_is_captured_trains_as_alone(name):
     case = CASES[name]
     engine = Ensemble([built(case, seed) for seed in range(N)], loss=weighted, optim=OPTIM)

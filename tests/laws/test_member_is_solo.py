@@ -30,7 +30,8 @@ KNOBS = [
     )
     for i in range(N)
 ]
-COMPILED = ("our llama", "conv", "llama, padded", "lstm", "t5")
+STEPS_IN_TIME = pytest.mark.slow(reason="compiles every step in time; tests/ensemble/test_layers.py has two")
+COMPILED = ("our llama", "conv", "llama, padded", "t5", pytest.param("lstm", marks=STEPS_IN_TIME))
 
 
 def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2, clip=1.0) -> None:
