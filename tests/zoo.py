@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from batches import VOCABULARY, ragged, tiny_llama
 from monograph.loss import token_loss
@@ -80,6 +81,22 @@ class Encoder(nn.Module):
         return (self.head(self.encoder(self.embed(input_ids))),)
 
 
+class Recurrent(nn.Module):
+    """A language model of layers over time, one of them with its weight's norm apart, and one that reads backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(24, VOCABULARY)
+        self.lstm = weight_norm(nn.LSTM(16, 12, 2, batch_first=True, proj_size=8), "weight_hh_l0")
+        self.gru = nn.GRU(8, 12, batch_first=True, bidirectional=True)
+        self.norm, self.dropout = nn.BatchNorm1d(24, momentum=None), nn.Dropout(0.2)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
+        """[B, T] to scores [B, T, VOCABULARY], and no loss."""
+        hidden = self.gru(self.lstm(self.embed(input_ids))[0])[0]
+        return self.head(self.dropout(self.norm(hidden.mT).mT)), None
+
+
 def seeded(build: Callable[..., nn.Module], *arguments: Any, **options: Any) -> Callable[[int], nn.Module]:
     """Builds a module with its numbers drawn from a seed."""
 
@@ -95,7 +112,8 @@ def transformer(name: str, **sizes: Any) -> Callable[[int], nn.Module]:
     """Builds a model of transformers by the stem of its classes, such as "LlamaForCausalLM"."""
     import transformers
 
-    head = next(head for head in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForImage") if head in name)
+    heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImage")
+    head = next(head for head in heads if head in name)
     config = getattr(transformers, name[: name.index(head)] + "Config")
     return lambda seed: seeded(getattr(transformers, name), config(**sizes))(seed)
 
@@ -148,7 +166,7 @@ def of_classes(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def zoo() -> dict[str, Kind]:
     """All of them; the language models and the pictures' are transformers' own, unmodified."""
-    grouped = LANGUAGE | {"num_key_value_heads": 2, "use_cache": False}
+    grouped = LANGUAGE | {"num_key_value_heads": 2}
     t5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     sizes = {k: v for k, v in LANGUAGE.items() if k != "vocab_size"}
     picture = sizes | {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
@@ -176,7 +194,9 @@ def zoo() -> dict[str, Kind]:
             transformer("LlamaForCausalLM", **grouped, attn_implementation="eager"), of_tokens, masked
         ),
         "qwen2": Kind(transformer("Qwen2ForCausalLM", **grouped), of_tokens, tokens),
-        "t5": Kind(transformer("T5ForConditionalGeneration", **t5, use_cache=False), of_tokens, translated),
+        "gpt2": Kind(transformer("GPT2LMHeadModel", **LANGUAGE), of_tokens, tokens),
+        "lstm": Kind(seeded(Recurrent), of_tokens, tokens),
+        "t5": Kind(transformer("T5ForConditionalGeneration", **t5), of_tokens, translated),
         "bert": Kind(bert, of_tokens, tokens),
         "bert, padded": Kind(bert, of_tokens, masked),
         "vit": Kind(transformer("ViTForImageClassification", **picture), of_classes, classified(3, 16, 16)),

@@ -138,12 +138,6 @@ def test_what_cannot_be_batched_is_refused_with_reason(how, said):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_modules_are_refused_by_path(kind):
-    with pytest.raises(InputRefused, match=rf"1 is an nn\.{kind.__name__}, which torch cannot batch: .*Cell"):
-        Stack([nn.Sequential(nn.Linear(3, 3), kind(3, 3)) for _ in range(2)])
-
-
 def test_fused_siblings_are_refused():
     member = zoo()["our llama"].build(0)
     fuse_siblings(member, torch.zeros(1, 4, dtype=torch.int64))

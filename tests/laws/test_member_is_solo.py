@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from alone import Alone, stacked
 from batches import ragged, tiny_llama
 from monograph import compat
 from monograph.ensemble import Ensemble
 from monograph.ensemble.agreement import DROPOUTS
-from monograph.ensemble.dropout import Dropout
 from monograph.loop import train
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
@@ -30,46 +30,8 @@ KNOBS = [
     )
     for i in range(N)
 ]
-COMPILED = ("our llama", "conv", "llama, padded", "t5")
-
-
-def stacked(batches):
-    """Batches of members as one, each its own."""
-    return {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
-
-
-class Alone:
-    """A member trained by itself, its dropout counted as the ensemble counts it."""
-
-    def __init__(self, model: nn.Module, loss, seed: int, **options):
-        self.counter = SimpleNamespace(seed=torch.tensor(seed), draw=torch.tensor(0))
-        self.loss, self.functions = loss, Dropout(self.counter)
-        self.engine = Resident(model, loss=self._loss, **options)
-
-    def _loss(self, model, batch):
-        self.functions.site = 0
-        with compat.functional(self.functions.functions() | {"scaled_dot_product_attention": self._attention}):
-            result = self.loss(model, batch)
-        self.counter.draw += 1
-        return result
-
-    def _attention(
-        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):
-        if not dropout_p:
-            return PLAIN(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None:
-            float_mask = attn_mask.dtype != torch.bool
-            scores = scores + attn_mask if float_mask else scores.masked_fill(~attn_mask, -torch.inf)
-        return self.functions.of(scores.softmax(-1), dropout_p, tuple(scores.shape)) @ value
-
-
-PLAIN = nn.functional.scaled_dot_product_attention
+STEPS_IN_TIME = pytest.mark.slow(reason="compiles every step in time; tests/ensemble/test_layers.py has two")
+COMPILED = ("our llama", "conv", "llama, padded", "t5", pytest.param("lstm", marks=STEPS_IN_TIME))
 
 
 def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2, clip=1.0) -> None:
@@ -77,7 +39,7 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
     own = [[kind.batch(100 * i * each + step) for i in range(N)] for step in range(UPDATES)]
     windows = [stacked(batches) if each else batches[0] for batches in own]
     members = [kind.build(of.seed).train() for of in KNOBS]
-    alone = copy.deepcopy(members)
+    alone = [kind.build(of.seed).train() for of in KNOBS]
     schedule = warmup_cosine(2, 5)
     engine = Ensemble(
         members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=micro_batch, each=each

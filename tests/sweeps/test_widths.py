@@ -123,10 +123,10 @@ def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_no_graph_holds_trains_one_after_another_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(width: int) -> float:
         if width > 1:
-            raise InputRefused("rnn is an nn.LSTM, which torch cannot batch")
+            raise InputRefused("noise (RReLU): it draws random numbers")
         return 0.1
 
     [group] = groups(1000, 8)
     lengths([timing(group, seconds, monkeypatch)], group.settings, 0, progress())
     assert group.rounds == [1] * 8
-    assert group.why == "8 members, one after another: rnn is an nn.LSTM, which torch cannot batch"
+    assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"

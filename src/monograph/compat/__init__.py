@@ -27,12 +27,16 @@ from monograph.compat.inductor import (
     watched_kernels,
 )
 from monograph.compat.operators import (
+    allow_recurrent,
     allow_stashes_in_recomputed,
     flops_of,
     functional,
     in_transform,
+    layers,
+    loops_told,
     quiet_layout_of_stacked_gradients,
     sums_gradients,
+    warn_of_loops,
     without_fast_path,
     writes_in_place,
 )
@@ -40,6 +44,7 @@ from monograph.compat.partitioner import activations_kept, make_again, partition
 
 __all__ = [
     "activations_kept",
+    "allow_recurrent",
     "allow_stashes_in_recomputed",
     "allow_variants",
     "as_if_compiling",
@@ -53,6 +58,8 @@ __all__ = [
     "graphs_from_cache",
     "in_transform",
     "is_capture_error",
+    "layers",
+    "loops_told",
     "lower_to_call",
     "lower_to_memory",
     "make_again",
@@ -68,6 +75,7 @@ __all__ = [
     "scaled_mm",
     "stored_by_graph",
     "sums_gradients",
+    "warn_of_loops",
     "watched_kernels",
     "without_fast_path",
     "without_modes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,16 +64,103 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
     A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    import torch.nn.functional as functional
+    import torch
 
-    before = {name: getattr(functional, name) for name in replaced}
+    with _attributes(torch.nn.functional, replaced):
+        yield
+
+
+@contextmanager
+def _attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+    """In the block attributes of a module or class are others; those that it has from elsewhere are put over."""
+    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     try:
-        for name, function in replaced.items():
-            setattr(functional, name, function)
+        for name, value in replaced.items():
+            setattr(owner, name, value)
         yield
     finally:
-        for name, function in before.items():
-            setattr(functional, name, function)
+        for name in replaced:
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def layers(
+    recurrent: dict[str, Callable[..., Any]],
+    weight_norm: Callable[..., Any],
+    average_of_batches: Callable[..., Any],
+    recomputing: Callable[[], None],
+) -> Iterator[None]:
+    """In the block torch's layers call other code in place of what vmap cannot batch.
+
+    Recurrent layers read their weights anew in each call. The list of them that they keep is made for cuDNN: it does
+    not notice that `functional_call` exchanges a weight, and would hold what a transform has ended.
+
+    Args:
+        recurrent: what recurrent layers and cells call, by torch's names: "lstm", "gru_cell" and so on.
+        weight_norm: (direction, norm, dim) -> weight, of both of torch's ways to keep weights so.
+        average_of_batches: the forward pass of a batch norm that trains with momentum None.
+        recomputing: called where `torch.utils.checkpoint` would have something computed once more.
+    """
+    import torch
+    import torch.utils.checkpoint as checkpoint
+
+    older = importlib.import_module("torch.nn.utils.weight_norm")  # torch.nn.utils has a function of that name
+    norm = torch.nn.modules.batchnorm._BatchNorm
+    forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
+
+    def normed(self: Any, x: Any) -> Any:
+        counted = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        return average_of_batches(self, x) if counted and self.momentum is None else forward(self, x)
+
+    def told(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            recomputing()
+        return checkpointed(*arguments, **keywords)
+
+    weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    with (
+        _attributes(torch._VF, recurrent),
+        _attributes(torch.nn.RNNBase, {"_flat_weights": weights, "_update_flat_weights": lambda self: None}),
+        _attributes(torch, {"_weight_norm": weight_norm}),
+        _attributes(older, {"_weight_norm": weight_norm}),
+        _attributes(norm, {"forward": normed}),
+        _attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}),
+    ):
+        yield
+
+
+def allow_recurrent() -> None:
+    """Let Dynamo trace recurrent layers, which it refuses as long as they call torch's kernels."""
+    import torch._dynamo.config as config
+
+    config.allow_rnn = True
+
+
+def warn_of_loops(wanted: bool) -> None:
+    """Whether torch warns of each operator that vmap runs in a loop, and asks for an issue to be filed."""
+    import torch
+
+    torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """In the block `tell` gets the name of each operator that vmap runs in a loop; afterwards no warning has it."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        if name := str(message).partition("implemented the batching rule for ")[2]:
+            tell(name.split(".")[0])
+
+    warn_of_loops(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            yield
+    finally:
+        warn_of_loops(False)
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
@@ -34,14 +37,10 @@ def agree(members: Sequence[nn.Module]) -> None:
         InputRefused: two differ in more than their numbers, or one has what torch cannot batch; the message names the
             first path.
     """
-    for path, module in members[0].named_modules():
-        if isinstance(module, nn.RNNBase):
-            kind = type(module).__name__
-            raise InputRefused(
-                f"{path or 'the module'} is an nn.{kind}, which torch cannot batch: write its loop over nn.{kind}Cell"
-            )
-        if isinstance(module, Sibling):
-            raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
+    for member in members:
+        own = {id(of) for each in (member.modules(), member.parameters(), member.buffers()) for of in each}
+        for path, module in member.named_modules():
+            _require_stackable(path or "the module", module, own)
     for number, other in enumerate(members[1:], start=1):
         if found := next(_differences(members[0], other), None):
             raise InputRefused(
@@ -50,25 +49,75 @@ def agree(members: Sequence[nn.Module]) -> None:
             )
 
 
+def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
+    """Refuse a part that no stack can hold; `own` are the ids of the member's modules and tensors."""
+    if isinstance(module, Sibling):
+        raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise InputRefused(
+            f"{path} ({type(module).__name__}) is compiled already, each member by itself: give the module that was "
+            "compiled; engine.capture and engine.compile compile all members at once"
+        )
+    if any(is_lazy(of) for of in (*module._parameters.values(), *module._buffers.values()) if of is not None):
+        raise InputRefused(
+            f"{path} ({type(module).__name__}) has no weights yet: call each member once before they are stacked, with "
+            "inputs of the size that they will have"
+        )
+    held = {name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)}
+    held["hooks"] = [getattr(module, kind) for kind in _HOOKS]
+    if name := next((name for name, value in held.items() if _reaches(value, own, set())), None):
+        raise InputRefused(
+            f"{path}.{name} reaches the member's own tensors past their names, where nothing can put another member's: "
+            "read them by name from the module that the forward pass is called on"
+        )
+
+
+def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:
+    """Whether a tensor of one's own is in a value, or a module in a function's closure, which no copy has a copy of."""
+    if (id(value), closed) in seen or isinstance(value, types.ModuleType):
+        return False
+    seen.add((id(value), closed))
+    if id(value) in own:
+        return closed or isinstance(value, Tensor)
+    closed = closed or hasattr(value, "__code__")
+    return any(_reaches(part, own, seen, closed) for part in (_parts(value) or ("", []))[1])
+
+
 def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
     ours, theirs = (dict(module.named_modules(remove_duplicate=False)) for module in (one, other))
+    # Modules of one path are compared here; one that no path leads to is compared like any attribute.
+    by_path = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs:
             yield Difference(
                 name, *(type(held[name]).__name__ if name in held else "absent" for held in (ours, theirs))
             )
         else:
-            for path, mine, yours in _of_parts(ours[name], theirs[name]):
+            for path, mine, yours in _of_parts(ours[name], theirs[name], by_path):
                 yield Difference(".".join(filter(None, (name, path))) or "the module", mine, yours)
     ties = [_ties(module) for module in (one, other)]
     for tie in sorted(ties[0] ^ ties[1]):
         yield Difference(tie[0], *("tied to " + tie[1] if tie in of else "not tied" for of in ties))
 
 
-def _of_parts(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
+def computed(module: nn.Module) -> set[str]:
+    """Attributes that a hook before the forward pass sets from parameters, as `nn.utils.weight_norm` and pruning do."""
+    hooks = module._forward_pre_hooks.values()
+    names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+    return {name for name in names if name in vars(module)}
+
+
+def _no_own(module: nn.Module) -> set[str]:
+    """Attributes that only repeat what parameters say; a recurrent layer has its weights in a list once more."""
+    listed = {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
+    return computed(module) | listed | {"_compiled_call_impl"}  # which a copy has not
+
+
+def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, int]]) -> Iterator[Difference]:
     """Differences of two modules without their parts."""
-    if type(one) is not type(other):
-        yield Difference("", type(one).__name__, type(other).__name__)
+    kinds = [type_before_parametrizations(module) for module in (one, other)]  # a parametrized one has its own class
+    if kinds[0] is not kinds[1]:
+        yield Difference("", *(kind.__name__ for kind in kinds))
         return
     if one.training != other.training:
         yield Difference("training", str(one.training), str(other.training))
@@ -76,12 +125,12 @@ def _of_parts(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
         yield from _of_names(getattr(one, kind), getattr(other, kind), lambda a, b: _form(a) == _form(b), _form)
     for kind in _HOOKS:
         hooks = [list(getattr(module, kind).values()) for module in (one, other)]
-        if not _equal(hooks[0], hooks[1]):
+        if not _equal(hooks[0], hooks[1], by_path):
             yield Difference("hooks", f"{len(hooks[0])} of its own", f"{len(hooks[1])} of its own")
     # A rate of dropout may be each member's own.
-    ignored = _OWN | ({"p"} if isinstance(one, DROPOUTS) else set())
+    ignored = _OWN | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
     mine, yours = ({k: v for k, v in vars(module).items() if k not in ignored} for module in (one, other))
-    yield from _of_names(mine, yours, _equal, _short)
+    yield from _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short)
 
 
 def _of_names(
@@ -113,15 +162,13 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(group) for group in names.values() if len(group) > 1}
 
 
-def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
+def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     """Whether two values of plain attributes are alike, whatever objects they are."""
     pair = (id(one), id(other))
     if one is other or pair in within:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, nn.Module):
-        return True  # parts are compared by their paths
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     mine, yours = _parts(one), _parts(other)

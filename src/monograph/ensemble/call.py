@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
+from monograph.ensemble.agreement import computed
 from monograph.ensemble.dropout import Dropout
+from monograph.ensemble.layers import CannotBatch, Layers, Watch, refusal
+from monograph.ensemble.recurrent import KERNELS
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
-from monograph.graph.inspect import buffers_kept, running
+from monograph.graph.inspect import buffers_kept
+from monograph.resident import out_of_memory
 
+_PLAIN, _TENSOR = (bool, int, float, complex, str, bytes, type(None)), object()
+Functions = dict[str, Callable[..., Tensor]]
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
 
@@ -42,11 +48,13 @@ class Members:
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
         self._dropout = Dropout(self._called)
-        self._for_graphs: bool | None = None
-        modules = stack.module.named_modules()
+        compat.warn_of_loops(False)  # the first look does
+        self._for_graphs: dict[bool, bool] = {}  # by mode
+        modules = list(stack.module.named_modules())
         self._absent = [
             (path, owner, key) for path, owner in modules for key, of in owner._buffers.items() if of is None
         ]
+        self._computed = [(owner, key) for _, owner in modules for key in computed(owner)]
 
     def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
         """Outputs with a leading member axis.
@@ -62,10 +70,20 @@ class Members:
         Raises:
             InputRefused: something in it cannot be batched; the message says what and where.
         """
+        batched, alone = self._ways(function, *inputs, each=each, parameters=parameters)
+        return batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
+
+    def _ways(
+        self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """What calls the function for all members, and what calls it for the first one alone."""
         stack = self.stack
         held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers()) | (parameters or {})
+        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
+        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        structure: list[Any] = []
 
-        def one(tensors: dict[str, Tensor], *inputs: Any) -> Any:
+        def one(tensors: dict[str, Tensor], *inputs: Any) -> list[Any]:
             self._dropout.site = 0
             given = dict(tensors)
             out = functional_call(self._called, tensors, (function, *inputs))  # which says what was put in their place
@@ -77,48 +95,91 @@ class Members:
                 if (value := owner._buffers[key]) is not None:
                     owner._buffers[key] = None
                     raise _not_that(".".join(filter(None, (path, key))), None, value)
-            return out
+            for owner, key in self._computed:
+                setattr(owner, key, None)  # no tensor of a transform outlives it
+            leaves, spec = tree_flatten(out)
+            # A plain value, such as None in place of a loss, cannot depend on a member.
+            structure[:] = [spec, [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves]]
+            return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
-        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
-        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        batched = torch.vmap(one, in_dims=(0, *dims), randomness="error")
-        arguments = (held, *inputs)
-        if torch.compiler.is_compiling():
-            return batched(*arguments)
-        if self._for_graphs is None:
-            self._for_graphs = self._needs_form_for_graphs(batched, arguments)
-        with compat.as_if_compiling() if self._for_graphs else nullcontext():
-            return batched(*arguments)
+        def batched() -> Any:
+            tensors = iter(torch.vmap(one, in_dims=(0, *dims), randomness="error")(held, *inputs))
+            spec, leaves = structure
+            return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
-    def _needs_form_for_graphs(self, batched: Function, arguments: tuple[Any, ...]) -> bool:
+        def alone() -> Any:
+            own = tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs) if each else inputs
+            return function(stack.members[0], *own)
+
+        return batched, alone
+
+    def layers(self, function: Function, *inputs: Any, each: bool) -> Layers:
+        """How each part of the module runs, as one look at it shows; nothing changes.
+
+        Raises:
+            InputRefused: see `__call__`.
+        """
+        with self.context(), torch.no_grad():
+            return self._looked_at(*self._ways(function, *inputs, each=each))[1].layers()
+
+    def _eager(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> Any:
+        """`batched()`, after a first look at whether the module needs to be told that it compiles."""
+        training = self.stack.module.training
+        if training not in self._for_graphs:
+            self._for_graphs[training], watch = self._looked_at(batched, alone)
+            watch.warn()
+        try:
+            with compat.as_if_compiling() if self._for_graphs[training] else nullcontext():
+                return batched()
+        except (RuntimeError, ValueError, TypeError) as failure:
+            if out_of_memory(failure):
+                raise
+            # Other inputs, or another function, than at the first look.
+            before, (self._for_graphs[training], _) = self._for_graphs[training], self._looked_at(batched, alone)
+            if before == self._for_graphs[training]:
+                raise
+        return self._eager(batched, alone)
+
+    def _looked_at(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> tuple[bool, Watch]:
         """Whether the module reads tensors' values (as attention may, of its mask) unless it is told that it compiles.
 
         Raises:
-            InputRefused: it does in any case, or cannot be batched for another reason.
+            InputRefused: it does in any case, or cannot be batched for another reason; what a member raises alone is
+                raised as it is.
         """
         module, failures = self.stack.module, []
         for compiling in (False, True):
-            with torch.no_grad(), buffers_kept(module), running(module) as inside:
+            watch = Watch(module)
+            with buffers_kept(module), watch():  # with gradients if they are wanted, as then it may do other things
                 try:
                     with compat.as_if_compiling() if compiling else nullcontext():
-                        batched(*arguments)
-                except (RuntimeError, ValueError) as failure:
-                    failures.append((failure, f"in {inside[-1]}" if inside else "outside of the module"))
+                        batched()
+                except (RuntimeError, ValueError, TypeError) as failure:
+                    failures.append((failure, watch.where))
                 else:
-                    return compiling
+                    return compiling, watch
         first, where = failures[0]
-        if (reason := _reason(first)) is None:
+        if out_of_memory(first):
             raise first
-        raise InputRefused(f"the members cannot be batched: {where}: {reason}") from first
+        member = self.stack.members[0]
+        with torch.no_grad(), buffers_kept(member):
+            if not isinstance(first, CannotBatch):
+                alone()
+        raise refusal(first, where) from first
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """In the block torch's dropout and attention do what they must for `__call__`."""
-        replaced = self._dropout.functions() | {
+        functions: Functions = {
             "scaled_dot_product_attention": self._attention,
             "embedding": _embedding,
+            "normalize": _normalize,
         }
-        with compat.functional(replaced), compat.without_fast_path():
+        with (
+            compat.functional(functions | self._dropout.functions()),
+            compat.layers(KERNELS, _weight_norm, _average_of_batches, _refuse_checkpoint),
+            compat.without_fast_path(),
+        ):
             yield
 
     def _attention(
@@ -154,12 +215,44 @@ def _embedding(
     """`torch.nn.functional.embedding`, whose batched form gives `padding_idx` no gradient in the first member alone."""
     if max_norm is not None or scale_grad_by_freq:
         name = "scale_grad_by_freq" if max_norm is None else "max_norm"
-        raise InputRefused(f"the members cannot be batched: an embedding has {name}, which would count all members'")
+        raise CannotBatch(f"it has {name}, which would count all members' tokens: leave it out")
     rows = _embed(ids, weight)
     if padding_idx is None:
         return rows
     padding = padding_idx % weight.shape[0]
     return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+
+def _refuse_checkpoint() -> None:
+    raise CannotBatch(
+        "it recomputes by torch.utils.checkpoint, which does not work inside of torch.vmap: turn that off, as "
+        "gradient_checkpointing_disable() does, and give the ensemble remat=Remat.Budget(share)"
+    )
+
+
+def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.normalize`, whose `out`, as spectral norms have it, has no batched form."""
+    found = _plain_normalize(x, p, dim, eps)
+    return found if out is None else out.copy_(found)
+
+
+def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
+    rows = direction.reshape(1, -1) if dim == -1 else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
+    return direction * (norm / rows.norm(dim=1).view(norm.shape))
+
+
+def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
+    """A batch norm whose momentum is None: statistics are the means of all batches', of which each member has seen k.
+
+    running_k = running_{k-1} + (batch_k - running_{k-1}) / k
+    """
+    norm._check_input_dim(x)
+    norm.num_batches_tracked.add_(1)
+    of_batch = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+    out = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
+    for running, batch in zip((norm.running_mean, norm.running_var), of_batch, strict=True):
+        running.add_((batch - running) / norm.num_batches_tracked)
+    return out
 
 
 def _write(name: str, buffer: Tensor, value: Any) -> None:
@@ -223,6 +316,7 @@ _LIBRARY.define(
     "bool enable_gqa) -> Tensor"
 )
 _sdpa, _embed = nn.functional.scaled_dot_product_attention, nn.functional.embedding
+_plain_normalize = nn.functional.normalize
 
 
 @torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
@@ -249,23 +343,3 @@ def _folded_attention(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 torch.library.register_vmap("monograph::folded_attention", _folded_attention, lib=_LIBRARY)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-_REASONS = {
-    "data-dependent control flow": "it decides by a tensor's value, which members may differ in: use torch.where",
-    ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",
-    "randomness": "it draws random numbers by torch's generator: use nn.Dropout, or draw before",
-    "Batching rule not implemented for": "torch has no batched form of an operator in it",
-    "vmap: inplace arithmetic": "it writes members' values into a tensor that they share: make it a buffer",
-    "expected to return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
-}
-
-
-def _reason(error: BaseException) -> str | None:
-    text = str(error)
-    for symptom, reason in _REASONS.items():
-        if symptom in text:
-            return f"{reason} ({text.splitlines()[0][:120]})"
-    return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,22 +61,34 @@ class Dropout:
         factor = torch.where(self.kept(mask, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
 
+    def alpha(self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
+        """`hidden` with some elements at SELU's limit, scaled and moved so that mean 0 and variance 1 stay."""
+        limit = -1.7580993408473766
+        scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
+        out = torch.where(self.kept(mask, rate), hidden, limit) * scale - scale * limit * rate
+        return hidden.copy_(out) if inplace else out
+
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """What stands for which function of `torch.nn.functional`."""
 
-        def elements(hidden: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            return self.of(hidden, p, tuple(hidden.shape), inplace) if training else hidden
+        def made(of: Callable[..., Tensor], kept: int | None, last: int = 0, default: bool = True) -> Any:
+            """Of a dropout whose mask has the first `kept` dimensions, or all but the `last` ones."""
 
-        def channels(spatial: int) -> Callable[..., Tensor]:
             def dropout(
-                hidden: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False
+                hidden: Tensor, p: float | Tensor = 0.5, training: bool = default, inplace: bool = False
             ) -> Tensor:
-                kept = tuple(hidden.shape[: hidden.ndim - spatial]) + (1,) * spatial
-                return self.of(hidden, p, kept, inplace) if training else hidden
+                own = hidden.ndim - last if kept is None else kept
+                mask = tuple(hidden.shape[:own]) + (1,) * (hidden.ndim - own)
+                return of(hidden, p, mask, inplace) if training else hidden
 
             return dropout
 
-        return {"dropout": elements} | {f"dropout{n}d": channels(n) for n in (1, 2, 3)}
+        alphas = {
+            "alpha_dropout": made(self.alpha, None, 0, False),
+            "feature_alpha_dropout": made(self.alpha, 2, 0, False),
+        }
+        spatial = {f"dropout{n}d": made(self.of, None, n) for n in (1, 2, 3)}
+        return {"dropout": made(self.of, None)} | spatial | alphas
 
 
 def _number(rate: float | Tensor, like: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from monograph import compat
 from monograph.ensemble.call import Members
 from monograph.ensemble.knobs import Knobs
+from monograph.ensemble.layers import Layers
 from monograph.ensemble.numbers import optimizers, require_read, seeds
 from monograph.ensemble.stack import Stack
 from monograph.ensemble.step import EnsembleStep, update_whole
@@ -44,7 +46,7 @@ class Ensemble(Resident):
     saved, evaluated or exported at any time. A member that diverges has its updates skipped and touches nobody else.
 
     What one graph cannot hold is refused: members that differ in more than their numbers, modules that decide by a
-    tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`), LSTM and GRU.
+    tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`).
 
     Attributes:
         members: the modules.
@@ -148,9 +150,26 @@ class Ensemble(Resident):
         return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
 
     def compile(self, backend: graph.Backend = "inductor") -> Ensemble:
-        """Compile what `ensemble(x)` runs, in place, as `nn.Module.compile` does; returns itself."""
+        """Compile what `ensemble(x)` runs, in place, in a graph for each shape and mode; returns itself.
+
+        Training is not concerned: `capture` compiles that.
+
+        Raises:
+            CaptureFailed: at a call, torch cannot compile it; the message says what and where.
+        """
+        compat.allow_recurrent()
         self._infer = graph.compiled(self._inferred, backend)
         return self
+
+    def layers(self, *inputs: Any, each: bool = False, **named: Any) -> Layers:
+        """How each part of the members runs: batched, or looped over the members and why; `print` it for a table.
+
+        The arguments are those of a call; the members run once, in their mode, and stay as they are.
+
+        Raises:
+            InputRefused: a part cannot run for all members at once; the message says which and why.
+        """
+        return self._call.layers(_run, inputs, named, each=each)
 
     def _rows(self, window: Batch) -> int:
         if self._row_dim:
@@ -177,6 +196,7 @@ class Ensemble(Resident):
         """
         if scope != "whole":
             raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
+        compat.allow_recurrent()
         # One graph of forward and backward pass has nothing between them to keep or not; a GPU replays micro-steps.
         whole = self._rows(window) <= (self.micro_batch or self._rows(window))
         self._in_one_graph = whole and self.step.kept_share == 1 and self.step.recorder is None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.ensemble.agreement import DROPOUTS, agree
+from monograph.ensemble.agreement import DROPOUTS, agree, computed
 from monograph.errors import UsageError
 from monograph.step.held import memory
 
@@ -63,7 +63,15 @@ class Stack:
             self._point(self._held[-1])
             first, name = owners[0]
             memo[id(getattr(first, name))] = whole
+        # What is computed from parameters at each call is no leaf, so cannot be copied, and need not be.
+        for part in members[0].modules():
+            of = [vars(part)[name] for name in computed(part)] + getattr(part, "_flat_weights", [])
+            memo |= {id(tensor): None for tensor in of if id(tensor) not in memo}
         self.module = copy.deepcopy(members[0], memo)
+        for part in self.module.modules():  # a cache is of no use where nothing is generated, and is no tensor
+            config: Any = getattr(part, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
         if not self._held:
             raise UsageError("the members have no parameters and no buffers: there is nothing that could differ")
         device = self._held[0].stacked.device

@@ -79,7 +79,7 @@ def running(module: nn.Module) -> Iterator[list[str]]:
     def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
         stack.pop()
 
-    handles = [child.register_forward_pre_hook(enter) for child in names]
+    handles = [child.register_forward_pre_hook(enter, prepend=True) for child in names]
     handles += [child.register_forward_hook(leave) for child in names]
     try:
         yield stack
