@@ -42,7 +42,7 @@ def some_logits(seed: int, rows: int, vocabulary: int) -> Tensor:
 
 def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
     """The scores that are left at their ids, -inf at all others, [B, V]."""
-    masked_BN, ids_BN = candidates.masked(), candidates.ids_BN
+    masked_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
         return masked_BN
     return torch.full_like(like_BV, -torch.inf).scatter(-1, ids_BN, masked_BN)
@@ -51,9 +51,8 @@ def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
 def left(logits_BV: Tensor, options: Sampling, truncation: str = "sort", position: int = 7) -> tuple[Tensor, Tensor]:
     """Scores after the chain, -inf where a token is dropped, [B, V]; and where the window held them all, [B]."""
     rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
-    scores_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    candidates = narrowed(scores_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
-    return scattered(candidates, scores_BV), candidates.held_B1[:, 0]
+    candidates = narrowed(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
+    return scattered(candidates, logits_BV), candidates.held_B1[:, 0]
 
 
 def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:

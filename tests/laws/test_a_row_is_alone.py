@@ -56,7 +56,7 @@ def drawn_rows(
     logits_BV: Tensor, requests: list[Sampling], which: list[int], chain: Chain, truncation: str, run: Any = sample
 ) -> Tensor:
     rows = rows_of([requests[i] for i in which], logits_BV.shape[1], chain)
-    token_B, status_B = run(logits_BV[which], rows, None, chain, truncation)
+    token_B, status_B, _ = run(logits_BV[which], rows, None, chain, truncation)
     assert (status_B == OK).all()
     return token_B
 
