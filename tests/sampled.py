@@ -26,7 +26,8 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     zero_B = torch.zeros(count, dtype=torch.int64)
     seed_B = torch.tensor([sampling.seed for sampling in samplings])
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
-    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV)
+    mu_B = torch.tensor([2.0 * sampling.mirostat_tau for sampling in samplings])
+    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, mu_B=mu_B)
 
 
 def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor) -> Rows:
