@@ -10,7 +10,7 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import Rows, narrowed
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
-from monograph.decode.penalties import COUNTS
+from monograph.decode.penalties import COUNTS, Past
 from monograph.decode.sampling import Sampling
 
 TRUNCATIONS = ("window", "search", "sort")
@@ -27,7 +27,13 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     seed_B = torch.tensor([sampling.seed for sampling in samplings])
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
     mu_B = torch.tensor([2.0 * sampling.mirostat_tau for sampling in samplings])
-    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, mu_B=mu_B)
+    past = None
+    if chain.reads_history:
+        empty_BT = torch.zeros(count, position + 1, dtype=torch.int32)
+        past = Past(empty_BT, empty_BT.clone(), torch.zeros_like(prompt_BV).contiguous())
+        for row in range(count):
+            past.begin(row, ([0, 3, 6] * position)[:position], None)
+    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, past, mu_B)
 
 
 def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor) -> Rows:

@@ -69,6 +69,10 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     many = chain_of([Sampling(logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, min_tokens=1)], stop_ids=1)
     assert (many.bias_ids, many.stop_ids, many.draws) == (4, 1, True)
     assert hash(many) == hash(Chain(*vars(many).values()))
+    named = Sampling(min_p=0.1, top_k=3, mirostat_tau=3, order="min_p, temperature ,top_k")
+    assert chain_of([named]).stages == ("min_p", "temperature", "top_k", "mirostat")
+    with pytest.raises(UsageError, match="leaves out top_p, which is on"):
+        chain_of([Sampling(top_p=0.5, order="temperature")])
     with pytest.raises(UsageError, match="expected one order"):
         chain_of([Sampling(), Sampling(order="llama_cpp")])
 
