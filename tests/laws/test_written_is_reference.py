@@ -37,13 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "none": {"repetition_penalty": 3.0, "frequency_penalty": 2.0, "penalty_last_n": 0},
     "dry": DRY,
     "dry, last 9": DRY | {"dry_penalty_last_n": 9, "dry_allowed_length": 0, "dry_multiplier": 0.3},
+    "dry, last 4": DRY | {"dry_penalty_last_n": 4},
     "dry, none": DRY | {"dry_penalty_last_n": 0},
     "dry, steep": DRY | {"dry_base": 1e6, "dry_allowed_length": 2, "top_p": 0.9},
     "mirostat": {"mirostat_tau": 1.8, "mirostat_eta": 0.4},
     "mirostat, low": {"mirostat_tau": 0.5, "mirostat_eta": 1.0, "min_keep": 2, "temperature": 1.5},
     "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.1, "top_a": 0.02},
 }
-PROMPTS = [(1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2), (5,), (6, 7, 6, 7, 6, 3, 3, 3, 3)]
+PROMPTS = [(1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2), (5,), (1, 4, 2, 3, 1, 4, 2), (2, 1) * 4]
 STEPS = 12
 
 
