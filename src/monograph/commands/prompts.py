@@ -79,8 +79,8 @@ def prompts_of(
         if messages is None and not isinstance(prompt, str):
             raise InputRefused(f"{path}:{number}: {expected}")
         known = {"prompt", *(["messages"] if chat else []), *_KINDS} - {"order"}
-        for key in options.keys() - known:
-            raise InputRefused(f"{path}:{number}: there is no key {_unknown(key, known)}")
+        if unknown := options.keys() - known:
+            raise InputRefused(f"{path}:{number}: there is no key {_unknown(min(unknown), known)}")
         try:
             own = _sampling(sampling, options)
             own.check_vocabulary(vocabulary)
