@@ -10,7 +10,7 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import Rows, narrowed
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
-from monograph.decode.penalties import COUNTS
+from monograph.decode.penalties import COUNTS, Past
 from monograph.decode.sampling import Sampling
 
 TRUNCATIONS = ("window", "search", "sort")
@@ -26,7 +26,14 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     zero_B = torch.zeros(count, dtype=torch.int64)
     seed_B = torch.tensor([sampling.seed for sampling in samplings])
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
-    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV)
+    mu_B = torch.tensor([2.0 * sampling.mirostat_tau for sampling in samplings])
+    past = None
+    if chain.reads_history:
+        empty_BT = torch.zeros(count, position + 1, dtype=torch.int32)
+        past = Past(empty_BT, empty_BT.clone(), torch.zeros_like(prompt_BV).contiguous())
+        for row in range(count):
+            past.begin(row, ([0, 3, 6] * position)[:position], None)
+    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, past, mu_B)
 
 
 def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor) -> Rows:
@@ -42,7 +49,7 @@ def some_logits(seed: int, rows: int, vocabulary: int) -> Tensor:
 
 def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
     """The scores that are left at their ids, -inf at all others, [B, V]."""
-    masked_BN, ids_BN = candidates.masked(), candidates.ids_BN
+    masked_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
         return masked_BN
     return torch.full_like(like_BV, -torch.inf).scatter(-1, ids_BN, masked_BN)
@@ -51,9 +58,8 @@ def scattered(candidates: Candidates, like_BV: Tensor) -> Tensor:
 def left(logits_BV: Tensor, options: Sampling, truncation: str = "sort", position: int = 7) -> tuple[Tensor, Tensor]:
     """Scores after the chain, -inf where a token is dropped, [B, V]; and where the window held them all, [B]."""
     rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
-    scores_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    candidates = narrowed(scores_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
-    return scattered(candidates, scores_BV), candidates.held_B1[:, 0]
+    candidates = narrowed(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
+    return scattered(candidates, logits_BV), candidates.held_B1[:, 0]
 
 
 def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:

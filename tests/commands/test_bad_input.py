@@ -126,12 +126,26 @@ def test_a_folder_that_may_not_be_written(server: CommandServer, here: Path) -> 
     assert done.code == 3 and "Permission denied; name another folder with --out" in done.err
 
 
+# A second record by the name of its file, and what is said of it.
+RECORDS = {
+    "unknown": ('{"prompt": "b", "temprature": 1}', "there is no key temprature; did you mean temperature?"),
+    "chat-only": ('{"prompt": "b", "messages": []}', "there is no key messages; expected one of"),
+    "shared": ('{"prompt": "b", "order": "hf"}', "there is no key order; expected one of"),
+    "range": ('{"prompt": "b", "top_p": 2}', "top_p = 2: expected a number from 0 to 1"),
+    "kind": ('{"prompt": "b", "top_k": "5"}', "top_k = '5': expected a whole number"),
+    "bias": ('{"prompt": "b", "logit_bias": {"9999": 1}}', "logit_bias has the id 9999: expected an id below"),
+    "bare": ('{"temperature": 1}', 'expected an object with "prompt", a text'),
+}
+
+
 def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
     """One run, and everything that can be wrong about it."""
     assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
     (here / "latin.txt").write_bytes(b"abc\xff")
     (here / "empty.jsonl").write_text('{"messages": []}\n')
     (here / "silent.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": null}]}\n')
+    for name, (record, _) in RECORDS.items():
+        (here / f"{name}.jsonl").write_text(f'{{"prompt": "a", "seed": 3}}\n{record}\n')
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     for arguments, code, part in (
         (["train", *TINY, "--out", "run"], 3, "already holds a run; continue it with --resume run"),
@@ -151,7 +165,16 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["generate", "run", "a", "--sampler", "typical_p"], 2, "expected a value, typical_p=VALUE"),
         (["generate", "run", "a", "--sampler", "stop=x"], 2, "--sampler stop=x: it has a flag of its own, --stop"),
         (["generate", "run", "a", "--sampler", "top_k=3"], 2, "--sampler top_k=3: it has a flag of its own, --top-k"),
-        (["generate", "run", "a", "--sampler", "logit_bias={}"], 2, "mono.Sampling(logit_bias={id: bias})"),
+        (["generate", "run", "a", "--sampler", "logit_bias=5:1"], 2, 'expected JSON: {"ID": BIAS, ...} or ["TEXT"'),
+        (["generate", "run", "a", "--sampler", 'logit_bias={"x": 1}'], 2, "logit_bias has the id 'x': expected"),
+        (["generate", "run", "a", "--sampler", 'logit_bias={"9999": 1}'], 2, "logit_bias has the id 9999: expected an"),
+        (["generate", "run", "a", "--sampler", "logprobs=999"], 2, "logprobs = 999: expected at most"),
+        (["generate", "run", "a", "--sampler", "order=top_k,heat"], 2, "there is no stage 'heat'; expected hf or"),
+        (["generate", "run", "a", "--sampler", "order=top_k"], 2, "order = 'top_k' leaves out temperature, which is"),
+        *(
+            (["generate", "run", "--prompts", f"{name}.jsonl"], 3, f"{name}.jsonl:2: {message}")
+            for name, (_, message) in RECORDS.items()
+        ),
         (["generate", "run", "a", *["--sampler", "typical_p=0.5"] * 2], 2, "typical_p is given twice"),
         (["generate", "run", "a", "--json-schema", "/dev/zero"], 3, "--json-schema /dev/zero: is larger than 1 MiB"),
         (["generate", "run", "--prompts", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8; convert it"),

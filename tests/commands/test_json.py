@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,31 @@ def test_a_damaged_checkpoint_is_an_entry_with_its_fault(place: Path, server: Co
     *others, last = json.loads(done.out.splitlines()[-1])["checkpoints"]
     assert done.code == 3 and last["name"] == "step-00000008" and "sha256" in last["fault"]
     assert others and all(each["fault"] is None for each in others)
+
+
+def test_each_record_is_written_by_its_own_options(place: Path, server: CommandServer) -> None:
+    """Records beside each other write what each writes alone from the command line; both log-probabilities are told."""
+    records = [
+        {"prompt": "alpha", "temperature": 0, "logprobs": 2},
+        {"prompt": "alpha", "seed": 5, "top_p": 0.5, "dry_multiplier": 1, "dry_sequence_breakers": []},
+        {"prompt": "be", "logit_bias": {"70": 50, "71": -math.inf}, "mirostat_tau": 2.5},
+    ]
+    (place / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+
+    def written(*arguments: str) -> list[dict[str, Any]]:
+        done = server.run(place, "generate", "run", *arguments, "--max-tokens", "6", "--json", figures=0)
+        assert done.code == 0, done.err
+        return json.loads(done.out.splitlines()[-1])["completions"]
+
+    together = written("--prompts", "records.jsonl")
+    assert together[2]["token_ids"][0] == 70
+    for record, completion in zip(records, together, strict=True):
+        flags = [
+            f"--{key.replace('_', '-')}={record.pop(key)}" for key in ("temperature", "seed", "top_p") if key in record
+        ]
+        pairs = [f"{key}={json.dumps(value)}" for key, value in record.items() if key != "prompt"]
+        [alone] = written(str(record["prompt"]), *flags, *(f"--sampler={pair}" for pair in pairs))
+        assert alone["token_ids"] == completion["token_ids"] and alone.keys() == completion.keys()
+    likely = together[0]["logprobs"][0]
+    assert likely["processed_drawn"] == 0 and len(likely["processed_likeliest"]) == 1 < len(likely["likeliest"])
+    assert likely["drawn"] == likely["likeliest"][0][1] < 0

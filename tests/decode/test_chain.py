@@ -142,9 +142,9 @@ def test_frequency_counts_and_presence_does_not() -> None:
 
 def test_the_scope_says_whether_the_prompt_counts() -> None:
     prompt = [2, 2, 5]
-    assert first_counts(Sampling(), prompt, 6).tolist() == [0] * 6
-    assert first_counts(Sampling(penalty_scope="all"), prompt, 6).tolist() == [0, 0, 2, 0, 0, 1]
-    assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2).tolist() == [0, 40_000]
+    assert [each.tolist() for each in first_counts(Sampling(), prompt, 6)] == [[0] * 6, [0, 0, 2, 0, 0, 1]]
+    assert first_counts(Sampling(penalty_scope="all"), prompt, 6)[0].tolist() == [0, 0, 2, 0, 0, 1]
+    assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2)[0].tolist() == [0, 40_000]
     counts = torch.tensor([[0, 1], [3, 0], [0, 5]], dtype=COUNTS)
     count_drawn(counts, torch.tensor([1, 0, 1]), torch.tensor([True, True, False]))
     assert counts.tolist() == [[0, 2], [4, 0], [0, 5]]

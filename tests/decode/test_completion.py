@@ -156,5 +156,13 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
         generate(tiny_llama(vocab_size=259), TOKENIZER, "once")
     with pytest.raises(UsageError, match="prompts: expected at least one"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, [])
+    with pytest.raises(UsageError, match="sampling: 1 for 2 prompts"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling()])
+    with pytest.raises(UsageError, match="order is hf and llama_cpp in one batch"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling(), Sampling(order="llama_cpp")])
+    with pytest.raises(UsageError, match="no token contains 'ab'; give a text that one token holds"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(dry_multiplier=1, dry_sequence_breakers=["ab"]))
+    with pytest.raises(UsageError, match="logprobs = 260: expected at most 259"):
+        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(logprobs=260))
     with pytest.raises(UsageError, match="logit_bias has the id 259"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(logit_bias={259: 1.0}))

@@ -27,7 +27,17 @@ WRONG = [
     ("seed", -1, "expected a whole number from 0"),
     ("seed", 2**63, "expected a whole number from 0"),
     ("penalty_scope", "prompt", "expected one of output, all"),
-    ("order", "vllm", "expected one of hf, llama_cpp"),
+    ("order", "vllm", "there is no stage 'vllm'; expected hf or llama_cpp, or with commas any of temperature, top_n_"),
+    ("order", "top_k,temperature,top_k", "top_k is named twice"),
+    ("order", "top_k,,temperature", "there is no stage ''"),
+    ("order", "mirostat", "there is no stage 'mirostat'"),
+    ("order", 3, "order = 3: expected hf or llama_cpp"),
+    ("top_a", 1.1, "expected a number from 0 to 1"),
+    ("dry_base", 0.5, "expected a number from 1 to"),
+    ("penalty_last_n", -2, "expected a whole number from -1"),
+    ("dry_sequence_breakers", "ab", "expected a list of texts, none of them empty"),
+    ("dry_sequence_breakers", [""], "expected a list of texts, none of them empty"),
+    ("logit_bias", [1], "expected biases by token id"),
     ("logit_bias", {-1: 1.0}, "logit_bias has the id -1: expected a token id"),
     ("logit_bias", {"a": 1.0}, "logit_bias has the id 'a': expected a token id"),
     ("logit_bias", {7: math.inf}, "logit_bias[7] = inf: expected a number"),
@@ -59,6 +69,10 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     many = chain_of([Sampling(logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, min_tokens=1)], stop_ids=1)
     assert (many.bias_ids, many.stop_ids, many.draws) == (4, 1, True)
     assert hash(many) == hash(Chain(*vars(many).values()))
+    named = Sampling(min_p=0.1, top_k=3, mirostat_tau=3, order="min_p, temperature ,top_k")
+    assert chain_of([named]).stages == ("min_p", "temperature", "top_k", "mirostat")
+    with pytest.raises(UsageError, match="leaves out top_p, which is on"):
+        chain_of([Sampling(top_p=0.5, order="temperature")])
     with pytest.raises(UsageError, match="expected one order"):
         chain_of([Sampling(), Sampling(order="llama_cpp")])
 

@@ -48,6 +48,7 @@ from monograph.data.records import Fault
 from monograph.data.sources import find, weighted
 from monograph.data.tables import table_rows
 from monograph.data.tokenizer import Tokenizer
+from monograph.decode import Sampling
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.pattern import whole as whole_pattern
 from monograph.decode.automata.schema import document, parsed
@@ -366,7 +367,7 @@ def questions(draws: random.Random, folder: Path) -> None:
     if draws.random() < 0.5:
         read_questions([str(path)])
     else:
-        list(prompts_of(path, chat=draws.random() < 0.5))
+        list(prompts_of(path, draws.random() < 0.5, Sampling(), 300))
 
 
 # ---- what is no regular file, and what is larger than it looks -----------------------------------------------------

@@ -30,11 +30,11 @@ REQUESTS = [
     Sampling(0.9, seed=1),
     Sampling(0.8, top_k=40, top_p=0.95, min_p=0.05, seed=2),
     Sampling(0, seed=3),
-    Sampling(1.1, typical_p=0.6, seed=4),
-    Sampling(0.9, seed=1, frequency_penalty=0.5, repetition_penalty=1.3),
-    Sampling(1.0, xtc_probability=0.5, top_n_sigma=1.5, seed=2**40),
+    Sampling(1.1, typical_p=0.6, min_keep=3, seed=4),
+    Sampling(0.9, seed=1, frequency_penalty=0.5, repetition_penalty=1.3, penalty_last_n=4, top_a=0.1),
+    Sampling(1.0, xtc_probability=0.5, top_n_sigma=1.5, epsilon_cutoff=0.001, seed=2**40),
     Sampling(1.0, temperature_range=0.5, logit_bias={3: 1.5, 4: -math.inf}, seed=6),
-    Sampling(1.5, top_p=0.7, seed=7),
+    Sampling(1.5, top_p=0.7, mirostat_tau=3.0, dry_multiplier=0.8, eta_cutoff=0.01, seed=7),
 ]
 
 
@@ -44,10 +44,10 @@ SHORT = [
     Sampling(0, seed=3),
     Sampling(1.1, top_k=3, typical_p=0.6, seed=4),
     Sampling(0.9, top_k=25, frequency_penalty=0.5, repetition_penalty=1.3, seed=1),
-    Sampling(1.0, top_k=1, seed=5),
+    Sampling(1.0, top_k=1, min_keep=2, eta_cutoff=0.001, seed=5),
     Sampling(1.0, top_k=30, xtc_probability=0.5, top_n_sigma=1.5, seed=2**40),
     Sampling(1.0, top_k=8, temperature_range=0.5, logit_bias={3: 1.5, 4: -math.inf}, seed=6),
-    Sampling(1.5, top_k=40, top_p=0.7, seed=7),
+    Sampling(1.5, top_k=40, top_p=0.7, mirostat_tau=3.0, dry_multiplier=0.8, seed=7),
 ]
 BATCHES = pytest.mark.parametrize("requests", [REQUESTS, SHORT], ids=["all lengths", "short"])
 
@@ -56,7 +56,7 @@ def drawn_rows(
     logits_BV: Tensor, requests: list[Sampling], which: list[int], chain: Chain, truncation: str, run: Any = sample
 ) -> Tensor:
     rows = rows_of([requests[i] for i in which], logits_BV.shape[1], chain)
-    token_B, status_B = run(logits_BV[which], rows, None, chain, truncation)
+    token_B, status_B, _ = run(logits_BV[which], rows, None, chain, truncation)
     assert (status_B == OK).all()
     return token_B
 

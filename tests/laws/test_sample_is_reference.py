@@ -19,7 +19,7 @@ from torch import Tensor
 from monograph.decode.chain import OK, Rows, edited, narrowed, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.noise import row_uniform
-from monograph.decode.sampling import Sampling
+from monograph.decode.sampling import ORDERS, Sampling
 from numerics import error_within
 from reference.sampler import probabilities
 from sampled import TRUNCATIONS, chi_square_p, left, many_rows, rows_of, scattered, some_logits
@@ -37,6 +37,16 @@ STAGES: dict[str, dict[str, Any]] = {
     "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.12},
     "dynamic": {"temperature": 1.2, "temperature_range": 0.7, "temperature_exponent": 1.5},
     "dynamic from 0": {"temperature": 0.5, "temperature_range": 0.8},
+    "top_a": {"top_a": 0.4},
+    "epsilon": {"epsilon_cutoff": 0.04},
+    "eta": {"eta_cutoff": 0.3},
+    "mirostat": {"mirostat_tau": 1.3},
+    "at least 3": {"top_k": 2, "top_p": 0.1, "min_keep": 3},
+    "at least 5": {"min_p": 0.9, "epsilon_cutoff": 0.5, "min_keep": 5},
+    "at least 4, sigma": {"top_n_sigma": 0.1, "min_keep": 4},
+    "at least 4, typical": {"typical_p": 0.1, "min_keep": 4},
+    "at least 4, typical and mirostat": {"typical_p": 0.5, "mirostat_tau": 0.5, "min_keep": 4},
+    "at least 38, xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.1, "min_keep": 38},
     "usual": {"top_k": 8, "top_p": 0.95, "min_p": 0.05},
     "all": {
         "temperature_range": 0.3,
@@ -48,10 +58,14 @@ STAGES: dict[str, dict[str, Any]] = {
         "xtc_probability": 1.0,
     },
 }
+ALL = {"top_a": 0.2, "epsilon_cutoff": 0.004, "eta_cutoff": 0.01, "mirostat_tau": 4.0, "min_keep": 2, **STAGES["all"]}
 CHOICES = [
     pytest.param(Sampling(**options, order=order), id=f"{name}, {order}")
     for name, options in STAGES.items()
     for order in ("hf", "llama_cpp")
+] + [
+    pytest.param(Sampling(**ALL, order=",".join(random.Random(seed).sample(ORDERS["hf"], 10))), id=f"order {seed}")
+    for seed in range(8)
 ]
 
 
@@ -60,8 +74,10 @@ CHOICES = [
 
 def nudged(options: Sampling, by: float) -> Sampling:
     """The same options, every threshold that is on moved a little: where this changes the support, rounding may."""
-    values = {name: getattr(options, name) for name in ("top_p", "min_p", "typical_p", "xtc_threshold")}
-    return replace(options, **{name: value * by for name, value in values.items() if 0 < value < 1})
+    names = ("top_p", "min_p", "typical_p", "xtc_threshold", "top_a", "epsilon_cutoff", "eta_cutoff")
+    values = {name: getattr(options, name) for name in names}
+    moved = {name: value * by for name, value in values.items() if 0 < value < 1}
+    return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
 
 
 @pytest.mark.parametrize("options", CHOICES)
@@ -85,14 +101,36 @@ def test_support_and_probabilities(options: Sampling) -> None:
 @pytest.mark.parametrize("options", CHOICES)
 @pytest.mark.parametrize("vocabulary", [3, 40, 700])
 def test_the_ways_to_truncate_give_the_same_bits(options: Sampling, vocabulary: int) -> None:
-    """A window may be too small for ties; it then says so."""
+    """A window may be too small for ties, or for top-p before any other filter; it then says so."""
     logits_BV = some_logits(2, 6, vocabulary)
     logits_BV[0] = logits_BV[0].round()  # ties
     logits_BV[1, 2:] = -torch.inf
     (window_BV, held_B), *others = (left(logits_BV, options, truncation) for truncation in TRUNCATIONS)
     for exact_BV, sure_B in others:
         assert sure_B.all() and torch.equal(window_BV[held_B], exact_BV[held_B])
-    assert held_B[1:].all() and (window_BV.amax(-1) > -torch.inf).all()
+    assert (held_B[1:].all() or options.order not in ORDERS) and (window_BV.amax(-1) > -torch.inf).all()
+
+
+@pytest.mark.parametrize("order", ["hf", "llama_cpp"])
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("greatest", [2.0, 40.0, 1e6, 3e38])
+def test_how_many_are_kept_does_not_depend_on_how_large_the_largest_is(
+    greatest: float, truncation: str, order: str
+) -> None:
+    """Beside a large logit the distances of neighbours to it round to one number; how many rank above does not."""
+    logits_BV = torch.linspace(1.0, 1.0 + 2**-12, 600).expand(4, -1).clone()
+    logits_BV[:, 7] = greatest
+    kinds = {"top_k": 50}, {"top_k": 200}, {"min_p": 1.0, "min_keep": 30}, {"top_p": 0.0, "min_keep": 70}
+    for kind, count in zip(kinds, (50, 200, 30, 70), strict=True):
+        options = Sampling(1.3, order=order, **kind)  # type: ignore[arg-type]
+        kept_BV = left(logits_BV, options, truncation)[0] > -torch.inf
+        assert (kept_BV.sum(-1) == count).all(), kind
+        assert torch.equal(kept_BV[0], probabilities_kept(logits_BV[0], count))
+
+
+def probabilities_kept(logits_V: Tensor, count: int) -> Tensor:
+    """The tokens of the largest logits."""
+    return torch.stack([(logits_V > own).sum() < count for own in logits_V])
 
 
 def random_options(choice: random.Random) -> Sampling:
@@ -106,6 +144,9 @@ def random_options(choice: random.Random) -> Sampling:
         min_p=maybe(choice.uniform(0.001, 0.5), 0.0),
         typical_p=maybe(choice.uniform(0.1, 0.95), 1.0),
         repetition_penalty=maybe(choice.uniform(0.5, 2.0), 1.0),
+        epsilon_cutoff=maybe(choice.uniform(0.0001, 0.1), 0.0),
+        eta_cutoff=maybe(choice.uniform(0.0001, 0.1), 0.0),
+        min_keep=choice.randint(1, 5),
     )
 
 
@@ -115,14 +156,19 @@ def processors(options: Sampling) -> Iterator[Any]:
 
     yield generation.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
     yield generation.TemperatureLogitsWarper(options.temperature)
+    least: dict[str, Any] = {"min_tokens_to_keep": options.min_keep}
     if options.top_k:
-        yield generation.TopKLogitsWarper(options.top_k)
+        yield generation.TopKLogitsWarper(options.top_k, **least)
     if options.top_p < 1:
-        yield generation.TopPLogitsWarper(options.top_p)
+        yield generation.TopPLogitsWarper(options.top_p, **least)
     if options.min_p:
-        yield generation.MinPLogitsWarper(options.min_p)
+        yield generation.MinPLogitsWarper(options.min_p, **least)
     if options.typical_p < 1:
-        yield generation.TypicalLogitsWarper(options.typical_p)
+        yield generation.TypicalLogitsWarper(options.typical_p, **least)
+    if options.epsilon_cutoff:
+        yield generation.EpsilonLogitsWarper(options.epsilon_cutoff, **least)
+    if options.eta_cutoff:
+        yield generation.EtaLogitsWarper(options.eta_cutoff, **least)
 
 
 def theirs(logits_BV: Tensor, ids_BT: Tensor, options: Sampling) -> Tensor:
@@ -165,8 +211,7 @@ def unexplained(settings: int, rows: int) -> tuple[int, int]:
 def kept_after_edits(logits_BV: Tensor, rows: Rows, chain: Chain) -> Tensor:
     """What the chain keeps: by the window, and by the search where a row says that the window did not hold it all."""
     edited_BV = edited(logits_BV, rows, None, chain)
-    scores_BV = edited_BV - edited_BV.amax(-1, keepdim=True)
-    quick, exact = (narrowed(scores_BV, rows, chain, truncation) for truncation in ("window", "search"))
+    quick, exact = (narrowed(edited_BV, rows, chain, truncation) for truncation in ("window", "search"))
     assert exact.held_B1.all()
     return torch.where(quick.held_B1, scattered(quick, edited_BV), scattered(exact, edited_BV)) > -torch.inf
 

@@ -41,6 +41,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 2.0, "top_p": 0.99, "xtc_probability": 0.5},
     {"temperature": 1.0, "logit_bias": {70: 4.0, 71: -torch.inf}, "min_tokens": 6},
     {"temperature": 1.0, "top_n_sigma": 1.5, "temperature_range": 0.3},
+    {"temperature": 1.1, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "penalty_last_n": 4, "eta_cutoff": 0.001},
+    {"temperature": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 1, "mirostat_tau": 4.0, "min_keep": 2},
 ]
 CHAIN = chain_of([Sampling(**kind) for kind in KINDS], stop_ids=2)
 

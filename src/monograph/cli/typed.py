@@ -181,7 +181,7 @@ def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
     file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="more prompts: lines, or JSON lines with prompt")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="more prompts: lines, or JSON lines")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="answer each prompt by the model's chat template")] = False,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token")] = 0.8,
@@ -189,7 +189,7 @@ def generate(
     top_p: Annotated[float, typer.Option(metavar="P", help="draw from the likeliest, up to this probability")] = 1.0,
     min_p: Annotated[float, typer.Option(metavar="P", help="no token less likely than P times the likeliest")] = 0.0,
     sampler: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="any other option of Sampling; may be repeated")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="another option (docs/generate.md); may be repeated")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="same seed, same text")] = 0,
     n: Annotated[int, typer.Option("-n", "--n", metavar="N", min=1, help="continuations of each prompt")] = 1,

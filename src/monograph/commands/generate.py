@@ -59,13 +59,13 @@ class Model(NamedTuple):
     constraint: Automaton | None
     asked: Asked
 
-    def write(self, prompts: Sequence[str | Sequence[int]]) -> Generation:
-        """Begin to continue prompts."""
+    def write(self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None) -> Generation:
+        """Begin to continue prompts, each by its own sampling if they are given."""
         return decode(
             self.model,
             self.tokenizer,
             prompts,
-            self.sampling,
+            samplings or self.sampling,
             max_tokens=self.asked.max_tokens,
             stop=self.stop,
             n=self.asked.n,
@@ -94,20 +94,21 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
                 raise InputRefused(f"--choice: {lost}")
         limit = constraint(kind, wanted, tokenizer.pieces, ends)
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
-    given: list[str | list[Message]] = [*prompts, *(prompts_of(file, asked.chat) if file else ())]
+    records = prompts_of(file, asked.chat, sampling, tokenizer.vocab_size) if file else ()
+    given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if asked.chat and not given:
         return _converse(model)
-    given = given or [""]
+    given = given or [("", sampling)]
     keep_compiled()
-    written = model.write([_ids(model, prompt) for prompt in given])
+    written = model.write([_ids(model, prompt) for prompt, _ in given], [each for _, each in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
     if asked.json:
         return _print_json(written)
     began = clock()
-    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n]), limit is not None)
+    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n][0]), limit is not None)
     _print_speed(written.tokens, clock() - began, sampling.seed)
     return 0
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json as jsonlib
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,45 +20,47 @@ from monograph.files import open_input, readable
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20
+_EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {name: type(value) if value is not None else int for name, value in vars(Sampling()).items()}
 LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
 _PIPES = Path("/dev/fd")  # where a shell puts its <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """`Sampling` of the flags and of --sampler KEY=VALUE.
+    """`Sampling` of the flags and of --sampler KEY=VALUE; what is neither a number nor a text is JSON.
 
     Raises:
         UsageError: an unknown key, one that is given twice or has a flag of its own, or a value that it cannot have.
     """
-    kinds = {name: type(value) if value is not None else int for name, value in vars(Sampling()).items()}
-    keys = [name for name in kinds if name not in (*numbers, "logit_bias")]
     values = dict(numbers)
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if key in numbers or key in _FLAGS:
             raise UsageError(f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}")
-        if key == "logit_bias":
-            raise UsageError(f"--sampler {pair}: biases are given in Python, mono.Sampling(logit_bias={{id: bias}})")
-        if key not in keys:
-            hint = did_you_mean(key, keys) or f"; expected one of {', '.join(keys)}"
-            raise UsageError(f"--sampler {pair}: there is no option {key}{hint}")
+        if key not in _KINDS:
+            raise UsageError(f"--sampler {pair}: there is no option {_unknown(key, set(_KINDS) - set(numbers))}")
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
             raise UsageError(f"--sampler {pair}: {key} is given twice")
         try:
-            values[key] = kinds[key](text)
-        except ValueError:
-            expected = "a whole number" if kinds[key] is int else "a number"
+            values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else jsonlib.loads(text)
+        except (ValueError, RecursionError):
+            expected = _EXPECTED.get(_KINDS[key], 'JSON: {"ID": BIAS, ...} or ["TEXT", ...]')
             raise UsageError(f"--sampler {pair}: expected {expected}") from None
-    return Sampling(**values)
+    return _sampling(Sampling(), values)
 
 
-def prompts_of(path: Path, chat: bool) -> Iterator[str | list[Message]]:
+def prompts_of(
+    path: Path, chat: bool, sampling: Sampling, vocabulary: int
+) -> Iterator[tuple[str | list[Message], Sampling]]:
     """Prompts of a file: one a line, or of JSON lines the key `prompt`, or in a chat `messages`.
 
+    The other keys of a record are options of `Sampling`, in place of those of the command line; all but `order`, which
+    all texts share.
+
     Raises:
-        InputRefused: it cannot be read, or a line has no prompt.
+        InputRefused: it cannot be read, or a line has no prompt, a key that nobody reads, or a value that cannot be.
     """
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).splitlines()
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
@@ -64,20 +69,40 @@ def prompts_of(path: Path, chat: bool) -> Iterator[str | list[Message]]:
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
-            yield line
+            yield line, sampling
             continue
         try:
             record = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
-        record = record if isinstance(record, dict) else {}
-        prompt, messages = record.get("prompt"), record.get("messages")
-        if chat and isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            yield messages
-        elif isinstance(prompt, str):
-            yield prompt
-        else:
+        options = dict(record) if isinstance(record, dict) else {}
+        prompt, messages = options.pop("prompt", None), options.pop("messages", None) if chat else None
+        if not (messages and isinstance(messages, list) and all(map(_is_message, messages))):
+            messages = None
+        if messages is None and not isinstance(prompt, str):
             raise InputRefused(f"{path}:{number}: {expected}")
+        known = {"prompt", *(["messages"] if chat else []), *_KINDS} - {"order"}
+        if unknown := options.keys() - known:
+            raise InputRefused(f"{path}:{number}: there is no key {_unknown(min(unknown), known)}")
+        try:
+            own = _sampling(sampling, options)
+            own.check_vocabulary(vocabulary)
+        except UsageError as error:
+            raise InputRefused(f"{path}:{number}: {error}") from None
+        yield messages or prompt, own
+
+
+def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
+    """Options with others put in, of which `logit_bias` has the keys of JSON, texts."""
+    bias = values.get("logit_bias")
+    if isinstance(bias, dict):
+        ids = {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}
+        values = {**values, "logit_bias": ids}
+    return replace(first, **values)
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
 def schema_text(path: Path) -> str:

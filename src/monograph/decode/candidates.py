@@ -1,9 +1,10 @@
-"""The tokens that can still be drawn, as an interval of scores, and the one search that every truncation needs.
+"""The tokens that can still be drawn, and the one search that every truncation needs.
 
-All filters here keep the tokens whose score lies in some interval (only XTC and typical have an upper end), and a
-temperature keeps the order of scores. So two numbers per row say which tokens are left, ties stay or go together, and
-no filter ever sorts or scatters. Where every request of a chain keeps a few of the likeliest tokens only (`top_k`),
-what comes after that filter looks at those few alone.
+A token has two numbers: its edited logit, by which tokens are ranked, and its score, by which they are weighed. A score
+is the distance to the largest logit over the temperature, so it rounds: two logits that differ may have one score. A
+rank never depends on that. A token that a filter drops has the score -inf, so what is left is one tensor, tokens that
+are level stay or go together, and no filter ever sorts or scatters. Where every request of a chain keeps a few of the
+likeliest tokens only (`top_k`), what comes after that filter looks at those few alone.
 
 Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
 """
@@ -24,44 +25,55 @@ Truncation = Literal["window", "search", "sort"]
 WINDOW = 256
 # Of how many tokens a group has one maximum, where the window is looked for by groups.
 _GROUP = 16
-# "search" fixes the bits of a non-negative float from the top: one bit, then two at a time.
-_DIGITS = ((30, 2), *((shift, 4) for shift in range(28, -1, -2)))
+# "search" fixes the bits of a distance from the top, two at a time; the first two are those of a signed number.
+_SIGNED, _DIGITS = 30, range(30, -1, -2)
 
 
 class Candidates(NamedTuple):
-    """What is left of each row's vocabulary: the tokens with low <= score <= high.
+    """What is left of each row's vocabulary.
 
     Attributes:
-        scores_BN: fp32, at most 0; the likeliest token has 0, a token that is not allowed has -inf.
-        ids_BN: int64, whose scores they are; None: all of the vocabulary's, in its order.
-        low_B1: fp32.
+        logits_BN: fp32, the edited logits, as they are; -inf where a token is not allowed.
+        scores_BN: fp32, at most `high`; -inf where a token was dropped.
+        ids_BN: int64, whose they are; None: all of the vocabulary's, in its order.
         high_B1: fp32, the score of the likeliest token that is left.
         held_B1: bool, False where the window was too small for a filter's answer.
-        ranked_BW: the largest scores in descending order, once a filter asked for them; None in a search.
+        ranked_BW: int64, where the largest logits are, in descending order, once a filter asked for them; None in a
+            search.
         truncation: how `reach` finds its answer.
         few: how many of the likeliest tokens are looked at once top-k is done; None: all.
     """
 
+    logits_BN: Tensor
     scores_BN: Tensor
     ids_BN: Tensor | None
-    low_B1: Tensor
     high_B1: Tensor
     held_B1: Tensor
     ranked_BW: Tensor | None
     truncation: Truncation
     few: int | None
 
-    def contains(self, scores_BN: Tensor) -> Tensor:
-        """Whether tokens of these scores are left, bool [B, N]."""
-        return (scores_BN >= self.low_B1) & (scores_BN <= self.high_B1) & (scores_BN > -torch.inf)
-
     def weigh(self, scores_BN: Tensor) -> Tensor:
         """Fixed-point exp(score - high) of the tokens that are left, 0 of the others; int64 [B, N]."""
-        return torch.where(self.contains(scores_BN), weight((scores_BN - self.high_B1).clamp(max=0)), 0)
+        return torch.where(scores_BN > -torch.inf, weight((scores_BN - self.high_B1).clamp(max=0)), 0)
 
-    def raise_low(self, low_B1: Tensor, used_B1: Tensor) -> Candidates:
-        """Drop the scores below `low_B1` in the rows that use the filter."""
-        return self._replace(low_B1=torch.where(used_B1, torch.maximum(self.low_B1, low_B1), self.low_B1))
+    def total(self) -> Tensor:
+        """The sum of all weights, int64 [B, 1]."""
+        return self.weigh(self.scores_BN).sum(-1, keepdim=True)
+
+    def left(self) -> Tensor:
+        """How many tokens are left, int64 [B, 1]."""
+        return one_each(self.scores_BN).sum(-1, keepdim=True)
+
+    def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Candidates:
+        """Drop all other tokens in the rows that use the filter."""
+        return self._replace(scores_BN=torch.where(kept_BN | ~used_B1, self.scores_BN, -torch.inf))
+
+    def likeliest(self, weigh: Callable[[Tensor], Tensor], target_B1: Tensor, used_B1: Tensor) -> Candidates:
+        """Keep the largest logits that together weigh the target, and those level with the last."""
+        ranked = self.ranked()
+        radius_B1, held_B1 = reach(ranked, weigh, target_B1)
+        return ranked.keep(self.logits_BN >= -radius_B1, used_B1).flag(held_B1, used_B1)
 
     def flag(self, held_B1: Tensor, used_B1: Tensor) -> Candidates:
         """Note where the window did not hold the answer of a filter that the row uses."""
@@ -71,31 +83,40 @@ class Candidates(NamedTuple):
         """With `ranked_BW`, for a filter that counts from the likeliest down; the next such filter finds it there."""
         if self.ranked_BW is not None or self.truncation == "search":
             return self
-        return self._replace(ranked_BW=largest(self.scores_BN, _width(self.scores_BN, self.truncation))[0])
+        return self._replace(ranked_BW=largest(self.logits_BN, _width(self.logits_BN, self.truncation))[1])
 
     def nearest(self) -> Candidates:
         """Only the `few` likeliest tokens, if this is not all; where more are kept `cut_off` says so."""
-        if self.few is None or self.truncation != "window" or self.few >= self.scores_BN.shape[-1]:
+        if self.few is None or self.truncation != "window" or self.few >= self.logits_BN.shape[-1]:
             return self
-        scores_BW, ids_BW = largest(self.scores_BN, self.few)
-        return self._replace(scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=scores_BW)
+        logits_BW, ids_BW = largest(self.logits_BN, self.few)
+        places_BW = torch.arange(self.few, device=ids_BW.device).expand_as(ids_BW)
+        scores_BW = self.scores_BN.gather(-1, ids_BW)
+        return self._replace(logits_BN=logits_BW, scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=places_BW)
 
     def cut_off(self) -> Tensor:
-        """Whether a token that `nearest` left out could be among those that are kept, bool [B, 1]."""
+        """Whether a token that `nearest` left out could be among those that are kept, bool [B, 1].
+
+        What filters leave has no gaps in the order of the logits: it goes on only after a last one that is kept, or
+        where none of those that are looked at is left.
+        """
         if self.ids_BN is None:
             return torch.zeros_like(self.held_B1)
-        least_B1 = self.scores_BN.amin(-1, keepdim=True)
-        return (least_B1 >= self.low_B1) & (least_B1 > -torch.inf)
-
-    def masked(self) -> Tensor:
-        """The scores, -inf where a token is dropped; [B, N]."""
-        return torch.where(self.contains(self.scores_BN), self.scores_BN, -torch.inf)
+        least_B1 = self.logits_BN.amin(-1, keepdim=True)
+        last_B1 = ((self.logits_BN == least_B1) & (self.scores_BN > -torch.inf)).any(-1, keepdim=True)
+        return last_B1 | (self.left() == 0)
 
 
-def everything(scores_BV: Tensor, truncation: Truncation, few: int | None = None) -> Candidates:
-    """All tokens of rows whose largest score is 0."""
-    ends_B1 = torch.zeros_like(scores_BV[:, :1])
-    return Candidates(scores_BV, None, ends_B1 - torch.inf, ends_B1, ends_B1 == 0, None, truncation, few)
+def one_each(scores_BN: Tensor) -> Tensor:
+    """A weight of 1 for every token that is left, int64 [B, N]."""
+    return (scores_BN > -torch.inf).long()
+
+
+def everything(logits_BV: Tensor, truncation: Truncation, few: int | None = None) -> Candidates:
+    """All tokens, their scores from the largest logit down."""
+    greatest_B1 = logits_BV.amax(-1, keepdim=True)
+    high_B1 = torch.zeros_like(greatest_B1)
+    return Candidates(logits_BV, logits_BV - greatest_B1, None, high_B1, high_B1 == 0, None, truncation, few)
 
 
 def reach(
@@ -113,24 +134,21 @@ def reach(
         candidates: the tokens.
         weigh: from scores [B, N] to int64 weights [B, N]; 0 for a token that does not count.
         target_B1: int64, at least 1 and at most the sum of all weights.
-        distance: from scores to numbers >= 0; None: minus the score.
+        distance: from scores to numbers; None: minus the logit.
 
     Returns:
         radius_B1 fp32, and held_B1 bool: False where the window's weight is less than the target.
     """
     scores_BN = candidates.scores_BN
+    distance_BN = -candidates.logits_BN if distance is None else distance(scores_BN)
     if candidates.truncation == "search":
-        distance_BN = -scores_BN if distance is None else distance(scores_BN)
         return _search(distance_BN, weigh(scores_BN), target_B1), torch.ones_like(target_B1, dtype=torch.bool)
-    if distance is None:
-        scores_BW = candidates.ranked_BW
-        assert scores_BW is not None, "a filter that counts from the likeliest down calls ranked() first"
-        distance_BW = -scores_BW
-    else:
-        width = _width(scores_BN, candidates.truncation)
-        distance_BW, ids_BW = distance(scores_BN).topk(width, largest=False)
-        scores_BW = scores_BN.gather(-1, ids_BW)
-    reached_BW = weigh(scores_BW).cumsum(-1) >= target_B1
+    places_BW = candidates.ranked_BW
+    if distance is not None:
+        places_BW = distance_BN.topk(_width(scores_BN, candidates.truncation), largest=False).indices
+    assert places_BW is not None, "a filter that counts from the likeliest down calls ranked() first"
+    reached_BW = weigh(scores_BN.gather(-1, places_BW)).cumsum(-1) >= target_B1
+    distance_BW = distance_BN.gather(-1, places_BW)
     return torch.where(reached_BW, distance_BW, torch.inf).amin(-1, keepdim=True), reached_BW[:, -1:]
 
 
@@ -158,14 +176,20 @@ def _width(scores_BN: Tensor, truncation: Truncation) -> int:
 
 
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:
-    """`reach` over the whole vocabulary: the bits of non-negative floats order as the floats do."""
-    bits_B1V = distance_BV.abs().view(torch.int32)[:, None]
+    """`reach` over the whole vocabulary, on whole numbers that order as the floats do."""
+    key_B1V = _ordered(distance_BV.view(torch.int32))[:, None]
     weight_B1V, target_B11 = weight_BV[:, None], target_B1[:, None]
     radius_B11 = torch.zeros_like(target_B11, dtype=torch.int32)
-    for shift, ways in _DIGITS:
-        steps = torch.arange(1, ways, dtype=torch.int32, device=distance_BV.device)
-        pivot_BP1 = radius_B11 + (steps << shift)[:, None]
-        below_BP1 = torch.where(bits_B1V < pivot_BP1, weight_B1V, 0).sum(-1, keepdim=True)
+    for shift in _DIGITS:
+        first = -2 if shift == _SIGNED else 0
+        steps = torch.arange(first + 1, first + 4, dtype=torch.int32, device=distance_BV.device)
+        pivot_BP1 = radius_B11 + (steps * (1 << shift))[:, None]
+        below_BP1 = torch.where(key_B1V < pivot_BP1, weight_B1V, 0).sum(-1, keepdim=True)
         digit_B11 = (below_BP1 < target_B11).sum(1, keepdim=True, dtype=torch.int32)
-        radius_B11 = radius_B11 + (digit_B11 << shift)
-    return radius_B11[:, 0].view(torch.float32)
+        radius_B11 = radius_B11 + (digit_B11 + first) * (1 << shift)
+    return _ordered(radius_B11[:, 0]).view(torch.float32)
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """The bits of a float as an int32 that orders as it does, and back; any shape."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from monograph.decode import penalties
-from monograph.decode.candidates import Candidates, Truncation, everything
+from monograph.decode.candidates import Candidates, Truncation, everything, one_each
 from monograph.decode.filters import FILTERS
+from monograph.decode.filters.cutoffs import log_total
 from monograph.decode.knobs import EDITS, Chain
 from monograph.decode.noise import gumbel_noise, gumbel_noise_of, row_uniform
 
@@ -32,7 +33,9 @@ class Rows(NamedTuple):
         generated_B: int64, tokens drawn so far.
         knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
         counts_BV: int32, how often each id was drawn; begins as `first_counts` says. None where the chain reads none.
-        prompt_BV: bool, the ids of the prompt. None likewise.
+        prompt_BV: bool, the ids of the prompt; int32, how often it has each, if penalties see a window. None likewise.
+        past: what was written; None likewise.
+        mu_B: fp32, the surprise in bits that mirostat allows.
     """
 
     seed_B: Tensor
@@ -41,24 +44,29 @@ class Rows(NamedTuple):
     knobs: dict[str, Tensor]
     counts_BV: Tensor | None = None
     prompt_BV: Tensor | None = None
+    past: penalties.Past | None = None
+    mu_B: Tensor | None = None
+
+
+class LogProbabilities(NamedTuple):
+    """Natural logarithms, fp32: of the chosen token [B], and of the likeliest with their ids, [B, N] each."""
+
+    chosen_B: Tensor
+    ids_BN: Tensor
+    values_BN: Tensor
 
 
 class Drawn(NamedTuple):
     """The tokens, int64 [B] (0 where the status is not OK), and what became of each draw, int32 [B].
+
+    `logprobs`: under what was drawn from, -inf where there are fewer tokens; None where the chain does not report.
 
     NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold what a filter keeps.
     """
 
     token_B: Tensor
     status_B: Tensor
-
-
-class LogProbabilities(NamedTuple):
-    """Natural logarithms under the model's raw logits: of the chosen token [B], and of the likeliest, [B, N] each."""
-
-    chosen_B: Tensor
-    ids_BN: Tensor
-    values_BN: Tensor
+    logprobs: LogProbabilities | None = None
 
 
 def sample(
@@ -85,22 +93,29 @@ def sample(
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
+    logprobs = _of_one(token_B, chain.logprobs or 0) if chain.reports else None
     if chain.draws:
         greedy_B = rows.knobs["temperature"] <= 0
-        candidates = narrowed(edited_BV - greatest_B1, rows, chain, truncation)
+        candidates = narrowed(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _drawn_from(candidates, rows))
         held_B = candidates.held_B1[:, 0] | greedy_B
+        if logprobs is not None:
+            drawn = _processed(candidates, token_B, chain.logprobs or 0)
+            pairs = zip(logprobs, drawn, strict=True)
+            logprobs = LogProbabilities(
+                *(torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b) for a, b in pairs)
+            )
     # A comparison with NaN is false, so each of these is false for a row that has one.
     sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
-    return Drawn(torch.where(status_B == OK, token_B, 0), status_B)
+    return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
 
 
 def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
     """The token of the greatest score with noise, the lowest id among equals; [B]."""
-    scores_BN, ids_BN = candidates.masked(), candidates.ids_BN
+    scores_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
         return (scores_BN + gumbel_noise(rows.seed_B, rows.position_B, scores_BN.shape[-1])).argmax(-1)
     noisy_BN = scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN)
@@ -108,16 +123,33 @@ def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
     return torch.where(noisy_BN == greatest_B1, ids_BN, ids_BN.amax(-1, keepdim=True)).amin(-1)
 
 
-def narrowed(scores_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
-    """What is left of scores whose largest is 0 after the chain's temperature and truncations, in its order."""
+def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
+    """What is left of edited logits after the chain's temperature and truncations, in its order."""
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
-    candidates = everything(scores_BV, truncation, chain.few)
+    if rows.mu_B is not None:
+        knobs["mu"] = rows.mu_B[:, None]
+    candidates = everything(edited_BV, truncation, chain.few)
     for stage in chain.stages:
         if stage not in EDITS:
-            candidates = FILTERS[stage](candidates, knobs)
+            before, candidates = candidates, FILTERS[stage](candidates, knobs)
+            # top_k knows min_keep from its k, and looks at fewer tokens afterwards.
+            if "min_keep" in knobs and stage != "top_k" and not stage.endswith("temperature"):
+                candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
+
+
+def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
+    """What a filter left, or where this is fewer tokens than the least, as many of the likeliest that it found."""
+    least_B1 = least_B1.minimum(before.left())
+    short_B1 = after.left() < least_B1
+    kept = before.likeliest(one_each, least_B1.clamp(min=1), short_B1)
+    return after._replace(
+        scores_BN=torch.where(short_B1, kept.scores_BN, after.scores_BN),
+        high_B1=torch.where(short_B1, kept.high_B1, after.high_B1),
+        held_B1=torch.where(short_B1, kept.held_B1, after.held_B1),
+    )
 
 
 def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
@@ -133,12 +165,16 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
         logits_BV = torch.where(allowed_BV, logits_BV, -torch.inf)
     if "repetition" in chain.stages:
         assert rows.counts_BV is not None and rows.prompt_BV is not None
-        seen_BV = rows.prompt_BV | (rows.counts_BV > 0)
+        seen_BV = rows.prompt_BV.bool() | (rows.counts_BV > 0)
         logits_BV = penalties.repetition(logits_BV, seen_BV, knobs["repetition_penalty"][:, None])
     if "counted" in chain.stages:
         assert rows.counts_BV is not None
         frequency_B1, presence_B1 = knobs["frequency_penalty"][:, None], knobs["presence_penalty"][:, None]
         logits_BV = penalties.counted(logits_BV, rows.counts_BV, frequency_B1, presence_B1)
+    if "dry" in chain.stages:
+        assert rows.past is not None
+        own = {name: value[:, None] for name, value in knobs.items() if name.startswith("dry")}
+        logits_BV = penalties.dry(logits_BV, rows.past, rows.position_B[:, None], own)
     return logits_BV
 
 
@@ -147,3 +183,26 @@ def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabil
     values_BV = logits_BV.float().log_softmax(-1)
     likeliest = values_BV.topk(n, dim=-1)
     return LogProbabilities(values_BV.gather(-1, token_B[:, None])[:, 0], likeliest.indices, likeliest.values)
+
+
+def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilities:
+    """Log-probabilities under the distribution that the candidates are drawn from."""
+    ids_BN, high_B1 = candidates.ids_BN, candidates.high_B1
+    values_BN = candidates.scores_BN - high_B1 - log_total(candidates)
+    if ids_BN is None:
+        chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
+    else:
+        chosen_B = torch.where(ids_BN == token_B[:, None], values_BN, -torch.inf).amax(-1)
+    few = min(n, values_BN.shape[-1])
+    likeliest = values_BN.topk(few, dim=-1)
+    places_BN = likeliest.indices if ids_BN is None else ids_BN.gather(-1, likeliest.indices)
+    ids_BN = torch.nn.functional.pad(places_BN, (0, n - few))
+    return LogProbabilities(chosen_B, ids_BN, torch.nn.functional.pad(likeliest.values, (0, n - few), value=-torch.inf))
+
+
+def _of_one(token_B: Tensor, n: int) -> LogProbabilities:
+    """Log-probabilities where one token has them all."""
+    ids_BN = token_B[:, None].expand(-1, n)
+    first_N = torch.arange(n, device=token_B.device) == 0
+    chosen_B = torch.zeros_like(token_B, dtype=torch.float32)
+    return LogProbabilities(chosen_B, ids_BN, torch.where(first_N, chosen_B[:, None], -torch.inf))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, overload
 
 from monograph.data.tokenizer import Tokenizer
@@ -13,6 +14,7 @@ from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.noise import continuation_seed
+from monograph.decode.penalties import breakers
 from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
@@ -122,13 +124,13 @@ class Generation:
 
 
 class _Requests(Sequence[Request]):
-    """`n` continuations of each prompt; they differ from `like` in prompt and seed."""
+    """`n` continuations of each request, which differ in their seed."""
 
-    def __init__(self, prompts: list[tuple[int, ...]], n: int, like: Request) -> None:
-        self.prompts, self.n, self.like = prompts, n, like
+    def __init__(self, requests: list[Request], n: int) -> None:
+        self.requests, self.n = requests, n
 
     def __len__(self) -> int:
-        return len(self.prompts) * self.n
+        return len(self.requests) * self.n
 
     @overload
     def __getitem__(self, index: int) -> Request: ...
@@ -138,15 +140,16 @@ class _Requests(Sequence[Request]):
         if isinstance(index, slice):
             return [self[each] for each in range(len(self))[index]]
         prompt, continuation = divmod(range(len(self))[index], self.n)
-        seed = continuation_seed(self.like.sampling.seed, continuation)
-        return replace(self.like, prompt_ids=self.prompts[prompt], sampling=replace(self.like.sampling, seed=seed))
+        first = self.requests[prompt]
+        seed = continuation_seed(first.sampling.seed, continuation)
+        return replace(first, sampling=replace(first.sampling, seed=seed))
 
 
 def generate(
     model: Llama,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     *,
     max_tokens: int = 128,
     stop: Sequence[str | int] = (),
@@ -159,7 +162,8 @@ def generate(
         model: the language model; it is put into evaluation mode.
         tokenizer: its tokenizer.
         prompts: texts to go on from, after the token that begins a document, or ids as they are.
-        sampling: how tokens are chosen.
+        sampling: how tokens are chosen; or one for each prompt, of one order. A prompt's tokens do not depend on which
+            options the others have.
         max_tokens: most tokens to write after a prompt.
         stop: strings before which, and ids at which, a text ends; the id that ends a document always does.
         n: continuations per prompt; the first has the draws of `sampling.seed`, the others of seeds made from it.
@@ -171,8 +175,8 @@ def generate(
     Raises:
         InputRefused: a prompt that leaves no room in the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
-        UsageError: no prompt, max_tokens or n below 1, an empty stop string, a text where a list is expected, more than
-            one `Sampling`, or what it refuses.
+        UsageError: no prompt, max_tokens or n below 1, an empty stop string, a text where a list is expected, another
+            number of samplings than of prompts, or what `Sampling` refuses.
     """
     for name, value in (("max_tokens", max_tokens), ("n", n)):
         COUNT.require(name, value)
@@ -183,19 +187,32 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    sampling = Sampling.of(sampling)
-    sampling.check_vocabulary(tokenizer.vocab_size)
+    samplings = Sampling.of_each(sampling, len(prompts))
+    for each in samplings:
+        each.check_vocabulary(tokenizer.vocab_size)
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    prompts_ids = [tuple(prompt_ids(model, tokenizer, prompt)) for prompt in prompts]
-    like = Request(max(prompts_ids, key=len), sampling, max_tokens, stop_ids, constraint, looked_for)
-    requests = _Requests(prompts_ids, n, like)
-    return Generation(generator_for(model, like, len(requests), tokenizer.vocab_size), requests, tokenizer, strings)
+    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))
+    requests = [
+        Request(
+            tuple(prompt_ids(model, tokenizer, prompt)),
+            each,
+            max_tokens,
+            stop_ids,
+            constraint,
+            looked_for,
+            breaking(tuple(each.dry_sequence_breakers)) if each.dry_multiplier else None,
+        )
+        for prompt, each in zip(prompts, samplings, strict=True)
+    ]
+    return Generation(
+        generator_for(model, requests, n, tokenizer.vocab_size), _Requests(requests, n), tokenizer, strings
+    )
 
 
-def generator_for(model: Llama, longest: Request, count: int, vocabulary: int) -> Generator:
-    """A generator for so many requests, of which none is longer, and no more rows than pay or than fit the memory.
+def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
+    """A generator for `n` times these requests, and no more rows than pay or than fit the memory.
 
     Half of what is free may hold keys and values.
 
@@ -203,7 +220,8 @@ def generator_for(model: Llama, longest: Request, count: int, vocabulary: int) -
         OutOfDeviceMemory: not even one row fits.
     """
     config, weight = model.config, model.lm_head.weight
-    device = weight.device.type
+    device, count = weight.device.type, n * len(requests)
+    longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
     row_bytes, half_bytes = KVCache.bytes_per_row(config, slots, weight.dtype), describe().free_memory_bytes // 2
     if row_bytes > half_bytes:
@@ -216,7 +234,7 @@ def generator_for(model: Llama, longest: Request, count: int, vocabulary: int) -
     automata = [each for each in (longest.constraint, longest.stop) if each]
     return Generator(
         model,
-        chain_of([longest.sampling], len(longest.stop_ids)),
+        chain_of([request.sampling for request in requests], len(longest.stop_ids)),
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,

@@ -6,12 +6,12 @@ the row, on the other rows, on when it came or on how many steps a block has.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from monograph import compat
@@ -113,7 +113,7 @@ class Generator:
         longest = min(slots, CHUNKS[weight.device.type], model.config.max_position_embeddings)
         self.reader = Reader(model, slots, 1 << longest.bit_length() - 1, wrap)
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
-        self.state = State.allocate(rows, vocabulary, 2 * self.block, chain, weight.device)
+        self.state = State.allocate(rows, slots, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
@@ -176,10 +176,13 @@ class Generator:
         for index, token in enumerate(request.stop_ids):
             state.stop_ids_BM[row, index] = token
         if state.counts_BV is not None:
-            state.counts_BV[row].copy_(first_counts(request.sampling, prompt, self.vocabulary))
-        if state.prompt_BV is not None:
-            state.prompt_BV[row] = False
-            state.prompt_BV[row, torch.tensor(sorted(set(prompt)), device=self.device)] = True
+            counts_V, prompt_V = first_counts(request.sampling, prompt, self.vocabulary)
+            state.counts_BV[row].copy_(counts_V)
+            if state.prompt_BV is not None:
+                state.prompt_BV[row].copy_(prompt_V)
+        if state.past is not None:
+            state.past.begin(row, prompt, request.breaker_V)
+        state.mu_B[row] = 2 * request.sampling.mirostat_tau
         write_row(self.knobs, row, knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids]))
         state.constraint_B[row], state.stopping_B[row] = self._start(request.constraint), self._start(request.stop)
         state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
@@ -254,9 +257,13 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
 
 
 def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
-    """A row's log-probabilities in a block."""
-    values, ids = (report[:count, row].tolist() for report in reports)
-    return [
-        LogProbability(own, list(zip(best[:wanted], rest[:wanted], strict=True)))
-        for (own, *rest), best in zip(values, ids, strict=True)
-    ]
+    """A row's log-probabilities in a block, first the raw ones; a token that could not be drawn has none."""
+    found = []
+    for line in zip(*(report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports), strict=True):
+        (drawn, *raw), (processed_drawn, *processed) = line[0]
+        likeliest, possible = (
+            [(token, value) for token, value in list(zip(ids, values, strict=True))[:wanted] if value > -math.inf]
+            for ids, values in zip(line[1], (raw, processed), strict=True)
+        )
+        found.append(LogProbability(drawn, likeliest, processed_drawn, possible))
+    return found

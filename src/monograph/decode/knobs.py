@@ -16,31 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.decode.sampling import Order, Sampling
+from monograph.decode.sampling import ORDERS, Sampling
 from monograph.errors import UsageError
 
 # The largest k of top-k for which the rest of a chain looks at 2 k tokens instead of all, and the fewest it looks at.
 FEW, LEAST_FEW = 128, 64
-# The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens).
-EDITS = ("bias", "min_tokens", "repetition", "counted")
-# transformers: the temperature first; llama.cpp: last. What one of them does not have stands beside what it is near.
-_TRUNCATIONS = {
-    "hf": ("top_n_sigma", "top_k", "top_p", "min_p", "typical", "xtc"),
-    "llama_cpp": ("top_n_sigma", "top_k", "typical", "top_p", "min_p", "xtc"),
-}
+# The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens), and what
+# changes how the stages beside them work: a window for the penalties, a least number of tokens for the filters.
+EDITS = ("bias", "min_tokens", "last_n", "repetition", "counted", "dry", "min_keep")
 _NEEDED: dict[str, Callable[[Sampling], bool]] = {
     "bias": lambda s: bool(s.logit_bias),
     "min_tokens": lambda s: s.min_tokens > 0,
-    "repetition": lambda s: s.repetition_penalty != 1,
-    "counted": lambda s: s.frequency_penalty != 0 or s.presence_penalty != 0,
+    "last_n": lambda s: s.penalty_last_n > 0 and (_NEEDED["repetition"](s) or _NEEDED["counted"](s)),
+    "repetition": lambda s: s.penalty_last_n != 0 and s.repetition_penalty != 1,
+    "counted": lambda s: s.penalty_last_n != 0 and (s.frequency_penalty != 0 or s.presence_penalty != 0),
+    "dry": lambda s: s.dry_multiplier > 0 and s.dry_penalty_last_n != 0,
+    "min_keep": lambda s: s.temperature > 0 and s.min_keep > 1,
     "temperature": lambda s: s.temperature > 0,
     "dynamic_temperature": lambda s: s.temperature > 0 and s.temperature_range > 0,
     "top_n_sigma": lambda s: s.temperature > 0 and s.top_n_sigma > 0,
     "top_k": lambda s: s.temperature > 0 and s.top_k > 0,
     "top_p": lambda s: s.temperature > 0 and s.top_p < 1,
     "min_p": lambda s: s.temperature > 0 and s.min_p > 0,
+    "top_a": lambda s: s.temperature > 0 and s.top_a > 0,
     "typical": lambda s: s.temperature > 0 and s.typical_p < 1,
+    "epsilon": lambda s: s.temperature > 0 and s.epsilon_cutoff > 0,
+    "eta": lambda s: s.temperature > 0 and s.eta_cutoff > 0,
     "xtc": lambda s: s.temperature > 0 and s.xtc_probability > 0 and s.xtc_threshold <= 0.5,
+    "mirostat": lambda s: s.temperature > 0 and s.mirostat_tau > 0,
 }
 
 
@@ -74,6 +77,16 @@ class Chain:
         return "repetition" in self.stages or "counted" in self.stages
 
     @property
+    def reads_history(self) -> bool:
+        """Whether `Rows.history_BT` is read."""
+        return "last_n" in self.stages or "dry" in self.stages
+
+    @property
+    def reports(self) -> bool:
+        """Whether a step needs the probabilities that it drew from."""
+        return self.logprobs is not None or "mirostat" in self.stages
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether `Rows.prompt_BV` is read."""
         return "repetition" in self.stages
@@ -98,19 +111,22 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         stop_ids: the most stop tokens that one of them has, for min_tokens.
 
     Raises:
-        UsageError: they do not have the same order.
+        UsageError: they do not have the same order, or it leaves out a stage that is on.
     """
-    orders: list[Order] = sorted({sampling.order for sampling in samplings})
-    if len(orders) > 1:
-        raise UsageError("order is hf and llama_cpp in one batch: expected one order, its stages are one graph")
+    orders = sorted({sampling.order for sampling in samplings})
+    if len({sampling.stages for sampling in samplings}) > 1:
+        raise UsageError(f"order is {' and '.join(orders)} in one batch: expected one order, its stages are one graph")
 
     def needed(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if any(_NEEDED[name](sampling) for sampling in samplings))
 
-    edits, truncations = needed(*EDITS), needed(*_TRUNCATIONS[orders[0]])
-    scaling = needed("dynamic_temperature") or needed("temperature")
+    edits, stages = needed(*EDITS), needed(*samplings[0].stages)
+    if left_out := set(needed(*ORDERS["hf"])) - set(stages):
+        raise UsageError(f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off")
+    if needed("dynamic_temperature"):
+        stages = tuple(stage.replace("temperature", "dynamic_temperature") for stage in stages)
     return Chain(
-        edits + (scaling + truncations if orders[0] == "hf" else truncations + scaling),
+        edits + stages + needed("mirostat"),
         _room(max(len(sampling.logit_bias) for sampling in samplings)),
         _room(stop_ids) if "min_tokens" in edits else 0,
         max((sampling.logprobs for sampling in samplings if sampling.logprobs is not None), default=None),
@@ -120,10 +136,14 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
 def _few(samplings: Sequence[Sampling]) -> int | None:
     """Twice the largest k, as bf16 logits are often level, and a power of two, so that another k is no other graph."""
-    kept = [sampling.top_k for sampling in samplings if sampling.temperature > 0]
+    kept = [_top_k(sampling) for sampling in samplings if sampling.temperature > 0]
     if not kept or min(kept) == 0 or max(kept) > FEW:
         return None
     return max(LEAST_FEW, _room(2 * max(kept)))
+
+
+def _top_k(sampling: Sampling) -> int:
+    return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
 
 
 def _room(entries: int) -> int:
@@ -148,24 +168,37 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
 
 def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
+    seen = sampling.penalty_last_n != 0
     values: dict[str, Any] = {
         "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
         "bias_values": _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0),
         "stop_ids": _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1),
         "min_tokens": sampling.min_tokens,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
+        "penalty_last_n": sampling.penalty_last_n,
+        "counts_prompt": sampling.penalty_scope == "all",
+        "repetition_penalty": sampling.repetition_penalty if seen else 1.0,
+        "frequency_penalty": sampling.frequency_penalty if seen else 0.0,
+        "presence_penalty": sampling.presence_penalty if seen else 0.0,
+        "dry_multiplier": sampling.dry_multiplier if sampling.dry_penalty_last_n else 0.0,
+        "dry_base": sampling.dry_base,
+        "dry_allowed_length": sampling.dry_allowed_length,
+        "dry_penalty_last_n": sampling.dry_penalty_last_n,
+        "min_keep": sampling.min_keep,
         "temperature": sampling.temperature,
         "temperature_range": sampling.temperature_range,
         "temperature_exponent": sampling.temperature_exponent,
         "top_n_sigma": sampling.top_n_sigma,
-        "top_k": sampling.top_k,
+        "top_k": _top_k(sampling),
         "top_p": sampling.top_p,
-        "log_min_p": math.log(sampling.min_p) if sampling.min_p else -math.inf,
+        "log_min_p": _log(sampling.min_p),
+        "log_top_a": _log(sampling.top_a),
+        "log_epsilon": _log(sampling.epsilon_cutoff),
+        "log_eta": _log(sampling.eta_cutoff),
         "typical_p": sampling.typical_p,
         "xtc_probability": sampling.xtc_probability,
         "xtc_threshold": sampling.xtc_threshold,
+        "mirostat_tau": sampling.mirostat_tau,
+        "mirostat_eta": sampling.mirostat_eta,
     }
     return {name: values[name] for stage in chain.stages for name in _KNOBS[stage]}
 
@@ -173,19 +206,29 @@ def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[
 _KNOBS = {
     "bias": ("bias_ids", "bias_values"),
     "min_tokens": ("stop_ids", "min_tokens"),
+    "last_n": ("penalty_last_n", "counts_prompt"),
     "repetition": ("repetition_penalty",),
     "counted": ("frequency_penalty", "presence_penalty"),
+    "dry": ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    "min_keep": ("min_keep",),
     "temperature": ("temperature",),
     "dynamic_temperature": ("temperature", "temperature_range", "temperature_exponent"),
     "top_n_sigma": ("top_n_sigma",),
     "top_k": ("top_k",),
     "top_p": ("top_p",),
     "min_p": ("log_min_p",),
+    "top_a": ("log_top_a",),
     "typical": ("typical_p",),
+    "epsilon": ("log_epsilon",),
+    "eta": ("log_eta",),
     "xtc": ("xtc_probability", "xtc_threshold"),
+    "mirostat": ("mirostat_tau", "mirostat_eta"),
 }
 _OFF = Sampling(temperature=1.0)
-_INT64 = {"bias_ids", "stop_ids", "min_tokens", "top_k"}
+_INT64 = {
+    *("bias_ids", "stop_ids", "min_tokens", "top_k", "min_keep"),
+    *("penalty_last_n", "counts_prompt", "dry_allowed_length", "dry_penalty_last_n"),
+}
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -204,6 +247,10 @@ def write_row(knobs: dict[str, Tensor], row: int, values: dict[str, Any]) -> Non
 
 def _dtype(name: str) -> torch.dtype:
     return torch.int64 if name in _INT64 else torch.float32
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability else -math.inf
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:

@@ -1,19 +1,22 @@
 """What changes logits before any filter: a bias for ids, a minimum of tokens, penalties for what was written before.
 
-Shapes: B rows, V vocabulary, M ids of a row that are listed, padded with -1.
+Shapes: B rows, V vocabulary, M ids of a row that are listed, padded with -1, T positions of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.decode.sampling import Sampling
+from monograph.errors import UsageError
 
 # Inductor vectorises int32 on a CPU and not int16, which made every loop beside the counts a scalar one.
 COUNTS = torch.int32
+_EXPONENT_BITS = 20  # of a repetition's length, of which DRY makes a power
 
 
 def add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
@@ -38,13 +41,135 @@ def counted(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence
     return logits_BV - counts_BV.float() * frequency_B1 - torch.where(counts_BV > 0, presence_B1, 0.0)
 
 
-def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> Tensor:
-    """A row's counts before its first draw, [V] int32: zero, or with the scope "all" those of the prompt."""
-    if sampling.penalty_scope == "output":
-        return torch.zeros(vocabulary, dtype=COUNTS)
-    return torch.bincount(torch.tensor(prompt_ids, dtype=torch.int64), minlength=vocabulary).to(COUNTS)
+class Past(NamedTuple):
+    """What was written in each row, prompt and output.
+
+    Attributes:
+        history_BT: int32, the id at each position.
+        repeats_BT: int32, how many tokens that end at the position also end the text, none of them a breaker.
+        breaker_BV: bool, the ids that no repetition goes across.
+    """
+
+    history_BT: Tensor
+    repeats_BT: Tensor
+    breaker_BV: Tensor
+
+    def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
+        """Note the tokens that were drawn at these positions, in place; the other rows are not changed."""
+        places_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
+        again_BT = (self.history_BT == token_B[:, None]) & (places_T < position_B[:, None])
+        again_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
+        longer_BT = torch.where(again_BT, torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0)) + 1, 0)
+        self.repeats_BT.copy_(torch.where(moved_B[:, None], longer_BT, self.repeats_BT))
+        self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
+
+    def begin(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
+        """Write a prompt to its row, in place."""
+        ids_T = torch.tensor(prompt_ids)
+        self.breaker_BV[row] = False if breaker_V is None else breaker_V
+        broken = [] if breaker_V is None else breaker_V[ids_T].nonzero()[:, 0].tolist()
+        since = len(prompt_ids) - 1 - (broken[-1] if broken else -1)
+        self.history_BT[row, : len(prompt_ids)] = ids_T
+        self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(each, since) for each in _repeats(prompt_ids)])
+
+
+def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
+    """Logits x - m b^(L - a) for ids with which a repetition of L >= a tokens would go on (DRY, P. E. Weidmann 2024).
+
+    L is the longest end of the text that stands also before an earlier place of the id. A sequence breaker is never
+    penalised. The power is a product of exact squares in fp64, as no library promises the bits of its own.
+
+    Args:
+        logits_BV: fp32.
+        past: what was written.
+        position_B1: of the token to be drawn, int64.
+        knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B, 1] each.
+    """
+    allowed_B1, last_n_B1 = knobs["dry_allowed_length"], knobs["dry_penalty_last_n"]
+    places_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
+    start_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
+    length_BT = past.repeats_BT[:, :-1].long().minimum(places_T - start_B1 + 1)
+    counted_BT = (length_BT >= allowed_B1) & (places_T >= start_B1) & (places_T < position_B1 - 1)
+    counted_BT &= knobs["dry_multiplier"] > 0
+    exponent_BT = (length_BT - allowed_B1).clamp(min=0)
+    power_BT, square_B1 = torch.ones_like(exponent_BT, dtype=torch.float64), knobs["dry_base"].double()
+    for bit in range(_EXPONENT_BITS):
+        power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
+        square_B1 = square_B1 * square_B1
+    penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(max=torch.finfo(torch.float32).max)
+    penalty_BT = torch.where(counted_BT, penalty_BT.float(), 0.0)
+    worst_BV = torch.zeros_like(logits_BV).scatter_reduce(-1, past.history_BT[:, 1:].long(), penalty_BT, "amax")
+    return torch.where(past.breaker_BV, logits_BV, logits_BV - worst_BV)
+
+
+def _repeats(ids: Sequence[int]) -> list[int]:
+    """How many tokens that end at each position also end the whole (the Z-algorithm, from the end); 0 at the last."""
+    turned, found = ids[::-1], [0] * len(ids)
+    left = right = 0
+    for place in range(1, len(ids)):
+        length = min(right - place, found[place - left]) if place < right else 0
+        while place + length < len(ids) and turned[length] == turned[place + length]:
+            length += 1
+        found[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return found[::-1]
+
+
+def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
+    """The ids of the tokens that contain one of the texts, bool [V].
+
+    Raises:
+        UsageError: no token contains one of them: it would do nothing.
+    """
+    wanted = [text.encode() for text in texts]
+    found = [[text in bytes(piece) for piece in pieces] for text in wanted]
+    for text, held in zip(texts, found, strict=True):
+        if not any(held):
+            raise UsageError(f"dry_sequence_breakers: no token contains {text!r}; give a text that one token holds")
+    return torch.tensor(found).any(0) if found else torch.zeros(len(pieces), dtype=torch.bool)
+
+
+def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """A row's counts before its first draw, and how often the prompt has each id that penalties see, [V] int32 each.
+
+    The counts begin at zero, or with the scope "all" as those of the prompt.
+    """
+    seen = prompt_ids[-sampling.penalty_last_n :] if sampling.penalty_last_n > 0 else prompt_ids
+    prompt_V = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=vocabulary).to(COUNTS)
+    return prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V), prompt_V
 
 
 def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor) -> None:
     """Add the drawn tokens of the rows that run to the counts, in place."""
     counts_BV.scatter_add_(-1, token_B[:, None], running_B[:, None].to(counts_BV.dtype))
+
+
+def forget(
+    counts_BV: Tensor,
+    prompt_BV: Tensor | None,
+    history_BT: Tensor,
+    position_B: Tensor,
+    generated_B: Tensor,
+    moved_B: Tensor,
+    knobs: Mapping[str, Tensor],
+) -> None:
+    """Take the token that the window of the last n tokens leaves behind out of the counts, in place.
+
+    Args:
+        counts_BV: of the output, or with "counts_prompt" of both.
+        prompt_BV: of the prompt; None: nobody asks.
+        history_BT: the ids at each position.
+        position_B: of the token drawn last.
+        generated_B: tokens drawn.
+        moved_B: the rows that drew.
+        knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
+    """
+    n_B = knobs["penalty_last_n"]
+    place_B = position_B - n_B
+    gone_B = moved_B & (n_B > 0) & (place_B >= 0)
+    token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
+    of_prompt_B = place_B <= position_B - generated_B
+    for counts, left_B in ((counts_BV, ~of_prompt_B | (knobs["counts_prompt"] > 0)), (prompt_BV, of_prompt_B)):
+        if counts is not None:
+            counts.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts.dtype))

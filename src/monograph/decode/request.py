@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from monograph.decode.automata import Automaton
 from monograph.decode.sampling import Sampling
 
@@ -22,6 +24,7 @@ class Request:
         stop_ids: ids that end the text.
         constraint: what may be written; None: anything.
         stop: stop strings; None: none.
+        breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -30,13 +33,23 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     constraint: Automaton | None = None
     stop: Automaton | None = None
+    breaker_V: Tensor | None = None
 
 
 class LogProbability(NamedTuple):
-    """Natural logarithms under the model's raw logits: of a drawn token, and (id, value) of the likeliest."""
+    """Natural logarithms of a drawn token's probability, and (id, value) of the likeliest tokens.
+
+    Attributes:
+        drawn: under the model's raw logits, before any stage.
+        likeliest: likewise.
+        processed_drawn: under the distribution that was drawn from, after all stages; 0 at temperature 0.
+        processed_likeliest: likewise; fewer where fewer tokens were left.
+    """
 
     drawn: float
     likeliest: list[tuple[int, float]]
+    processed_drawn: float
+    processed_likeliest: list[tuple[int, float]]
 
 
 class Event(NamedTuple):

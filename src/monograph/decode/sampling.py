@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from monograph.errors import UsageError
 from monograph.ranges import Range, between, whole
 
-Order = Literal["hf", "llama_cpp"]
 Scope = Literal["output", "all"]
 
+# The temperature and the filters. transformers: the temperature first; llama.cpp: last. What one of them does not have
+# stands beside what it is near.
+ORDERS = {
+    "hf": (
+        *("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"),
+        *("typical", "epsilon", "eta", "xtc"),
+    ),
+    "llama_cpp": (
+        *("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a"),
+        *("epsilon", "eta", "xtc", "temperature"),
+    ),
+}
 # Inclusive ranges. The upper ends keep fp32 arithmetic finite; nobody means more.
 _LARGEST = 1e6
 _RANGES = {
@@ -22,20 +33,30 @@ _RANGES = {
     "top_p": between(0, 1),
     "min_p": between(0, 1),
     "typical_p": between(0, 1),
+    "top_a": between(0, 1),
+    "epsilon_cutoff": between(0, 1),
+    "eta_cutoff": between(0, 1),
     "top_n_sigma": between(0, _LARGEST),
     "xtc_probability": between(0, 1),
     "xtc_threshold": between(0, 1),
     "repetition_penalty": between(1 / _LARGEST, _LARGEST),
     "frequency_penalty": between(-_LARGEST, _LARGEST),
     "presence_penalty": between(-_LARGEST, _LARGEST),
+    "dry_multiplier": between(0, _LARGEST),
+    "dry_base": between(1, _LARGEST),
+    "mirostat_tau": between(0, _LARGEST),
+    "mirostat_eta": between(0, _LARGEST),
     "top_k": whole(0, 2**31 - 1),
+    "min_keep": whole(0, 2**31 - 1),
+    "penalty_last_n": whole(-1, 2**31 - 1),
+    "dry_allowed_length": whole(0, 2**31 - 1),
+    "dry_penalty_last_n": whole(-1, 2**31 - 1),
     "min_tokens": whole(0, 2**31 - 1),
     "seed": whole(0, 2**63 - 1),
     "logprobs": whole(0, 1000),
 }
 _TOKEN_ID = Range("a token id, 0 or more", 0, math.inf, whole=True)
 _BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST, _LARGEST)
-_CHOICES = {"penalty_scope": get_args(Scope), "order": get_args(Order)}
 
 
 @dataclass(frozen=True)
@@ -49,21 +70,35 @@ class Sampling:
         top_p: the likeliest tokens that together have this probability; 1: off.
         min_p: tokens of at least this probability times the likeliest one's; 0: off.
         typical_p: the tokens whose surprise is nearest the expected one, up to this probability; 1: off.
+        top_a: tokens of at least this times the square of the likeliest one's probability; 0: off.
+        epsilon_cutoff: tokens of at least this probability; 0: off.
+        eta_cutoff: tokens of at least this probability, or less where the entropy is high; 0: off.
         top_n_sigma: tokens within so many standard deviations of the largest logit; 0: off.
         xtc_probability: how often a draw excludes the likeliest tokens; 0: off.
         xtc_threshold: XTC leaves, of all tokens of at least this probability, the least likely; above 0.5: off.
+        min_keep: every filter leaves at least so many of the tokens that it found, if there are so many.
+        mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
+        mirostat_eta: by which share of the difference each token moves its limit.
         temperature_range: temperature moves with the entropy between `temperature` minus and plus this; 0: off.
         temperature_exponent: how, at a normalised entropy h: by h to this power.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt and output; 1: off.
         frequency_penalty: subtracted once for every time that the id was drawn; 0: off.
         presence_penalty: subtracted if the id was drawn; 0: off.
         penalty_scope: whether the last two count the output alone or prompt and output ("all").
+        penalty_last_n: the penalties see only so many of the last tokens; -1: all, 0: none.
+        dry_multiplier: subtracted from the logit of a token that would go on with what was written before, times
+            `dry_base` to the power of the length of what is repeated beyond `dry_allowed_length`; 0: off.
+        dry_base: see there.
+        dry_allowed_length: a repetition of fewer tokens costs nothing.
+        dry_penalty_last_n: repetitions are looked for among so many of the last tokens; -1: all, 0: none.
+        dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
         min_tokens: no stop token before so many were drawn.
         logit_bias: added to the logits of ids; -inf forbids an id.
-        logprobs: report the log-probabilities, under the model's raw logits, of each drawn token and of so many of the
-            likeliest; None: report none.
+        logprobs: report the log-probabilities of each drawn token and of so many of the likeliest, under the model's
+            raw logits and under what was drawn from; None: report none.
         seed: names the draws; a row's draws depend on nothing else.
-        order: "hf" filters after the temperature, "llama_cpp" before it.
+        order: "hf" filters after the temperature, "llama_cpp" before it; or the names of stages in their order, with
+            commas, among them all that are on (`ORDERS`).
     """
 
     temperature: float = 0.8
@@ -71,29 +106,64 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_a: float = 0.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    min_keep: int = 1
+    mirostat_tau: float = 0.0
+    mirostat_eta: float = 0.1
     temperature_range: float = 0.0
     temperature_exponent: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     penalty_scope: Scope = "output"
+    penalty_last_n: int = -1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     seed: int = 0
-    order: Order = "hf"
+    order: str = "hf"
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, each in one line."""
         for name, allowed in _RANGES.items():
             if name != "logprobs" or self.logprobs is not None:
                 allowed.require(name, getattr(self, name))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{name} = {getattr(self, name)!r}: expected one of {', '.join(choices)}")
+        if self.penalty_scope not in get_args(Scope):
+            raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
+        breakers = self.dry_sequence_breakers
+        if not isinstance(breakers, list | tuple) or not all(isinstance(each, str) and each for each in breakers):
+            raise UsageError(f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty")
+        self._check_order()
+        self._check_bias()
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The temperature and the filters in their order, whether they are on or not."""
+        return ORDERS.get(self.order) or tuple(name.strip() for name in self.order.split(","))
+
+    def _check_order(self) -> None:
+        known = f"{' or '.join(ORDERS)}, or with commas any of {', '.join(ORDERS['hf'])}"
+        if not isinstance(self.order, str):
+            raise UsageError(f"order = {self.order!r}: expected {known}")
+        for index, name in enumerate(self.stages):
+            if name not in ORDERS["hf"]:
+                raise UsageError(f"order = {self.order!r}: there is no stage {name!r}; expected {known}")
+            if name in self.stages[:index]:
+                raise UsageError(f"order = {self.order!r}: {name} is named twice; name each stage once")
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias = {self.logit_bias!r}: expected biases by token id")
         for token, bias in self.logit_bias.items():
             if not _TOKEN_ID.holds(token):
                 raise UsageError(f"logit_bias has the id {token!r}: expected {_TOKEN_ID.expected}")
@@ -101,25 +171,29 @@ class Sampling:
                 _BIAS.require(f"logit_bias[{token}]", bias)
 
     @classmethod
-    def of(cls, given: Sampling | None) -> Sampling:
-        """The options of all prompts of a call, by default `Sampling()`.
+    def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
+        """The options of each of `count` prompts: one for all, by default `Sampling()`, or one for each.
 
         Raises:
-            UsageError: something else, such as a list of them.
+            UsageError: something else.
         """
-        if given is not None and not isinstance(given, cls):
+        each = [given or cls()] * count if isinstance(given, cls | None) else given
+        if not isinstance(each, list | tuple) or not all(isinstance(one, cls) for one in each):
             raise UsageError(
-                f"sampling is a {type(given).__name__}: expected one monograph.Sampling(...) for all prompts; "
-                "prompts with options of their own take a call each"
+                f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
             )
-        return given or cls()
+        if len(each) != count:
+            raise UsageError(f"sampling: {len(each)} for {count} prompts; give one, or one for each prompt")
+        return list(each)
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse a bias for an id that a vocabulary of this size does not have.
+        """Refuse a bias for an id that a vocabulary of this size does not have, or more log-probabilities than it has.
 
         Raises:
-            UsageError: naming the id.
+            UsageError: naming the id, or the number.
         """
+        if self.logprobs is not None and self.logprobs > vocabulary:
+            raise UsageError(f"logprobs = {self.logprobs}: expected at most {vocabulary}, the vocabulary")
         for token in self.logit_bias:
             if token >= vocabulary:
                 raise UsageError(f"logit_bias has the id {token}: expected an id below {vocabulary}, the vocabulary")

@@ -1,7 +1,7 @@
 """What a decode graph remembers between steps: preallocated tensors on the device, written in place.
 
-Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, R lines of a ring, N log-
-probabilities.
+Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, T positions of a row, R lines of a ring,
+N log-probabilities.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monograph.decode.chain import LogProbabilities
 from monograph.decode.knobs import Chain
-from monograph.decode.penalties import COUNTS, count_drawn
+from monograph.decode.penalties import COUNTS, Past, count_drawn
 
 TOKEN_BITS = 24  # of a code in the ring; the status stands above them
 MAX_STOP_IDS = 16
@@ -56,11 +56,14 @@ class State:
         constraint_B: state of the automaton that says what may be drawn, int32.
         stopping_B: state of the automaton that looks for stop strings, int32.
         counts_BV: how often each id was drawn, int32; None where no penalty asks.
-        prompt_BV: whether an id is in the prompt; None where no penalty asks.
+        prompt_BV: whether an id is in the prompt, or how often; None where no penalty asks.
+        past: what was written; None where no penalty asks.
+        mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the ring's next line.
         ring_RB: what the host reads, int32: at each step token + status * 2^24, 4 bytes a row.
-        values_RBN: fp32, log-probabilities: of the drawn token, then of the N - 1 likeliest; None where nobody asks.
-        ids_RBN: int32, the likeliest ids, one less; None likewise.
+        values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
+            under what was drawn from; None where nobody asks.
+        ids_RBN: int32, the likeliest ids, of both; None likewise.
     """
 
     token_B: Tensor
@@ -74,13 +77,15 @@ class State:
     stopping_B: Tensor
     counts_BV: Tensor | None
     prompt_BV: Tensor | None
+    past: Past | None
+    mu_B: Tensor
     line_1: Tensor
     ring_RB: Tensor
     values_RBN: Tensor | None
     ids_RBN: Tensor | None
 
     @classmethod
-    def allocate(cls, rows: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
+    def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
         """All rows free."""
         n = chain.logprobs
 
@@ -98,11 +103,21 @@ class State:
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
-            prompt_BV=zeros(rows, vocabulary, dtype=torch.bool) if chain.reads_prompt else None,
+            prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
+            if chain.reads_prompt
+            else None,
+            past=Past(
+                zeros(rows, slots, dtype=torch.int32),
+                zeros(rows, slots, dtype=torch.int32),
+                zeros(rows, vocabulary, dtype=torch.bool),
+            )
+            if chain.reads_history
+            else None,
+            mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
-            values_RBN=None if n is None else zeros(lines, rows, 1 + n, dtype=torch.float32),
-            ids_RBN=None if n is None else zeros(lines, rows, n, dtype=torch.int32),
+            values_RBN=None if n is None else zeros(lines, rows, 2 * (1 + n), dtype=torch.float32),
+            ids_RBN=None if n is None else zeros(lines, rows, 2 * n, dtype=torch.int32),
         )
 
     @property
@@ -110,12 +125,13 @@ class State:
         """All that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
-    def report(self, found: LogProbabilities) -> None:
+    def report(self, *found: LogProbabilities) -> None:
         """Write the step's log-probabilities to the line that `write` will fill."""
         if self.values_RBN is not None and self.ids_RBN is not None:
-            values_BN = torch.cat([found.chosen_B[:, None], found.values_BN], dim=1)
+            values_BN = torch.cat([part for each in found for part in (each.chosen_B[:, None], each.values_BN)], dim=1)
+            ids_BN = torch.cat([each.ids_BN for each in found], dim=1)
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
-            self.ids_RBN.index_copy_(0, self.line_1, found.ids_BN[None].to(torch.int32))
+            self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
         """Add the step's line to the ring and take the new status; `moved_B` are the rows that drew a token."""
@@ -124,6 +140,8 @@ class State:
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
             count_drawn(self.counts_BV, self.token_B, moved_B)
+        if self.past is not None:
+            self.past.add(self.token_B, self.position_B, moved_B)
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1

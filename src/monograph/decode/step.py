@@ -10,6 +10,8 @@ Shape suffixes: B rows, V vocabulary, M stop ids, D hidden size; 1 broadcasts.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import OK, Drawn, Rows, log_probabilities, sample
 from monograph.decode.knobs import Chain
+from monograph.decode.penalties import forget
 from monograph.decode.state import State, Status
 from monograph.model.llama import Llama
 
@@ -63,11 +66,13 @@ class DecodeStep:
             knobs=self.knobs,
             counts_BV=state.counts_BV,
             prompt_BV=state.prompt_BV,
+            past=state.past,
+            mu_B=state.mu_B if "mirostat" in self.chain.stages else None,
         )
         allowed_BV = None if self.tables is None else allowed(self.tables, state.constraint_B)
         drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
-        if self.chain.logprobs is not None:
-            state.report(log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs))
+        if self.chain.logprobs is not None and drawn.logprobs is not None:
+            state.report(log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs), drawn.logprobs)
         self._advance(drawn)
 
     def _advance(self, drawn: Drawn) -> None:
@@ -88,3 +93,12 @@ class DecodeStep:
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
         state.write(moved_B, status_B)
+        if "last_n" in self.chain.stages:
+            assert state.counts_BV is not None and state.past is not None
+            history_BT, place = state.past.history_BT, (state.position_B, state.generated_B)
+            forget(state.counts_BV, state.prompt_BV, history_BT, *place, moved_B, self.knobs)
+        if "mirostat" in self.chain.stages:
+            assert drawn.logprobs is not None
+            surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))
+            change_B = self.knobs["mirostat_eta"] * (surprise_B - self.knobs["mirostat_tau"])
+            state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))

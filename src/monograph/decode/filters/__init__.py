@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from monograph.decode.candidates import Candidates
+from monograph.decode.filters.cutoffs import epsilon, eta, mirostat, top_a
 from monograph.decode.filters.min_p import min_p
 from monograph.decode.filters.temperature import dynamic_temperature, temperature
 from monograph.decode.filters.top_k import top_k
@@ -22,6 +23,10 @@ FILTERS: dict[str, Callable[[Candidates, dict[str, Tensor]], Candidates]] = {
     "top_k": top_k,
     "top_p": top_p,
     "min_p": min_p,
+    "top_a": top_a,
     "typical": typical,
+    "epsilon": epsilon,
+    "eta": eta,
     "xtc": xtc,
+    "mirostat": mirostat,
 }

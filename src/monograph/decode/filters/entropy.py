@@ -25,5 +25,5 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
     """H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
-    left_B1 = candidates.contains(candidates.scores_BN).sum(-1, keepdim=True)
+    left_B1 = candidates.left()
     return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)

@@ -13,4 +13,4 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     p = 0 is off (ln p = -inf); p = 1 keeps the likeliest token and those level with it.
     """
     log_p_B1 = knobs["log_min_p"]
-    return candidates.raise_low(candidates.high_B1 + log_p_B1, log_p_B1 > -float("inf"))
+    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -float("inf"))

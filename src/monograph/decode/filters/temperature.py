@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import Candidates, everything
+from monograph.decode.candidates import Candidates
 from monograph.decode.filters.entropy import normalised_entropy
 
 # A smaller one divides by this: the other tokens' scores are then as good as -inf, and 0 / 0 does not come up.
@@ -27,6 +27,5 @@ def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Can
 
 
 def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
-    scores_BN = (candidates.masked() - candidates.high_B1) / temperature_B1.clamp(min=SMALLEST)
-    left = everything(scores_BN, candidates.truncation, candidates.few)
-    return left._replace(ids_BN=candidates.ids_BN, held_B1=candidates.held_B1)
+    scores_BN = (candidates.scores_BN - candidates.high_B1) / temperature_B1.clamp(min=SMALLEST)
+    return candidates._replace(scores_BN=scores_BN, high_B1=torch.zeros_like(candidates.high_B1))

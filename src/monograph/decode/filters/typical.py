@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import Candidates, reach
+from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.filters.entropy import mean_surprise
 
 
@@ -15,7 +15,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     With y = high - x, the surprise is y + ln S and the entropy H = E[y] + ln S: the distance is |y - E[y]|. It rises on
     both sides of E[y], so what is kept is an interval of scores. The likeliest tokens may go.
     """
-    p_B1, scores_BN, high_B1 = knobs["typical_p"], candidates.scores_BN, candidates.high_B1
+    p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
     used_B1 = p_B1 < 1
     mean_B1, total_B1 = mean_surprise(candidates)
 
@@ -24,8 +24,8 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
     target_B1 = (p_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
     radius_B1, held_B1 = reach(candidates, candidates.weigh, target_B1, distance)
-    kept_BN = candidates.contains(scores_BN) & (distance(scores_BN) <= radius_B1)
-    low_B1 = torch.where(kept_BN, scores_BN, torch.inf).amin(-1, keepdim=True)
-    top_B1 = torch.where(kept_BN, scores_BN, -torch.inf).amax(-1, keepdim=True)
-    kept = candidates.raise_low(low_B1, used_B1).flag(held_B1, used_B1)
-    return kept._replace(high_B1=torch.where(used_B1, top_B1, high_B1))
+    if "min_keep" in knobs:
+        most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
+        radius_B1, held_B1 = radius_B1.maximum(most_B1), held_B1 & held_too_B1
+    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(held_B1, used_B1)
+    return kept._replace(high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1))

@@ -18,4 +18,8 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     weight_BN = candidates.weigh(candidates.scores_BN)
     least_B1 = (knobs["xtc_threshold"].double() * weight_BN.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
     high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
-    return candidates._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
+    kept_BN = candidates.scores_BN <= high_B1
+    if "min_keep" in knobs:
+        used_B1 &= (kept_BN & (candidates.scores_BN > -torch.inf)).sum(-1, keepdim=True) >= knobs["min_keep"]
+    kept = candidates.keep(kept_BN, used_B1)
+    return kept._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
