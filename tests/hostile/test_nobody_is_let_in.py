@@ -118,14 +118,16 @@ NO_INPUT = {
     "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
     "commands/prompts.py": "a pipe of the shell's, <(command), up to a bound",
     "compat/inductor.py": "what the compiler wrote",
-    "data/files.py": "the one place, and a folder, to sync it",
+    "data/files.py": "a folder, to sync it",
     "data/place.py": "what the compiler wrote",
     "device.py": "/proc and /sys",
     "distributed/checkpoint.py": "a file that this process writes on",
+    "files.py": "the one place",
     "graph/matmul.py": "a source of the package",
     "measure/memory.py": "/proc",
     "measure/profiler.py": "a trace that was just written",
     "model/files.py": "what was just written, to sync it",
+    "run/trust.py": "the secret of this user, never through a link",
 }
 
 

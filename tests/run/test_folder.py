@@ -227,7 +227,7 @@ def test_a_lock_can_be_taken_again_and_is_not_shared_within_a_process(tmp_path: 
 def test_a_lock_that_cannot_be_read_is_not_written_over(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(path: Path) -> bytes:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     runs = [Run.create(tmp_path / name) for name in "ab"]
@@ -239,7 +239,7 @@ def test_a_lock_that_cannot_be_read_is_not_written_over(
     }
     for use in uses.values():
         with monkeypatch.context() as failing, pytest.raises(Unreadable, match=r"run\.lock: cannot be read: "):
-            failing.setattr(Path, "read_bytes", fails)
+            failing.setattr("builtins.open", fails)
             use()
     assert [run.lock_file.read_bytes() for run in runs] == before
 

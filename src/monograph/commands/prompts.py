@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json as jsonlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
         if key in values:
             raise UsageError(f"--sampler {pair}: {key} is given twice")
         try:
-            values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else jsonlib.loads(text)
+            values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else parse_json(text)
         except (ValueError, RecursionError):
             expected = _EXPECTED.get(_KINDS[key], 'JSON: {"ID": BIAS, ...} or ["TEXT", ...]')
             raise UsageError(f"--sampler {pair}: expected {expected}") from None

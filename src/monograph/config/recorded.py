@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +72,9 @@ def strange_text(run: Run, settings: Settings) -> str:
     """A line on the text outside of its folder that a run names which this user did not write here; of others empty."""
     source, home = settings.data.source, run.folder.resolve()
     places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
-    beyond = [each for each in places if each != "stdlib" and home not in Path(each).expanduser().resolve().parents]
+    beyond = [
+        each for each in places if each != "stdlib" and home not in Path(os.path.expanduser(each)).resolve().parents
+    ]
     if not beyond or is_ours(run.config, [settings.model.init]):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"

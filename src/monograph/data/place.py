@@ -24,7 +24,7 @@ def state_root() -> Path:
 
     A relative path is passed over: it would mean a folder of whoever made the one that this process was started in.
     """
-    home, xdg = (Path(os.environ.get(name, "")).expanduser() for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
+    home, xdg = (Path(os.path.expanduser(os.environ.get(name, ""))) for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
     if home.is_absolute():
         return home
     return (xdg if xdg.is_absolute() else Path(os.path.expanduser("~")) / ".local" / "state") / "monograph"

@@ -196,16 +196,11 @@ def generate(
     breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))
     requests = [
         Request(
-            tuple(prompt_ids(model, tokenizer, prompt)),
-            each,
-            max_tokens,
-            stop_ids,
-            constraint,
-            looked_for,
+            tuple(prompt_ids(model, tokenizer, prompt)), each, max_tokens, stop_ids, constraint, looked_for,
             breaking(tuple(each.dry_sequence_breakers)) if each.dry_multiplier else None,
         )
         for prompt, each in zip(prompts, samplings, strict=True)
-    ]
+    ]  # fmt: skip
     return Generation(
         generator_for(model, requests, n, tokenizer.vocab_size), _Requests(requests, n), tokenizer, strings
     )
