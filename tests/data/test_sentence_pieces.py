@@ -60,7 +60,7 @@ def test_a_chat_has_the_librarys_ids(shape: str) -> None:
         f"a{end}\n<|user|>\nthe{end}",
         "",
     ]
-    chats += [f"<|user|>\n the cat<|end|>\n<|assistant|>\nThe end<|end|>"]
+    chats += ["<|user|>\n the cat<|end|>\n<|assistant|>\nThe end<|end|>"]
     for chat in chats:
         assert ours.encode_rendered(chat) == theirs.encode(chat, add_special_tokens=False).ids
     ids = ours.encode_rendered(f"{begin}the cat{end}")

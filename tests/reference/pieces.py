@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
@@ -23,23 +24,25 @@ SHAPES = {
 }
 
 
-def engine(shape: str = "llama2", byte_fallback: bool = True, metaspace_decoder: bool = False) -> Engine:
-    """A tokenizer that learned a few merges."""
+def engine(
+    shape: str = "llama2", byte_fallback: bool = True, metaspace_decoder: bool = False, texts=TEXTS, vocabulary=200
+) -> Engine:
+    """A tokenizer that learned some merges, completed as they are where a model of SentencePiece's was converted."""
     parts = SHAPES[shape]
     names = parts.get("names", ["<unk>", "<s>", "</s>"])
     learner = Engine(models.BPE(unk_token="<unk>"))
     learner.normalizer = normalizers.Replace(" ", MARK)
     learner.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
     trainer = trainers.BpeTrainer(
-        vocab_size=200, special_tokens=[*names, *(_BYTES if byte_fallback else [])], show_progress=False
+        vocab_size=vocabulary, special_tokens=[*names, *(_BYTES if byte_fallback else [])], show_progress=False
     )
     trainer.vocab_size += 256 * byte_fallback
-    learner.train_from_iterator(TEXTS, trainer)
+    learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     made = Engine(
         models.BPE(
             vocab=learned["vocab"],
-            merges=[tuple(pair) for pair in learned["merges"]],
+            merges=_completed(learned["vocab"], ["".join(pair) for pair in learned["merges"]]),
             unk_token="<unk>",
             fuse_unk=True,
             byte_fallback=byte_fallback,
@@ -66,3 +69,8 @@ def engine(shape: str = "llama2", byte_fallback: bool = True, metaspace_decoder:
     )
     made.add_tokens([AddedToken(text, normalized=False) for text in parts.get("text", [])])
     return made
+
+
+def _completed(vocab: dict[str, int], learned: list[str]) -> list[tuple[str, str]]:
+    cuts = [(text[:cut], text[cut:]) for text in dict.fromkeys(learned) for cut in range(1, len(text))]
+    return [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
