@@ -143,6 +143,18 @@ def test_examples_of_lost_text_are_what_the_library_gives() -> None:
         assert made.decode(made.encode(before).ids) == after, kind
 
 
+def test_a_unigram_model_is_refused_with_a_letter_that_it_loses() -> None:
+    made = Engine(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -1.0)], unk_id=0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    assert made.decode(made.encode("a 🙂 a").ids) == "a  a"
+    with pytest.raises(InputRefused, match="'Unigram', not 'BPE': the letter '🙂' of a text would be lost"):
+        Tokenizer(json.loads(made.to_str()), "x")
+    for vocab in ([["🙂", 0.0], ["☃", 0.0], ["𐍈", 0.0]], [[]], 5):
+        with pytest.raises(InputRefused, match="model.type is 'Unigram'"):
+            Tokenizer({"model": {"type": "Unigram", "vocab": vocab}}, "x")
+
+
 @pytest.mark.parametrize("shape", pieces.SHAPES)
 def test_it_is_the_same_after_it_was_saved(tmp_path, shape: str) -> None:
     theirs, ours = both(shape)

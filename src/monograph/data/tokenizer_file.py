@@ -175,7 +175,7 @@ class Checked:
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
             kind = str(model["type"])[:60]
-            raise self._refuse(f"model.type is {kind!r}, not 'BPE'{_LOSES.get(kind, '')}")
+            raise self._refuse(f"model.type is {kind!r}, not 'BPE'{_LOSES.get(kind, '') or _unigram_lost(model)}")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
@@ -337,6 +337,15 @@ def _steps(part: Any, key: str) -> list[Any]:
         return []
     steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
     return steps if isinstance(steps, list) else [steps]
+
+
+def _unigram_lost(model: dict[str, Any]) -> str:
+    """A character that a Unigram model has neither a piece nor bytes for, as the end of a message."""
+    vocab = model.get("vocab")
+    if model.get("byte_fallback") or not isinstance(vocab, list):
+        return ""
+    known = {entry[0] for entry in vocab if isinstance(entry, list) and entry and isinstance(entry[0], str)}
+    return next((f": the letter {letter!r} of a text would be lost" for letter in "🙂☃𐍈" if letter not in known), "")
 
 
 def _lost(step: Any) -> str:
