@@ -14,6 +14,7 @@ from commands.inputs import OWN, TINY, over
 from monograph.data.tokenizer import Tokenizer
 from monograph.model.families import FAMILIES
 from monograph.model.torch_file import read
+from reference import pieces
 from reference.article import Pretraining, tokenizer
 
 SHORT = over(OWN, "train.updates=3", "optim.lr=1e-2")
@@ -83,6 +84,57 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
     found = json.loads(done.out.splitlines()[-1])
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert found["bits_per_byte"] > 8.1, "random weights are no better than guessing bytes"
+
+
+@pytest.mark.parametrize("shape", ["tinyllama", "mistral"])
+def test_a_sentencepiece_tokenizer_counts_the_texts_bytes_and_gains_no_space(
+    server: CommandServer, here: Path, shape: str
+) -> None:
+    """Through training, scores, choices and export: the space before a text is none of its bytes and of none's text."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    paths = sorted((here / "texts").iterdir())
+    words = pieces.engine(shape, texts=[path.read_text() for path in paths])
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": words.get_vocab_size(), "max_position_embeddings": 512}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, initializer_range=0.3))
+    theirs.save_pretrained(here / "hf")
+    words.save(str(here / "hf" / "tokenizer.json"))
+    bos, eos = words.token_to_id("<s>"), words.token_to_id("</s>")
+
+    done = server.run(here, "evaluate", "hf", "--data", "texts", "--json")
+    assert done.code == 0, done.err
+    nats = 0.0
+    for path in paths:
+        ids = torch.tensor([[bos, *words.encode(path.read_text(), add_special_tokens=False).ids, eos]])
+        with torch.no_grad():
+            nats += float(theirs(ids, labels=ids).loss) * (ids.shape[1] - 1)
+    found = json.loads(done.out.splitlines()[-1])
+    size = sum(path.stat().st_size for path in paths)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+    choices = {"yes it is", "no", " a"}
+    asked = ["--json", "--n", "3", "--temperature", "5", *(f"--choice={choice}" for choice in sorted(choices))]
+    for prompt in ("", "alpha"):
+        done = server.run(here, "generate", "hf", prompt, *asked)
+        assert done.code == 0, done.err
+        for each in json.loads(done.out.splitlines()[-1])["completions"]:
+            begun = words.encode(prompt, add_special_tokens=False).ids
+            whole = words.decode([*begun, *each["token_ids"]])
+            assert each["text"] in choices and whole == prompt + each["text"]
+    both = server.run(here, "generate", "hf", "", "alpha", *asked)
+    assert both.code == 2 and "give an empty prompt alone" in both.err
+    stopped = server.run(here, "generate", "hf", "", "--stop", " a")
+    assert stopped.code == 2 and "begins with a space, as the tokenizer has every text begin" in stopped.err
+
+    done = server.run(here, "train", *SHORT[:1], *SHORT[2:], "model.init=hf", "--out", "run", figures=0)
+    assert done.code == 0, done.err
+    assert server.run(here, "export", "run", "--to", "out", "--format", "hf").code == 0
+    back = AutoTokenizer.from_pretrained(here / "out")
+    for text in ("alpha beta", "  gamma\n", "\u00e9"):
+        ids = words.encode(text, add_special_tokens=False).ids
+        assert back(text, add_special_tokens=False)["input_ids"] == ids
+        assert back.decode(ids) == words.decode(ids)
 
 
 def test_the_articles_checkpoint_is_trained_on_and_exported(server: CommandServer, here: Path) -> None:

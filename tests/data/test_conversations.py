@@ -154,11 +154,11 @@ def test_rows_have_the_answers_for_targets(opened: Any, packing: str, name: str)
     stats = text.stats
     assert text.train.conversations + text.held_out.conversations == 40 and text.held_out.conversations > 2
     for rows in (text.train, text.held_out):
-        targets = rows.window(np.arange(len(rows)))["targets"]
-        trained = targets[targets != IGNORE]
-        assert (rows.tokens, rows.bytes) == (len(trained), rows.bytes_of(trained)) == rows.coverage()
-        few = rows.window(rows.spread(2))["targets"]
-        assert rows.coverage(2) == ((few != IGNORE).sum(), rows.bytes_of(few[few != IGNORE]))
+        window = rows.window(np.arange(len(rows)))
+        trained = window["targets"][window["targets"] != IGNORE]
+        assert (rows.tokens, rows.bytes) == (len(trained), rows.bytes_of(window)) == rows.coverage()
+        few = rows.window(rows.spread(2))
+        assert rows.coverage(2) == ((few["targets"] != IGNORE).sum(), rows.bytes_of(few))
         assert rows.inputs == sum(len(ids) for ids, _ in pieces_of(rows))
     assert stats.tokens == text.train.tokens and stats.trained_share == text.train.tokens / text.train.inputs
     assert (len(text.train) < text.train.documents) == (packing == "packed")

@@ -53,7 +53,6 @@ REFUSED = {
     "needs a content and an id from": added(content=5),
     "id 5 is given twice": added(id=5),
     "but model.vocab says": added(content="the"),
-    "swallows the spaces": added(special=False, lstrip=True),
     "added_tokens is not a list": changed("added_tokens", {}),
     r"model.merges\[0\]": changed("model", "merges", [["t", "zz"]]),
     r"model.merges\[0\] = 'abc'": changed("model", "merges", ["abc"]),

@@ -25,6 +25,7 @@ from monograph.model.llama import Llama
 from monograph.model.scaling import LinearScaling, Llama3Scaling
 from numerics import relative_error
 from probes import probes
+from reference import pieces
 
 NO_GGUF = "the package gguf is not installed: pip install 'monograph[gguf]'"
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason=NO_GGUF)
@@ -189,6 +190,21 @@ def test_llama_cpp_tokenises_alike(tmp_path: Path, name: str, count: int) -> Non
     texts = probes(count)
     theirs = LlamaCpp(tmp_path / "out" / FILE).tokenize(texts, separator=tokenizer.eos_id)
     assert theirs == tokenizer.encode_batch(texts)
+
+
+@needs_gguf
+@pytest.mark.parametrize("shape", ["tinyllama", "gemma"])
+@pytest.mark.parametrize("count", [400, pytest.param(12_000, marks=pytest.mark.slow)])
+def test_llama_cpp_tokenises_sentence_pieces_alike(tmp_path: Path, shape: str, count: int) -> None:
+    engine = pieces.engine(shape, texts=probes(3000, seed=1), vocabulary=1200)
+    tokenizer = Tokenizer(json.loads(engine.to_str()), "x")
+    save_gguf(tiny(tokenizer), tmp_path / "out", tokenizer, "f32", lambda line: None)
+    texts = probes(count)
+    client = LlamaCpp(tmp_path / "out" / FILE)
+    assert client.tokenize(texts, separator=tokenizer.eos_id) == tokenizer.encode_batch(texts)
+    begin = "<s>" if shape == "tinyllama" else "<bos>"
+    rendered = [f"{begin}user\nthe{begin} cat {begin}\n"]
+    assert client.tokenize(rendered, tokenizer.eos_id, special=True) == [tokenizer.encode_rendered(rendered[0])]
 
 
 @needs_gguf

@@ -27,7 +27,7 @@ from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.run.exports import check
-from reference import article
+from reference import article, pieces
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
 
@@ -185,6 +185,28 @@ def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(tmp_path
         with expected:
             save_gguf(model, tmp_path / "out", tokenizer, None, lambda line: None)
         assert (tmp_path / "out").exists() == (made == plain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "merges", "said"),
+    [
+        ("mistral", None, "leaves out one space at the beginning"),
+        ("llama2", None, "the spaces beside the special token '<unk>' are not text"),
+        ("phi3", None, r"the spaces beside the special token '<\|user\|>'"),
+        ("tinyllama", lambda merges: merges[:-1], "are tokens, as their join is, but no merge"),
+        ("tinyllama", lambda merges: [*merges, merges[0]], "do not follow one another"),
+    ],
+)
+def test_sentence_pieces_that_llama_cpp_would_read_otherwise_are_refused(tmp_path: Path, shape, merges, said) -> None:
+    content = json.loads(pieces.engine(shape).to_str())
+    if merges:
+        content["model"]["merges"] = merges(content["model"]["merges"])
+    tokenizer = Tokenizer(content, "x")
+    with pytest.raises(InputRefused, match=said):
+        save_gguf(
+            Llama(replace(SMALL, vocab_size=tokenizer.vocab_size)), tmp_path / "out", tokenizer, None, lambda line: None
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path: Path) -> None:

@@ -86,16 +86,17 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
     ends = list(stop_ids(tokenizer, network.config.ends)) if asked.chat else [tokenizer.eos_id]
-    limit = None
+    model = Model(network, tokenizer, sampling, [*asked.stop, *ends], None, asked)
+    records = prompts_of(file, asked.chat, sampling, tokenizer.vocab_size) if file else ()
+    given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # the other choices alone would be another question
                 raise InputRefused(f"--choice: {lost}")
-        limit = constraint(kind, wanted, tokenizer.pieces, ends)
-    model = Model(network, tokenizer, sampling, [*asked.stop, *ends], limit, asked)
-    records = prompts_of(file, asked.chat, sampling, tokenizer.vocab_size) if file else ()
-    given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
+        begun = [prompt for prompt, _ in given] or ["." if asked.chat else ""]
+        limit = constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun))
+        model = model._replace(constraint=limit)
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if asked.chat and not given:
@@ -108,9 +109,19 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     if asked.json:
         return _print_json(written)
     began = clock()
-    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n][0]), limit is not None)
+    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n][0]), bool(limits))
     _print_speed(written.tokens, clock() - began, sampling.seed)
     return 0
+
+
+def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
+    """The bytes that the tokenizer puts before what is written after the prompts."""
+    asked = [_ids(model, prompt) for prompt in given] if model.tokenizer.strips else []
+    encode, lead = model.tokenizer.encode, model.tokenizer.lead
+    leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
+    if len(leads) > 1:
+        raise UsageError("under a constraint, give an empty prompt alone: the tokenizer puts a space before its text")
+    return leads.pop() if leads else b""
 
 
 def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:

@@ -217,14 +217,14 @@ class _Encoder:
 
     def ids(self, text: str, marker: str) -> list[int]:
         """As `Tokenizer.encode_rendered`."""
-        encode = self._tokenizer.encode
+        encode = self._tokenizer.encode_between
         at, count = next((end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0))
         ids, ends, shared = self._ids[:count], [end for end in self._ends if end[1] <= count], at
         for start, end, index in self._tokenizer.controls(text[shared:]):
-            ids += [*encode(text[at : shared + start].replace(marker, "")), index]
+            ids += [*encode(text[at : shared + start].replace(marker, ""), ids), index]
             at = shared + end
             ends.append((at, len(ids)))
-        ids += encode(text[at:].replace(marker, ""))
+        ids += encode(text[at:].replace(marker, ""), ids)
         self._text, self._ids, self._ends = text, ids, ends
         return list(ids)
 

@@ -113,7 +113,7 @@ class SideWriter:
         self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size), tokenizer.vocab_size)
         self._starts, self._records = shard(".starts", _INDEX, 0), shard(".records", _INDEX, 0)
         self._answers = shard(".answers", _INDEX, 0) if conversations else None
-        self._bos, self._eos, self._token_bytes = tokenizer.bos_id, tokenizer.eos_id, tokenizer.token_bytes
+        self._bos, self._eos, self._tokenizer = tokenizer.bos_id, tokenizer.eos_id, tokenizer
         self._document: Document | None = None
         self.bytes, self.counts = 0, [0] * files
         self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -139,14 +139,16 @@ class SideWriter:
         self._answers.append(begin + np.array(row.spans, dtype=np.int64).reshape(-1))
         self.tokens.append(ids)
         self.counts[document.file] += 1
-        self.bytes += sum(int(self._token_bytes[ids[first:last]].sum()) for first, last in row.spans)
+        bytes_of = self._tokenizer.bytes_of
+        self.bytes += sum(bytes_of(ids[first:last], ids[first - 1 : last - 1]) for first, last in row.spans)
 
     def write(self) -> None:
         """Hand what was added to the shards."""
         for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
             added = np.array(items, dtype=np.int64)
             if shard is self.tokens:  # their bytes, as a tokenizer may read a text in another form than it is stored in
-                self.bytes += int(self._token_bytes[added].sum())
+                first = self._tokenizer.token_bytes[added[:1]].sum()
+                self.bytes += int(first) + self._tokenizer.bytes_of(added[1:], added[:-1])
             shard.append(added)
             items.clear()
 

@@ -6,7 +6,7 @@ Shape suffixes: D documents, P pieces, R rows, T positions of a row, N tokens of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,9 +165,10 @@ class Rows:
             owner_RT[row, : lengths.sum()] = np.repeat(documents, lengths)
         return owner_RT
 
-    def bytes_of(self, targets: Int64) -> int:
-        """Bytes of text that targets stand for; the end of a document stands for none."""
-        return int(self._tokenizer.token_bytes[targets].sum())
+    def bytes_of(self, window: Mapping[str, Int64]) -> int:
+        """Bytes of text that a window's targets stand for; the end of a document stands for none."""
+        targets, before = (window[key][window["targets"] != IGNORE] for key in ("targets", "tokens"))
+        return self._tokenizer.bytes_of(targets, before)
 
     def texts(self) -> Iterator[bytes]:
         """The UTF-8 bytes of each document, decoded from its tokens: the text as the tokenizer reads it."""
@@ -205,9 +206,8 @@ class Rows:
         """(targets, bytes of text that they stand for) of the rows that `in_order` gives."""
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
-        targets = self.window(self.spread(limit))["targets"]
-        targets = targets[targets != IGNORE]
-        return len(targets), self.bytes_of(targets)
+        window = self.window(self.spread(limit))
+        return int((window["targets"] != IGNORE).sum()), self.bytes_of(window)
 
 
 def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:

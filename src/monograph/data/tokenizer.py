@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers that lose no text: trained here, read from a `tokenizer.json`, or plain bytes."""
+"""BPE tokenizers that lose no text: trained here, read from a `tokenizer.json`, or plain bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from monograph.data import companions, tokenizer_file, tokenizer_trial
+from monograph.data import companions, marked, tokenizer_file, tokenizer_trial
 from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
 from monograph.files import is_folder
@@ -34,7 +33,7 @@ ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the clas
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer; `tokenizer.json` files that it saves load in transformers.
+    """A BPE tokenizer, byte-level or in SentencePiece's way; `tokenizer.json` files that it saves load in transformers.
 
     Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters: no
     text can end a document. Encoding adds no beginning or end token. One that was made here gives any text back; one
@@ -50,6 +49,7 @@ class Tokenizer:
         token_bytes: their lengths, int32 [V].
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
         space_first: whether a text that begins with no space is given one.
+        strips: whether decoding leaves out one space where a text begins, which is then no byte of the text.
         companions: what lies beside the file, the chat template above all; empty unless `from_file` found something.
     """
 
@@ -66,11 +66,13 @@ class Tokenizer:
         self.vocab_size = len(checked.pieces)
         self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
         self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
-        self._json, self.space_first = checked.json, checked.space_first
-        # Which bytes no token stands for, where text may have some.
-        self._lacking = (
-            re.compile(b"[%b]" % re.escape(ByteString(sorted(checked.lacking)))) if checked.lacking else None
-        )
+        self._json, self.space_first, self._opening = checked.json, checked.space_first, checked.opening
+        self.strips = checked.marks is not None and checked.marks.strips
+        # Where a space that begins a stretch is none of the text's own: [V], by the id before it.
+        self._begins = np.zeros(self.vocab_size, dtype=np.bool_)
+        self._begins[[self.bos_id, *(self._opening if self.space_first else ())]] = self.strips
+        self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
+        self._lacking, self._marks, self._written = checked.lacking, checked.marks, set(checked.characters)
         model = self._json["model"]
         decisive = [
             model["merges"],
@@ -84,6 +86,8 @@ class Tokenizer:
             self.eos_id,
             self.pad_id,
         ]
+        if checked.marks:
+            identity.append([self._json["decoder"], model["byte_fallback"], model["unk_token"], model["fuse_unk"]])
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         text = json.dumps(self._json)
         if not trusted and (fault := tokenizer_trial.fault(text)):
@@ -95,9 +99,7 @@ class Tokenizer:
         self._engine.encode_special_tokens = True
         self._inner = self._engine
         if self.space_first:
-            self._inner = tokenizers.Tokenizer.from_str(
-                text.replace('"add_prefix_space": true', '"add_prefix_space": false')
-            )
+            self._inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_file.inside(self._json)))
             self._inner.encode_special_tokens = True
         same_ids = all(
             self._engine.token_to_id(token["content"]) == token["id"] for token in self._json["added_tokens"]
@@ -196,24 +198,29 @@ class Tokenizer:
             raise InputRefused(
                 "text with a lone surrogate (U+D800 to U+DFFF) cannot be encoded; give valid Unicode"
             ) from None
-        for loss in map(self.loss, texts) if self._lacking else ():
+        for loss in map(self.loss, texts) if self._lacking or self._marks else ():
             if loss:
-                raise InputRefused(f"{loss}; give other text, or a tokenizer that has all bytes")
+                raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
         return [encoding.ids for encoding in encodings]
 
     def loss(self, text: str) -> str:
-        """Which character of a text the vocabulary cannot write, and what would become of it; "" for none."""
-        if self._lacking is None:
+        """Which character of a text the tokenizer cannot write, and what would become of it; "" for none."""
+        if self._marks and (at := text.find(marked.MARK)) >= 0:
+            shown = text[max(0, at - 20) : at + 20]
+            return f"{marked.MARK!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
+        if not self._lacking:
             return ""
         for token in self._json["added_tokens"]:
             text = text.replace(token["content"], "") if not token["special"] else text
         written = self._engine.normalizer.normalize_str(text) if self._engine.normalizer else text
-        content = written.encode()
-        if not (found := self._lacking.search(content)):
+        lost = {each for each in set(written) - self._written if not self._lacking.isdisjoint(each.encode())}
+        self._written |= set(written) - lost
+        if not lost:
             return ""
-        at = len(content[: found.start()].decode(errors="ignore"))
+        at = min(map(written.find, lost))
         unknown, shown = self._json["model"]["unk_token"], written[max(0, at - 20) : at + 20]
         becomes = f"become {unknown}" if unknown else "be left out"
+        shown = shown.replace(marked.MARK, " ") if self._marks else shown
         return f"{written[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
 
     @functools.cached_property
@@ -224,8 +231,15 @@ class Tokenizer:
         notes = [
             f"the tokenizer rewrites text ({form}), and what it makes of it is trained and measured" for form in forms
         ]
-        if self.space_first:
+        if self.space_first and not self.strips:
             notes.append("the tokenizer puts a space before a text, which is trained and measured as a part of it")
+        if self.strips and self._marks and self._marks.scheme != "prepend":
+            notes.append("the tokenizer leaves out one space at the beginning of a text that begins with spaces")
+        if self._marks and self._marks.scheme in ("prepend", "always"):
+            apart = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
+            apart = [each for each in apart if self._engine.decode(self.encode(f"a{each}a")) != f"a{each}a"]
+            if apart:
+                notes.append(f"the tokenizer puts a space after {', '.join(map(repr, apart[:3]))}, as part of the text")
         if self._lacking:
             lost = (chr(code) for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000)) if self.loss(chr(code)))
             examples = ", ".join(map(repr, itertools.islice(lost, 3))) or "control characters"
@@ -245,9 +259,13 @@ class Tokenizer:
         """
         ids, at = list[int](), 0
         for start, end, index in self.controls(text):
-            ids += [*self.encode(text[at:start].replace(marker, ""), inside and not at), index]
+            ids += [*self.encode_between(text[at:start].replace(marker, ""), ids, inside), index]
             at = end
-        return ids + self.encode(text[at:].replace(marker, ""), inside and not at)
+        return ids + self.encode_between(text[at:].replace(marker, ""), ids, inside)
+
+    def encode_between(self, text: str, before: Sequence[int], inside: bool = False) -> list[int]:
+        """Ids of a stretch of a rendered chat after the ids `before`, none or up to a special token."""
+        return self.encode(text, before[-1] not in self._opening if before else inside)
 
     def controls(self, text: str) -> list[tuple[int, int, int]]:
         """(begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
@@ -273,11 +291,27 @@ class Tokenizer:
         if text in self.special:
             return self.special[text]
         wanted = text.encode()
-        return next((index for index, piece in enumerate(self.pieces) if piece == wanted), None) if wanted else None
+        found = [index for index, piece in enumerate(self.pieces) if piece == wanted] if wanted else []
+        # Where a byte's token stands for the same, the one that the text gets.
+        return next(iter(self.encode(text, inside=True) if len(found) > 1 else found), None)
+
+    def lead(self, before: Sequence[int]) -> ByteString:
+        """The bytes that begin a text after these ids and are not of it: a space, or none."""
+        return b" " if self.strips and self._begins[before[-1] if before else self.bos_id] else b""
+
+    def bytes_of(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
+        """Bytes of text that ids stand for, each after another id, without the spaces that decoding leaves out.
+
+        Args:
+            ids: of any shape.
+            before: of the same, the id before each.
+        """
+        return int(self.token_bytes[ids].sum() - (self._begins[before] & self._spaced[ids]).sum())
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
-        """The bytes that ids stand for; special tokens stand for none."""
-        return b"".join([self.pieces[index] for index in ids])
+        """The bytes of the text that ids stand for; special tokens stand for none."""
+        found = b"".join([self.pieces[index] for index in ids])
+        return found.removeprefix(b" ") if self.strips else found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""

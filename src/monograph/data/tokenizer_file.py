@@ -1,7 +1,8 @@
-"""Checks a `tokenizer.json` before the tokenizers library sees it: only byte-level BPE of known parts passes.
+"""Checks a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts passes.
 
-Three things may keep a text from coming back as it was, and each is known here: a normal form of Unicode (Qwen composes
-its text), a space before a text that begins with none, and bytes that the vocabulary has no token for.
+It is byte-level as GPT-2's, or in SentencePiece's way (`marked`). Three things may keep a text from coming back as it
+was, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its beginning, and characters
+that the vocabulary has no token for.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
 backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from monograph.data import marked
 from monograph.data.files import read_json
 from monograph.errors import InputRefused
 
@@ -38,6 +40,24 @@ KNOWN_PATTERNS = {
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 # The bytes that no text has in UTF-8: a tokenizer that learned its alphabet from text has no token for them.
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+
+
+_BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+# Parts of common tokenizers that lose text, each with a text and what comes back of it.
+_LOSES = {
+    kind: f": {before!r} would come back as {after!r}"
+    for kind, before, after in (
+        ("WordPiece", "a  b", "a b"),
+        ("WordLevel", "a  b", "a b"),
+        ("Lowercase", "Ab", "ab"),
+        ("BertNormalizer", "a\tb", "a b"),
+        ("StripAccents", "e\u0301", "e"),
+        ("Strip", " a ", "a"),
+        ("Whitespace", "a  b", "a b"),
+        ("WhitespaceSplit", "a  b", "a b"),
+        ("BertPreTokenizer", "a  b", "a b"),
+    )
+}
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -85,7 +105,10 @@ class Checked:
         pieces: the bytes that each id stands for, [vocabulary]; empty for special tokens.
         special: {content: id} of the special tokens.
         lacking: the bytes of texts that no token stands for.
+        characters: those that have a token of their own, whatever bytes are lacking.
+        marks: how spaces are written in SentencePiece's way, None of a byte-level tokenizer.
         space_first: whether a text that begins with no space is given one.
+        opening: the ids of special tokens after which a text is given one, too.
 
     Raises:
         InputRefused: a part that is unknown, changes text in a way of its own, or is inconsistent; names `where` and
@@ -99,10 +122,22 @@ class Checked:
         vocab = self._vocab(model)
         added = self._added(content.get("added_tokens", []), vocab)
         self.special = {token["content"]: token["id"] for token in added if token["special"]}
-        self.pieces = self._pieces(vocab, added)
-        self.lacking = {*range(256)} - NEVER_IN_TEXT - {piece[0] for piece in self.pieces if len(piece) == 1}
         steps, unknown = _steps(content.get("pre_tokenizer"), "pretokenizers"), model.get("unk_token")
-        self.space_first = any(_is_byte_level(step) and step["add_prefix_space"] for step in steps)
+        normal = _steps(content.get("normalizer"), "normalizers")
+        self.marks = self._marks(content, normal, steps, added) if marked.is_marked(normal, steps) else None
+        self.pieces = self._pieces(vocab, added)
+        single = {piece[0] for piece in self.pieces if len(piece) == 1}
+        if self.marks and not model.get("byte_fallback"):
+            single = set()
+        self.lacking = {*range(256)} - NEVER_IN_TEXT - single
+        mark = {" "} if any(map(marked.is_metaspace, steps)) else set[str]()  # of which it makes the letter
+        self.characters = mark.union(token for token in vocab if len(token) == 1) if self.marks else mark
+        scheme = self.marks.scheme if self.marks else "always"
+        self.space_first = scheme != "never" and (
+            self.marks is not None or any(_is_byte_level(step) and step["add_prefix_space"] for step in steps)
+        )
+        opening = [token for token in added if scheme == "always" or (scheme == "prepend" and not token["normalized"])]
+        self.opening = frozenset(token["id"] for token in opening if token["special"])
         self.json: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
@@ -111,7 +146,7 @@ class Checked:
             "normalizer": self._normalizer(content.get("normalizer")),
             "pre_tokenizer": self._pre_tokenizer(content.get("pre_tokenizer")),
             "post_processor": self._post_processor(content.get("post_processor")),
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "decoder": content["decoder"] if self.marks else _BYTE_LEVEL_DECODER,
             "model": {
                 "type": "BPE",
                 "dropout": None,
@@ -128,7 +163,7 @@ class Checked:
 
     def _refuse(self, fault: str) -> InputRefused:
         return InputRefused(
-            f"{self._where}: {fault}; give a byte-level BPE tokenizer (as GPT-2, Llama 3 and Qwen have), bpe:N or bytes"
+            f"{self._where}: {fault}; give a BPE tokenizer (as GPT-2, Llama, Qwen and Gemma have), bpe:N or bytes"
         )
 
     def _section(self, content: dict[str, Any], key: str) -> dict[str, Any]:
@@ -139,7 +174,8 @@ class Checked:
 
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
-            raise self._refuse(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
+            kind = str(model["type"])[:60]
+            raise self._refuse(f"model.type is {kind!r}, not 'BPE'{_LOSES.get(kind, '') or _unigram_lost(model)}")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
@@ -167,10 +203,8 @@ class Checked:
             flags = {
                 key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            if not flags["special"] and (flags["lstrip"] or flags["rstrip"]):
-                raise self._refuse(
-                    f"added token {content[:60]!r} swallows the spaces beside it, so text would not come back"
-                )
+            # One that swallows the spaces beside it would lose them: it stands for itself in a chat and never in text.
+            flags["special"] |= flags["lstrip"] or flags["rstrip"]
             added.append({"id": token["id"], "content": content} | flags)
         return sorted(added, key=lambda token: int(token["id"]))
 
@@ -184,7 +218,9 @@ class Checked:
             if index in pieces:
                 raise self._refuse(f"id {index} is given twice")
             try:
-                pieces[index] = bytes([alphabet[character] for character in token])
+                pieces[index] = (
+                    self.marks.piece(token) if self.marks else bytes([alphabet[character] for character in token])
+                )
             except KeyError:
                 raise self._refuse(
                     f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet"
@@ -192,11 +228,28 @@ class Checked:
         for entry in added:
             if entry["id"] in pieces:
                 raise self._refuse(f"id {entry['id']} is given twice")
-            pieces[entry["id"]] = b"" if entry["special"] else entry["content"].encode()
+            pieces[entry["id"]] = b"" if entry["special"] else self._added_piece(entry)
         if max(pieces) != len(pieces) - 1:
             gap = next(index for index in range(len(pieces)) if index not in pieces)
             raise self._refuse(f"ids are not 0 to {len(pieces) - 1}: {gap} is missing and {max(pieces)} is there")
         return [pieces[index] for index in range(len(pieces))]
+
+    def _added_piece(self, entry: dict[str, Any]) -> bytes:
+        content = str(entry["content"])
+        if self.marks is None:
+            return content.encode()
+        # A token that is looked for in normalised text is normalised itself.
+        first = " " if self.marks.scheme == "prepend" and entry["normalized"] else ""
+        return (first + content.replace(marked.MARK, " ")).encode()
+
+    def _marks(
+        self, content: dict[str, Any], normal: list[Any], steps: list[Any], added: list[dict[str, Any]]
+    ) -> marked.Marks:
+        text = [token["content"] for token in added if not token["special"]]
+        try:
+            return marked.marks(normal, steps, _steps(content.get("decoder"), "decoders"), content["model"], text)
+        except ValueError as error:
+            raise self._refuse(str(error)) from None
 
     def _merges(self, merges: Any, vocab: dict[str, int]) -> list[list[str]]:
         if not isinstance(merges, list):
@@ -214,14 +267,25 @@ class Checked:
 
     def _normalizer(self, part: Any) -> Any:
         for step in _steps(part, "normalizers"):
-            if step not in [{"type": form} for form in NORMAL_FORMS]:
-                raise self._refuse(f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are)")
+            known = step in [{"type": form} for form in NORMAL_FORMS]
+            if not known and not (self.marks and marked.normalizer_is_known(step)):
+                raise self._refuse(
+                    f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
+                    + _lost(step)
+                )
         return part
 
     def _pre_tokenizer(self, part: Any) -> Any:
         steps = _steps(part, "pretokenizers")
+        if self.marks:
+            known = [step if _is_digits(step) else marked.pre_tokenizer(step) for step in steps]
+            if None in known:
+                step = steps[known.index(None)]
+                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones{_lost(step)}")
+            return {"type": "Sequence", "pretokenizers": known} if known else None
         if not steps or _kind(steps[-1]) != "ByteLevel":
-            raise self._refuse("pre_tokenizer does not end in ByteLevel")
+            lost = "".join(map(_lost, steps[-1:]))
+            raise self._refuse(f"pre_tokenizer does not end in ByteLevel, nor are spaces written as ▁{lost}")
         for step in steps:
             if not (_is_byte_level(step) or _is_digits(step) or _is_known_split(step)):
                 raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
@@ -248,6 +312,18 @@ class Checked:
         return all(isinstance(step.get(key), list) and len(step[key]) <= 16 for key in ("single", "pair"))
 
 
+def inside(content: dict[str, Any]) -> dict[str, Any]:
+    """A checked tokenizer.json that puts no space before a text."""
+    normal = _steps(content["normalizer"], "normalizers")
+    steps = _steps(content["pre_tokenizer"], "pretokenizers")
+    never = {"add_prefix_space": False, "prepend_scheme": "never"}
+    steps = [step | {key: value for key, value in never.items() if key in step} for step in steps]
+    return content | {
+        "normalizer": {"type": "Sequence", "normalizers": [step for step in normal if step != marked.PREPEND]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None,
+    }
+
+
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_VOCABULARY
 
@@ -261,6 +337,19 @@ def _steps(part: Any, key: str) -> list[Any]:
         return []
     steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
     return steps if isinstance(steps, list) else [steps]
+
+
+def _unigram_lost(model: dict[str, Any]) -> str:
+    """A character that a Unigram model has neither a piece nor bytes for, as the end of a message."""
+    vocab = model.get("vocab")
+    if model.get("byte_fallback") or not isinstance(vocab, list):
+        return ""
+    known = {entry[0] for entry in vocab if isinstance(entry, list) and entry and isinstance(entry[0], str)}
+    return next((f": the letter {letter!r} of a text would be lost" for letter in "🙂☃𐍈" if letter not in known), "")
+
+
+def _lost(step: Any) -> str:
+    return _LOSES.get(_kind(step), "")
 
 
 def _is_byte_level(step: Any) -> bool:

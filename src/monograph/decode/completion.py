@@ -95,7 +95,7 @@ class Generation:
         def begin(most: int) -> None:
             for index, request in itertools.islice(coming, most):
                 logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
-                begun[index] = _Writing(Transcript(self._tokenizer, self._stop), logprobs)
+                begun[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
                 indices[self.generator.submit(request)] = index
 
         begin(2 * self.generator.rows)
@@ -201,6 +201,9 @@ def generate(
         )
         for prompt, each in zip(prompts, samplings, strict=True)
     ]  # fmt: skip
+    for text in strings:
+        if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
+            raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
     return Generation(
         generator_for(model, requests, n, tokenizer.vocab_size), _Requests(requests, n), tokenizer, strings
     )

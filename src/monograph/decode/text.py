@@ -17,8 +17,9 @@ class Transcript:
             a stop string, and after `finish` without the stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Nothing yet; it will end before the first of `stop` that appears."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """Nothing yet after the ids `before`; it will end before the first of `stop` that appears."""
+        self._lead = tokenizer.lead(before)  # not of the text
         self._tokenizer, self._stop = tokenizer, [each.encode() for each in stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
@@ -29,7 +30,7 @@ class Transcript:
         """Take more ids; the text that is certain now and was not before."""
         ids = list(ids)
         self.token_ids += ids
-        self._held += self._tokenizer.decode_bytes(ids)
+        self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
         return self._say(len(self._held) - self._begun())
 
     def finish(self) -> str:
@@ -46,7 +47,10 @@ class Transcript:
         return 0
 
     def _say(self, size: int, *, final: bool = False) -> str:
-        new = self._decoder.decode(self._held[:size], final)
+        said = self._held[:size]
+        if said:
+            said, self._lead = said.removeprefix(self._lead), b""
+        new = self._decoder.decode(said, final)
         self._held = self._held[size:]
         self.text += new
         return new

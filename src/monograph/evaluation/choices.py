@@ -99,7 +99,7 @@ def _text_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
 def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
     message = {"role": "user", "content": question.query}
     prompt = chat_ids(tokenizer, [message], add_generation_prompt=True)
-    return [Continuation(list(prompt), tokenizer.encode(choice)) for choice in question.choices]
+    return [Continuation(list(prompt), tokenizer.encode_between(choice, prompt)) for choice in question.choices]
 
 
 def _answer(question: Question, logs: Sequence[float]) -> Answer:
@@ -120,7 +120,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     if whole[: len(before)] == before and len(whole) > len(before):
         ids = whole[len(before) :]
     else:
-        ids = tokenizer.encode(continuation)
+        ids = tokenizer.encode(continuation, inside=bool(before))
     return Continuation([tokenizer.bos_id, *before], ids)
 
 

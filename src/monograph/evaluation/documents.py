@@ -97,10 +97,9 @@ def _of_unit(rows: Rows, indices_R: NDArray[np.int64], mine_RT: NDArray[np.bool_
     """A batch of ROWS rows with no target but those at `mine_RT`, their number, and the bytes that they stand for."""
     window = rows.window(indices_R)
     window["targets"] = np.where(mine_RT, window["targets"], IGNORE)
-    targets = window["targets"][window["targets"] != IGNORE]
     empty = rows.empty(ROWS - len(indices_R))
     batch = {key: torch.from_numpy(np.concatenate([values, empty[key]])) for key, values in window.items()}
-    return batch, len(targets), rows.bytes_of(targets)
+    return batch, int((window["targets"] != IGNORE).sum()), rows.bytes_of(window)
 
 
 def _sum(sums: list[Tensor]) -> NDArray[np.float64]:

@@ -2,7 +2,8 @@
 
 llama.cpp does not read a split pattern, it has a list of its own and takes a name. A wrong name loads without a word
 and tokenises otherwise, so a name is written only for patterns for which the tokens were compared on ten thousand
-strings (tests/laws/test_exported_is_original.py).
+strings (tests/laws/test_exported_is_original.py). Of a tokenizer in SentencePiece's way it takes no merges but a score
+for each token, which says the same if every way to join two tokens into a third is a merge, as in published files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.h, llama_token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.h, llama_token_type
 
 # (split pattern, whether a word that is a token is taken before any merge): llama.cpp's name. Qwen composes its text
 # first (NFC), which llama.cpp leaves to others.
@@ -52,15 +53,33 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     content = json.loads(tokenizer.to_json())
     for changed in tokenizer.notes:
         raise InputRefused(f"{changed}; llama.cpp would read other tokens without a word: export with --format hf")
-    pre = pre_tokenizer(content)
     tokens, types = _tokens(content, config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if content["decoder"]["type"] == "ByteLevel":
+        pre = pre_tokenizer(content)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        # llama.cpp wants at least one merge; no word is split into these two.
+        merges = content["model"]["merges"] or [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    else:
+        scores = _scores(content, tokens)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(scores)
+        writer.add_add_space_prefix(tokenizer.space_first)
+        unknown = content["model"]["unk_token"]
+        types = [
+            _BYTE
+            if kind == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6
+            else _UNKNOWN
+            if token == unknown
+            else kind
+            for row, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        ]
+        if unknown:
+            writer.add_unk_token_id(tokens.index(unknown))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # llama.cpp wants at least one merge; no word is split into these two.
-    merges = content["model"]["merges"] or [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     if tokenizer.pad_id != tokenizer.eos_id:
@@ -70,7 +89,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.companions.template:
         writer.add_chat_template(template.source)
-    if content["normalizer"] is not None:
+    if "NFC" in json.dumps(content["normalizer"]):
         warn("the tokenizer composes characters (NFC) and llama.cpp does not: give it composed text, as most text is")
     return stops
 
@@ -94,6 +113,35 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
         f"the tokenizer's way of splitting text ({shown}{', ignore_merges' * whole_words}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"
     )
+
+
+def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
+    """A score per token by which llama.cpp joins what the merges join, the best first: minus the rank of its merge.
+
+    Raises:
+        InputRefused: llama.cpp would join other tokens, or in another order, or put spaces elsewhere.
+    """
+    instead = "; llama.cpp would read other tokens without a word: export with --format hf"
+    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    rank_of: dict[str, int] = {}
+    last = ""
+    for rank, (left, right) in enumerate(merges):
+        if left + right != last and left + right in rank_of:
+            raise InputRefused(f"the merges of token {left + right!r} do not follow one another{instead}")
+        rank_of.setdefault(last := left + right, rank)
+    known = {tuple(pair) for pair in merges}
+    for token in tokens:
+        for cut in range(1, len(token)):
+            pair = token[:cut], token[cut:]
+            if pair[0] in vocab and pair[1] in vocab and token in vocab and pair not in known:
+                raise InputRefused(f"{pair[0]!r} and {pair[1]!r} are tokens, as their join is, but no merge{instead}")
+    steps = content["pre_tokenizer"]["pretokenizers"] if content["pre_tokenizer"] else []
+    if [step for step in steps if step["type"] != "Split"]:
+        raise InputRefused(f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}")
+    for token in content["added_tokens"]:
+        if token["special"] and (token["normalized"] or token["lstrip"] or token["rstrip"]):
+            raise InputRefused(f"the spaces beside the special token {token['content']!r} are not text{instead}")
+    return [-float(rank_of.get(token, len(merges))) for token in tokens]
 
 
 def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:

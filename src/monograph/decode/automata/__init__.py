@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from monograph.decode.automata.dfa import compiled
-from monograph.decode.automata.expression import Alternation, Expression, literal
+from monograph.decode.automata.expression import Alternation, Expression, joined, literal
 from monograph.decode.automata.lift import Automaton as Automaton
 from monograph.decode.automata.lift import constrainer, searcher
 from monograph.decode.automata.pattern import whole
@@ -27,7 +27,9 @@ from monograph.errors import InputRefused, UsageError
 KINDS = ("choices", "regex", "json_schema")
 
 
-def constraint(kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int]) -> Automaton:
+def constraint(
+    kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
+) -> Automaton:
     """An automaton that allows exactly the tokens that can still become a text as wanted.
 
     Args:
@@ -36,6 +38,7 @@ def constraint(kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collecti
         value: the texts; the expression; the schema as JSON text or as the object that it stands for.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
+        lead: the bytes that begin the text and are not of it (`Tokenizer.lead`).
 
     Raises:
         UsageError: an unknown kind.
@@ -43,6 +46,7 @@ def constraint(kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collecti
     """
     try:
         expression, where = _expression(kind, value)
+        expression = joined(literal(lead), expression) if lead else expression
         return constrainer(compiled(expression, where), pieces, end_ids, where)
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None

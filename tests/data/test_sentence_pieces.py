@@ -1,0 +1,166 @@
+"""Run: pytest tests/data/test_sentence_pieces.py"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Engine
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from monograph.data import tokenizer_file
+from monograph.data.tokenizer import Tokenizer
+from monograph.decode.text import Transcript
+from monograph.errors import InputRefused
+from probes import probes
+from reference import pieces
+
+FIRST_SPACE_IS_LOST = {"mistral", "always", "split"}
+
+
+@functools.cache
+def both(shape: str) -> tuple[Engine, Tokenizer]:
+    theirs = pieces.engine(shape)
+    return theirs, Tokenizer(json.loads(theirs.to_str()), shape, trusted=False)
+
+
+@pytest.mark.parametrize("shape", pieces.SHAPES)
+def test_ids_and_text_are_the_librarys(shape: str) -> None:
+    """Of every text; where theirs loses a space at the beginning, that is said."""
+    theirs, ours = both(shape)
+    controls = {*ours.special.values()}
+    for text in probes(600):
+        found = theirs.encode(text, add_special_tokens=False).ids
+        back = theirs.decode(found)
+        assert ours.encode(text) == found and ours.decode(found) == back and not controls & {*found}
+        own = text[1:] if shape in FIRST_SPACE_IS_LOST and text.startswith(" ") else text
+        assert back == own
+        ids = np.array([ours.bos_id, *found, ours.eos_id])
+        assert ours.bytes_of(ids[1:], ids[:-1]) == len(back.encode())
+        transcript = Transcript(ours, (), [ours.bos_id])
+        streamed = "".join(transcript.add([each]) for each in found) + transcript.finish()
+        assert streamed == transcript.text == back
+        assert (
+            ours.decode_bytes(ours.encode("x")) + b"".join(ours.pieces[each] for each in ours.encode(text, inside=True))
+            == ("x" + text).encode()
+        )
+    assert any("leaves out one space" in note for note in ours.notes) == (shape in FIRST_SPACE_IS_LOST)
+
+
+@pytest.mark.parametrize("shape", pieces.SHAPES)
+def test_a_chat_has_the_librarys_ids(shape: str) -> None:
+    theirs, ours = both(shape)
+    begin, end = (next(name for name, each in ours.special.items() if each == i) for i in (ours.bos_id, ours.eos_id))
+    chats = [
+        f"{begin}[INST] the cat [/INST] sat{end}",
+        f"{begin}the{end}{begin} the",
+        f"a{end}\n<|user|>\nthe{end}",
+        "",
+    ]
+    chats += ["<|user|>\n the cat<|end|>\n<|assistant|>\nThe end<|end|>"]
+    for chat in chats:
+        assert ours.encode_rendered(chat) == theirs.encode(chat, add_special_tokens=False).ids
+    ids = ours.encode_rendered(f"{begin}the cat{end}")
+    transcript = Transcript(ours, (), ids[:-1])  # goes on with a text: what comes is all of it
+    (sat,) = [ours.encode(" sat", inside=True)]
+    assert transcript.add(sat) + transcript.finish() == " sat"
+    opened = Transcript(ours, (), ours.encode_rendered("hi<|assistant|>\n"))
+    assert opened.add(sat) + opened.finish() == ("sat" if shape == "phi3" else " sat")
+
+
+def test_two_tokens_of_one_text_are_told_apart() -> None:
+    for shape in ("llama2", "gemma"):
+        theirs, ours = both(shape)
+        assert ours.id_of("a") == theirs.token_to_id("a") != theirs.token_to_id("<0x61>")
+        assert ours.id_of(" the") == theirs.token_to_id("▁the") and ours.id_of("the cat") is None
+
+
+def test_the_letter_that_stands_for_a_space_is_refused_in_a_text() -> None:
+    theirs, ours = both("llama2")
+    assert theirs.decode(theirs.encode("a▁b", add_special_tokens=False).ids) == "a b"
+    with pytest.raises(InputRefused, match="'▁' in 'a▁b' would become ' '"):
+        ours.encode("a▁b")
+
+
+@pytest.mark.parametrize("metaspace_decoder", [False, True])
+def test_without_tokens_of_bytes_a_lost_character_is_named(metaspace_decoder: bool) -> None:
+    theirs = pieces.engine("split", byte_fallback=False, metaspace_decoder=metaspace_decoder)
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    for text in (" the cat", "the  dog", "  self", "数据\n"):
+        found = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == found and ours.decode(found) == theirs.decode(found) == text.removeprefix(" ")
+    assert "<unk>" in theirs.encode("the 🙂").tokens and "has no tokens for '!'" in "".join(ours.notes)
+    with pytest.raises(InputRefused, match="'🙂' in ' ?the 🙂' would become <unk>: the tokenizer has no token"):
+        ours.encode("the 🙂")
+
+
+def changed(shape: str, section: str, **values: object) -> dict:
+    content = json.loads(pieces.engine(shape).to_str())
+    content[section] = (content[section] or {}) | values
+    return content
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+REFUSED = {
+    r"reads no bytes: '\n' would come back as '<0x0A>'": changed("mistral", "decoder", **METASPACE),
+    r"'<0x0A>' would come back as '\n'": changed("llama2", "model", ignore_merges=True),
+    "more ways than one": changed("llama2", "pre_tokenizer", **METASPACE),
+    "in an unknown one (9)": changed("mistral", "pre_tokenizer", prepend_scheme="9"),
+    "decoder is not one of the known ones": changed("llama2", "decoder", decoders=[]),
+    "has no '▁' for a single space": changed("llama2", "model", vocab={"a": 0}),
+    "pre_tokenizer step": changed("llama2", "pre_tokenizer", type="Whitespace"),
+    "'   a' would come back as 'a'": changed("mistral", "decoder", **METASPACE)
+    | {"model": changed("mistral", "model", byte_fallback=False)["model"]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_lose_text_is_refused_and_named(message: str) -> None:
+    with pytest.raises(InputRefused, match=f"bad.json: .*{re.escape(message)}") as raised:
+        Tokenizer(REFUSED[message], "bad.json")
+    assert len(str(raised.value)) < 400
+
+
+def test_examples_of_lost_text_are_what_the_library_gives() -> None:
+    """The texts that a refusal shows, each through the part that it speaks of."""
+    for kind, said in tokenizer_file._LOSES.items():
+        before, after = (json.loads(f'"{part[1:-1]}"') for part in re.findall(r"'[^']*'", said))
+        vocab = {
+            text: i for i, text in enumerate(["[UNK]", *dict.fromkeys([*" abe\u0301", "ab", "e\u0301", " a ", "Ab"])])
+        }
+        made = Engine(models.WordLevel(vocab, unk_token="[UNK]"))
+        if kind == "WordPiece":
+            made = Engine(models.WordPiece(vocab, unk_token="[UNK]"))
+            made.decoder = decoders.WordPiece()
+        if hasattr(normalizers, kind):
+            made.normalizer = getattr(normalizers, kind)()
+        splitting = getattr(pre_tokenizers, kind, pre_tokenizers.WhitespaceSplit if " " in after[:-1] else None)
+        if splitting:
+            made.pre_tokenizer = splitting()
+        assert made.decode(made.encode(before).ids) == after, kind
+
+
+def test_a_unigram_model_is_refused_with_a_letter_that_it_loses() -> None:
+    made = Engine(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -1.0)], unk_id=0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    assert made.decode(made.encode("a 🙂 a").ids) == "a  a"
+    with pytest.raises(InputRefused, match="'Unigram', not 'BPE': the letter '🙂' of a text would be lost"):
+        Tokenizer(json.loads(made.to_str()), "x")
+    for vocab in ([["🙂", 0.0], ["☃", 0.0], ["𐍈", 0.0]], [[]], 5):
+        with pytest.raises(InputRefused, match="model.type is 'Unigram'"):
+            Tokenizer({"model": {"type": "Unigram", "vocab": vocab}}, "x")
+
+
+@pytest.mark.parametrize("shape", pieces.SHAPES)
+def test_it_is_the_same_after_it_was_saved(tmp_path, shape: str) -> None:
+    theirs, ours = both(shape)
+    ours.save(tmp_path / "tokenizer.json")
+    again, library = Tokenizer.from_file(tmp_path), Engine.from_file(str(tmp_path / "tokenizer.json"))
+    assert again.hash == ours.hash and len({both(each)[1].hash for each in pieces.SHAPES}) == len(pieces.SHAPES)
+    for text in probes(200):
+        assert library.encode(text, add_special_tokens=False).ids == again.encode(text)
+        assert library.decode(again.encode(text)) == again.decode(again.encode(text))
