@@ -56,14 +56,17 @@ def test_what_rows_cannot_do(sentence: str) -> None:
         step._require_rows()
 
 
-def test_a_window_without_targets_must_be_shared_out_evenly() -> None:
+def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
     engine.world, engine.micro_batch, engine._row_dim = TWO, 2, 0
-    engine.step = SimpleNamespace(device=torch.device("cpu"))
-    window = {"tokens": ragged(8)["tokens"]}
+    engine.step = SimpleNamespace(device=torch.device("cpu"), loss=lambda model, batch: None)
+    window = ragged(8)
+    seven = {name: tensor[:7] for name, tensor in window.items()}
     assert [len(part["tokens"]) for part in engine._micro_batches(window)] == [2, 2]
-    with pytest.raises(UsageError, match="a window of 7 rows without `targets`.*give a multiple of 4 rows"):
-        next(engine._micro_batches({"tokens": window["tokens"][:7]}))
+    with pytest.raises(UsageError, match="a window of 7 rows .* multiple of 4 rows, or a `fill` to the loss"):
+        next(engine._micro_batches(seven))
+    engine.step.loss = token_loss
+    assert [len(part["tokens"]) for part in engine._micro_batches(seven)] == [2, 2]
 
 
 def test_statistics_over_the_rows_of_a_rank() -> None:
