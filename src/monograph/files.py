@@ -93,7 +93,8 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
     with readable(path), open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
-            raise OSError(errno.EINVAL, f"has more than {most_bytes >> 20} MiB, which no such file needs", str(path))
+            bound = f"{most_bytes >> 20} MiB" if most_bytes >> 20 else f"{most_bytes >> 10} KiB"
+            raise OSError(errno.EINVAL, f"is larger than {bound}, which no such file needs", str(path))
         return file.read(size)
 
 

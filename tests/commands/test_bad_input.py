@@ -176,7 +176,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
             for name, (_, message) in RECORDS.items()
         ),
         (["generate", "run", "a", *["--sampler", "typical_p=0.5"] * 2], 2, "typical_p is given twice"),
-        (["generate", "run", "a", "--json-schema", "/dev/zero"], 3, "--json-schema /dev/zero: is larger than 1 MiB"),
+        (["generate", "run", "a", "--json-schema", "/dev/zero"], 3, "/dev/zero: cannot be read: is not a regular"),
         (["generate", "run", "--prompts", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8; convert it"),
         (["generate", "run", "--chat", "--prompts", "empty.jsonl"], 3, "empty.jsonl:1: expected an object with"),
         (["generate", "run", "--chat", "--prompts", "silent.jsonl"], 3, "silent.jsonl:2: expected an object with"),

@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from clocks import least_s
 from data import bombs
 from monograph.data import blocks, records, tables
 from monograph.data.corpus import corpus
 from monograph.data.documents import Documents, Reading
+from monograph.data.files import parse_json
 from monograph.data.records import json_lines
 from monograph.data.sources import find
 from monograph.errors import InputRefused
@@ -309,3 +311,10 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(sources,
     ]  # fmt: skip
     with pytest.raises(InputRefused, match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; or save it"):
         find("hf://owner/gone", tmp_path)
+
+
+def test_a_key_twice_is_found_in_one_pass():
+    """The last two of thirty thousand: to count each in turn takes half a minute."""
+    names = [f"k{number}" for number in range(30_000)]
+    text = "{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}"
+    assert least_s(lambda: pytest.raises(ValueError, parse_json, text), enough_s=5, tries=2) < 5

@@ -377,7 +377,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
     """Everywhere that a person or a configuration names a file: by how the file is called."""
     sources = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.zst", ".parquet", ".arrow"]
     return {
-        ".toml": lambda: load(path, {}, {}), ".pth": lambda: torch_file.read(path, {}),
+        ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: Recipe(f"{path}:build", "nano", {}, 0).checked(), ".json": lambda: Tokenizer.from_file(path),
         ".prompts": lambda: list(prompts_of(path, chat=False)), ".schema": lambda: schema_text(path),
         ".ndjson": lambda: read_questions([str(path)]), ".raw.parquet": lambda: list(table_rows(path, "text")),

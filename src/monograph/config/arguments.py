@@ -15,7 +15,7 @@ from monograph.config.sources import COMMAND_LINE, require_known
 from monograph.data.places import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import entries, exists, is_file, matching
+from monograph.files import entries, exists, is_folder, matching
 
 _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
 
@@ -45,7 +45,7 @@ def classify(arguments: Iterable[str]) -> Arguments:
             if key in overrides:
                 raise UsageError(f"{COMMAND_LINE}: {key} is given twice, as {overrides[key]} and as {value}")
             overrides[key] = value
-        elif argument.endswith(".toml") and is_file(argument):
+        elif argument.endswith(".toml") and exists(argument) and not is_folder(argument):
             files.append(Path(argument))
         else:
             if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not exists(argument):

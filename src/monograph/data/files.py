@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,8 +82,8 @@ def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a decoder's pairs; raises KeyTwice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise KeyTwice(next(key for key in keys if keys.count(key) > 1))
+        counts = Counter(key for key, _ in pairs)
+        raise KeyTwice(next(key for key in counts if counts[key] > 1))
     return found
 
 

@@ -86,7 +86,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     """Length of the header, which begins with these LENGTH_BYTES, with them included."""
     length = LENGTH_BYTES + int.from_bytes(first, "little")
     if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
-        raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes")
+        raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MOST_HEADER_BYTES}")
     return length
 
 
