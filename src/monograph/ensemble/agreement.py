@@ -53,10 +53,9 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
     """Refuse a part that no stack can hold; `own` are the ids of the member's modules and tensors."""
     if isinstance(module, Sibling):
         raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+    if isinstance(module, torch.jit.ScriptModule):
         raise InputRefused(
-            f"{path} ({type(module).__name__}) is compiled already, in each member by itself: leave that out; "
-            "engine.capture and engine.compile compile all members at once"
+            f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module that it was made of"
         )
     if any(is_lazy(of) for of in (*module._parameters.values(), *module._buffers.values()) if of is not None):
         raise InputRefused(
