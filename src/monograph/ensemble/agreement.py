@@ -55,7 +55,7 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
         raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
     if isinstance(module, torch.jit.ScriptModule):
         raise InputRefused(
-            f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module that it was made of"
+            f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module it was made of"
         )
     if any(is_lazy(of) for of in (*module._parameters.values(), *module._buffers.values()) if of is not None):
         raise InputRefused(
