@@ -269,6 +269,7 @@ class Wrong(nn.Module):
         return self.act(x) if self.how == "closure" else self.layer(x)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -277,7 +278,7 @@ class Wrong(nn.Module):
         (lambda: Wrong("hook"), r"layer\.hooks reaches the member's own tensors past their names"),
         (lambda: Wrong("packed"), r"in lstm \(LSTM\): it is given a packed sequence, .*: give it the padded rows"),
         (lambda: Wrong("checkpoint"), r"in Wrong \(Wrong\): it recomputes by .*remat=Remat\.Budget"),
-        (lambda: torch.compile(linear(), backend="eager"), r"\(OptimizedModule\) is compiled already"),
+        (lambda: nn.Sequential(torch.jit.script(linear())), r"0 \(RecursiveScriptModule\) is TorchScript"),
     ],
 )
 def test_what_goes_past_the_members_is_refused(build, said):

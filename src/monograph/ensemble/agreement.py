@@ -53,10 +53,9 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
     """Refuse a part that no stack can hold; `own` are the ids of the member's modules and tensors."""
     if isinstance(module, Sibling):
         raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+    if isinstance(module, torch.jit.ScriptModule):
         raise InputRefused(
-            f"{path} ({type(module).__name__}) is compiled already, each member by itself: give the module that was "
-            "compiled; engine.capture and engine.compile compile all members at once"
+            f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module it was made of"
         )
     if any(is_lazy(of) for of in (*module._parameters.values(), *module._buffers.values()) if of is not None):
         raise InputRefused(
@@ -110,7 +109,7 @@ def computed(module: nn.Module) -> set[str]:
 def _no_own(module: nn.Module) -> set[str]:
     """Attributes that only repeat what parameters say; a recurrent layer has its weights in a list once more."""
     listed = {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
-    return computed(module) | listed | {"_compiled_call_impl"}  # which a copy has not
+    return computed(module) | listed
 
 
 def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, int]]) -> Iterator[Difference]:
