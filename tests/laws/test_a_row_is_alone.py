@@ -44,7 +44,7 @@ SHORT = [
     Sampling(0, seed=3),
     Sampling(1.1, top_k=3, typical_p=0.6, seed=4),
     Sampling(0.9, top_k=25, frequency_penalty=0.5, repetition_penalty=1.3, seed=1),
-    Sampling(1.0, top_k=1, min_keep=2, eta_cutoff=0.001, seed=5),
+    Sampling(1.0, top_k=1, eta_cutoff=0.001, seed=5),
     Sampling(1.0, top_k=30, xtc_probability=0.5, top_n_sigma=1.5, seed=2**40),
     Sampling(1.0, top_k=8, temperature_range=0.5, logit_bias={3: 1.5, 4: -math.inf}, seed=6),
     Sampling(1.5, top_k=40, top_p=0.7, mirostat_tau=3.0, dry_multiplier=0.8, seed=7),

@@ -16,7 +16,6 @@ from monograph.errors import UsageError
 
 # Inductor vectorises int32 on a CPU and not int16, which made every loop beside the counts a scalar one.
 COUNTS = torch.int32
-_EXPONENT_BITS = 20  # of a repetition's length, of which DRY makes a power
 
 
 def add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     counted_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
     power_BT, square_B1 = torch.ones_like(exponent_BT, dtype=torch.float64), knobs["dry_base"].double()
-    for bit in range(_EXPONENT_BITS):
+    for bit in range(past.history_BT.shape[1].bit_length()):
         power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
         square_B1 = square_B1 * square_B1
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(max=torch.finfo(torch.float32).max)
