@@ -186,7 +186,7 @@ def test_settings_mean_tokenizers(tmp_path):
     assert parse("bpe:4_096") == 4096
     assert parse("bytes").vocab_size == 259
     assert parse(tokenizers()[1]) is tokenizers()[1]
-    with pytest.raises(InputRefused, match="gpt2: cannot be read .* give bpe:N, bytes or the path"):
+    with pytest.raises(InputRefused, match="gpt2: cannot be read: .*; give bpe:N, bytes or the tokenizer.json"):
         parse("gpt2")
     with pytest.raises(UsageError, match="bpe:7"):
         Tokenizer.train_bpe(["a"], 7)

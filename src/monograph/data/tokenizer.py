@@ -149,7 +149,7 @@ class Tokenizer:
             trusted: whether the file is known to be one of ours; others are loaded in a limited process first.
 
         Raises:
-            InputRefused: not a byte-level BPE of known parts, or neither bos nor eos is known, or a file
+            InputRefused: not a BPE of known parts, or neither bos nor eos is known, or a file
                 beside it is damaged.
         """
         path = Path(os.path.expanduser(path))

@@ -76,7 +76,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputRefused: missing, too large, or not a JSON object.
     """
-    return read_json(path, "; give bpe:N, bytes or the tokenizer.json of a byte-level BPE tokenizer", MAX_FILE_BYTES)
+    return read_json(path, "; give bpe:N, bytes or the tokenizer.json of a BPE tokenizer", MAX_FILE_BYTES)
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:
