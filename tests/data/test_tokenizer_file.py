@@ -173,7 +173,7 @@ def test_a_huge_file_is_refused_unread(tmp_path):
     path = tmp_path / "t.json"
     with open(path, "wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(InputRefused, match="more than 128 MiB"):
+    with pytest.raises(InputRefused, match="larger than 128 MiB"):
         read(path)
 
 
