@@ -56,7 +56,7 @@ class Judge:
             assert re.fullmatch(r"error: [^\n]+", said), said
             unread = [outcome.folder / each.path for each in outcome.journal[outcome.number - 1 :]]
             assert any(names(said, path) for path in unread), said
-            assert code == 3 or (code == 7 and "cannot write" in said), said
+            assert code == 3 or (code == 7 and re.search("cannot (write|save)", said)), said
         self._nothing_is_lost(outcome.folder, done=code == 0)
         return FOUND[code]
 
