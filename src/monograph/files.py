@@ -77,9 +77,12 @@ def open_input(path: Path) -> BinaryIO:
     """
     with readable(path):  # without O_NONBLOCK, to open a FIFO is to wait already
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        try:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        except OSError:
+            file.close()
+            raise
     return file
 
 

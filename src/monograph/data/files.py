@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.errors import DiskFull, InputRefused
-from monograph.files import MOST_JSON_BYTES, is_file, open_input, read_input, resolved
+from monograph.errors import DiskFull, InputRefused, Unreadable
+from monograph.files import MOST_JSON_BYTES, entries, is_file, open_input, read_input, resolved
 
 _TEMPORARY, _LOCK = "monograph-", "in-use"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -46,11 +46,13 @@ def temporary_folder() -> Iterator[Path]:
 
     A locked file in it says that its process lives; the kernel frees the lock however that process ends.
     """
-    for other in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
-        with suppress(OSError), open_input(other / _LOCK) as lock:  # not there: no such folder, or one half made
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if other.lstat().st_uid == os.getuid():
-                shutil.rmtree(other)
+    with suppress(Unreadable):  # the folder of them all
+        for other in entries(tempfile.gettempdir(), _TEMPORARY):
+            # Not there: no such folder, or one half made. Unreadable: another person's.
+            with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if other.lstat().st_uid == os.getuid():
+                    shutil.rmtree(other)
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
         with open(Path(name, "new"), "xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

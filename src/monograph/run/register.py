@@ -74,7 +74,7 @@ def record(folder: Path) -> dict[str, Any]:
 def wait_until_free(folder: Path, limit_s: float) -> None:
     """Wait until no other process holds the run, or so long."""
     end = time.monotonic() + limit_s
-    with suppress(OSError), open_input(folder / "run.lock") as file:
+    with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
