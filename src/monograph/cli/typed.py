@@ -10,6 +10,7 @@ import typer
 
 from monograph import __version__, interrupts
 from monograph.errors import UsageError
+from monograph.files import is_file
 
 if TYPE_CHECKING:
     from monograph.config import Settings
@@ -318,7 +319,7 @@ def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None
         if key in overrides:
             raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
         overrides[key] = value
-    if toml is not None and (toml.parent / "run.lock").is_file():  # it is a run's own, with that run's rules
+    if toml is not None and is_file(toml.parent / "run.lock"):  # it is a run's own, with that run's rules
         from monograph.config.recorded import hold_to_its_run
 
         hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)

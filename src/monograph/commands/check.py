@@ -6,7 +6,6 @@ import json as jsonlib
 import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from monograph.data.place import cache_root
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
-from monograph.files import entries, exists
+from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -32,7 +31,7 @@ def run(run: str | None, *, json: bool) -> int:
     """Say what was found, one fact a line; with `json`, the same as numbers whose names have their units."""
     if run is None:
         found, lines, error = *_machine(), None
-    elif not names_run(run) and Path(run).is_dir():
+    elif not names_run(run) and is_folder(run):
         found, lines, error = _folder(run)
     else:
         found, lines, error = _run(Run.open(run))

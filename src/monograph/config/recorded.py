@@ -15,7 +15,7 @@ from monograph.config.settings import Settings
 from monograph.config.sources import load
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents
+from monograph.files import contents, entries, is_file
 from monograph.run.folder import Run
 from monograph.run.trust import is_ours, require_trusted
 
@@ -59,7 +59,7 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
     Raises:
         InputRefused: as `run_settings`.
     """
-    if toml is None or not (toml.parent / "run.lock").is_file():
+    if toml is None or not is_file(toml.parent / "run.lock"):
         return
     run = Run(toml.parent)
     if toml.name == run.config.name:
@@ -82,7 +82,7 @@ def strange_text(run: Run, settings: Settings) -> str:
 
 def _state(run: Run) -> dict[str, Any]:
     """The state of the newest checkpoint of which it is sound; nothing of a run without one."""
-    for folder in sorted(run.checkpoints.glob("step-*"), reverse=True):
+    for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
             return checkpointing.load_state(folder)
     return {}

@@ -293,10 +293,11 @@ def _is_as_good_as_empty(folder: Path) -> bool:
 def _drop_text(folder: Path) -> None:
     """Remove what a run had of standard input when it was killed before it had begun; of a living one the lock says."""
     run = Run(folder)
-    if (folder / "stdin").exists() and not run.begun:
-        with suppress(RunInUse, InputRefused, OSError), _exclusive(run.lock_file):
-            if not run.begun:
-                (folder / "stdin").unlink()
+    with suppress(RunInUse, InputRefused, Unreadable, OSError):
+        if exists(folder / "stdin") and not run.begun:
+            with _exclusive(run.lock_file):
+                if not run.begun:
+                    (folder / "stdin").unlink()
 
 
 def _already_a_run(folder: Path) -> InputRefused:

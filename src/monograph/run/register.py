@@ -23,7 +23,7 @@ _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 def checkpoint_named(path: Path) -> int | None:
     """The update of the checkpoint that a path RUN/checkpoints/step-UPDATE names, None of another path."""
-    inside = path.parent.name == "checkpoints" and not (path / "run.lock").is_file()
+    inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
     found = _CHECKPOINT.fullmatch(path.name) if inside else None
     return int(found[1]) if found else None
 

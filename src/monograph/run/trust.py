@@ -12,6 +12,7 @@ on, and a later command asks.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import hmac
@@ -23,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from monograph.data.place import state_root
-from monograph.errors import InputRefused
-from monograph.files import read_input
+from monograph.errors import InputRefused, Unreadable
+from monograph.files import exists, read_input, readable, status
 
 OPTION = "--trust-code"
 MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
@@ -44,7 +45,7 @@ def code_file(init: str | None) -> Path | None:
     A folder may be called x.py:y, and be what an adapter names as its base: what is there by the whole name is no code.
     """
     file = (init or "").partition(":")[0]
-    return Path(file) if file.endswith(".py") and file != init and not os.path.lexists(init or "") else None
+    return Path(file) if file.endswith(".py") and file != init and status(init or "", follow=False) is None else None
 
 
 def code_digest(init: str) -> str:
@@ -122,9 +123,18 @@ def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str
 
 def _secret(folder: Path, create: bool) -> bytes:
     """This user's secret in the folder, or, where it cannot be kept or others could know it, that of the process."""
-    path = folder / f"secret-{os.geteuid()}"  # the folder may be one that several people share
+    try:
+        return _kept_secret(folder / f"secret-{os.geteuid()}", create)  # several people may share the folder
+    except Unreadable as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):  # it is there, and another one would be believed from now on
+            raise
+        return _of_this_process()
+
+
+def _kept_secret(path: Path, create: bool) -> bytes:
+    folder = path.parent
     with suppress(OSError):
-        if create and not path.exists():
+        if create and not exists(path):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=folder) as file:  # which only its owner may read
                 file.write(os.urandom(_SECRET_BYTES))
@@ -132,9 +142,10 @@ def _secret(folder: Path, create: bool) -> bytes:
                 os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was faster: its secret is the one
                     os.link(file.name, path)
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status, found = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
-        if (status.st_uid, status.st_mode & 0o077, len(found)) == (os.geteuid(), 0, _SECRET_BYTES):
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with readable(path), open(os.open(path, flags), "rb") as file:
+            its, found = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
+        if (its.st_uid, its.st_mode & 0o077, len(found)) == (os.geteuid(), 0, _SECRET_BYTES):
             return found
     return _of_this_process()
 

@@ -207,7 +207,7 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
     Raises:
         UsageError: model.init is given, too.
     """
-    if name is None or names_run(name) or not Path(name, "config.json").is_file():
+    if name is None or names_run(name) or not is_file(Path(name, "config.json")):
         return settings, name
     if settings.model.init:
         raise UsageError(f"--from {name} and model.init = {settings.model.init} both name a model; give one")

@@ -18,7 +18,7 @@ from monograph.config.settings import build, check
 from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
-from monograph.files import contents
+from monograph.files import contents, exists
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
@@ -164,7 +164,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
         raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
     except BaseException as raised:
         error = _ending(world, run, raised)
-        if world.alone and run.folder.exists() and unbegun():
+        if world.alone and exists(run.folder) and unbegun():
             discard(run)
         if error is raised:
             raise
@@ -177,7 +177,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
         return peer
-    if not run.folder.exists():
+    if not exists(run.folder):
         gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
         error = InputRefused(f"{run.folder}: {gone}")
     error = refused_by_others(error) or error
