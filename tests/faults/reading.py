@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def carry_out(folder: Path, *arguments: str) -> None:
     os.environ |= {"MONOGRAPH_HOME": str(folder / "cache"), "NO_COLOR": "1"}
     story.write_report = board.write_sweep_report = lambda *_: None  # type: ignore[assignment]
     os.chdir(folder)
+    sys.stdin = open(os.devnull)  # of what the server's has read ahead, no encoding can be set any more
     told, printed = io.StringIO(), io.StringIO()
     code: object = 0
     with redirect_stderr(told), redirect_stdout(printed):

@@ -54,8 +54,8 @@ class Judge:
             self._as_expected(outcome.folder)
         else:
             assert re.fullmatch(r"error: [^\n]+", said), said
-            unread = [outcome.folder / each.path for each in outcome.journal[outcome.number - 1 :]]
-            assert any(names(said, path) for path in unread), said
+            unread = {each.path for each in outcome.journal[outcome.number - 1 :]}
+            assert any(names(said, path, outcome.folder) for path in unread), said
             assert code == 3 or (code == 7 and re.search("cannot (write|save)", said)), said
         self._nothing_is_lost(outcome.folder, done=code == 0)
         return FOUND[code]
@@ -88,9 +88,11 @@ class Judge:
             self._as_expected(folder)
 
 
-def names(line: str, path: Path) -> bool:
+def names(line: str, path: str, root: Path) -> bool:
     """Whether a line names a file, or the folder that it is in; of an unfinished one what it is to become."""
-    return any(part.removeprefix(".").removesuffix(".partial") in line for part in (path.name, path.parent.name))
+    file = root / path
+    parts = (f" {path}:", file.name, file.parent.name)
+    return any(part.removeprefix(".").removesuffix(".partial") in line for part in parts)
 
 
 def struck(

@@ -15,6 +15,8 @@ from monograph.files import is_file
 if TYPE_CHECKING:
     from monograph.config import Settings
 
+# Of paths: `readable=False` leaves it to the command to read them. By default a file that the system fails to look at is
+# refused as if its name were wrong.
 app = typer.Typer(
     name="monograph",
     help="Train and sample language models on the one GPU you have (or on none).",
@@ -86,7 +88,9 @@ def _help_if_bare(context: typer.Context) -> None:
 @app.command()
 def train(
     arguments: ConfigArguments = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="the run's folder; default: runs/DATE-TIME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(readable=False, metavar="DIR", help="the run's folder; default: runs/DATE-TIME")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="[RUN]", help="go on where a run stopped; default: last")
     ] = None,
@@ -122,7 +126,9 @@ def sweep(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="the sweep's folder, new or to go on with; default: runs/DATE-TIME"),
+        typer.Option(
+            readable=False, metavar="DIR", help="the sweep's folder, new or to go on with; default: runs/DATE-TIME"
+        ),
     ] = None,
     trust_code: TrustCode = False,
     json: Json = False,
@@ -159,7 +165,8 @@ def plan(
 def profile(
     arguments: ConfigArguments = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="for the page and its data; default: profiles/DATE-TIME")
+        Path | None,
+        typer.Option(readable=False, metavar="DIR", help="for the page and its data; default: profiles/DATE-TIME"),
     ] = None,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="measure what compiling, bf16, packing and so on are worth, one by one")
@@ -182,7 +189,8 @@ def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
     file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="more prompts: lines, or JSON lines")
+        Path | None,
+        typer.Option("--prompts", readable=False, metavar="FILE", help="more prompts: lines, or JSON lines"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="answer each prompt by the model's chat template")] = False,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token")] = 0.8,
@@ -198,7 +206,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="S", help="end before this text; may be repeated")] = None,
     choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="write one of these; repeat it")] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="write what matches as a whole")] = None,
-    json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="write JSON that it validates")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(readable=False, metavar="FILE", help="write JSON that it validates")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Continue text, or answer, with a trained model."""
@@ -254,7 +264,7 @@ def compare(
 @app.command()
 def export(
     run: Run,
-    to: Annotated[Path, typer.Option(metavar="DIR", help="the folder to write")],
+    to: Annotated[Path, typer.Option(readable=False, metavar="DIR", help="the folder to write")],
     format: Annotated[
         str, typer.Option(metavar="hf|gguf", help="hf: for transformers; gguf: for llama.cpp and Ollama")
     ] = "hf",
