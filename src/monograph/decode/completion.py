@@ -187,9 +187,7 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    samplings = Sampling.of_each(sampling, len(prompts))
-    for each in samplings:
-        each.check_vocabulary(tokenizer.vocab_size)
+    samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
@@ -204,9 +202,8 @@ def generate(
     for text in strings:
         if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
             raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
-    return Generation(
-        generator_for(model, requests, n, tokenizer.vocab_size), _Requests(requests, n), tokenizer, strings
-    )
+    generator = generator_for(model, requests, n, tokenizer.vocab_size)
+    return Generation(generator, _Requests(requests, n), tokenizer, strings)
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:

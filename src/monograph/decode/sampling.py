@@ -171,11 +171,11 @@ class Sampling:
                 _BIAS.require(f"logit_bias[{token}]", bias)
 
     @classmethod
-    def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
+    def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int, vocabulary: int) -> list[Sampling]:
         """The options of each of `count` prompts: one for all, by default `Sampling()`, or one for each.
 
         Raises:
-            UsageError: something else.
+            UsageError: something else, or what `check_vocabulary` refuses.
         """
         each = [given or cls()] * count if isinstance(given, cls | None) else given
         if not isinstance(each, list | tuple) or not all(isinstance(one, cls) for one in each):
@@ -184,6 +184,8 @@ class Sampling:
             )
         if len(each) != count:
             raise UsageError(f"sampling: {len(each)} for {count} prompts; give one, or one for each prompt")
+        for one in each:
+            one.check_vocabulary(vocabulary)
         return list(each)
 
     def check_vocabulary(self, vocabulary: int) -> None:
