@@ -15,8 +15,8 @@ from monograph.files import is_file
 if TYPE_CHECKING:
     from monograph.config import Settings
 
-# Of paths: `readable=False` leaves it to the command to read them. By default a file that the system fails to look at is
-# refused as if its name were wrong.
+# Paths have `readable=False`, since the command reads them: by default one that the system fails to look at is
+# refused as wrong usage.
 app = typer.Typer(
     name="monograph",
     help="Train and sample language models on the one GPU you have (or on none).",
