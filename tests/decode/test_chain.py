@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, log_probabilities, narrowed, sample
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edited, log_probabilities, narrowed, sample
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
+from monograph.graph.capture import compiled
 from sampled import TRUNCATIONS, rows_of, scattered
 
 INF, NAN_LOGIT = math.inf, math.nan
@@ -190,3 +191,18 @@ def test_log_probabilities_are_the_raw_ones() -> None:
     exact_BV = logits_BV.bfloat16().double().log_softmax(-1)
     torch.testing.assert_close(found.chosen_B.double(), exact_BV[[0, 1, 2], [4, 0, 8]], rtol=1e-6, atol=1e-6)
     assert torch.equal(found.ids_BN, exact_BV.topk(2).indices) and found.values_BN.dtype == torch.float32
+
+
+def test_a_graph_that_needs_the_edited_logits_whole_has_them_with_their_penalties() -> None:
+    """Compiled by Inductor: an operator that writes in place between the kernels may come after who reads it."""
+    counts = {"repetition_penalty": 1.4, "frequency_penalty": 0.2, "penalty_last_n": 3}
+    options = Sampling(1.2, dry_multiplier=0.3, dry_allowed_length=0, logit_bias={3: 0.5}, **counts)
+    logits_BV = torch.randn(8, 11, generator=torch.Generator().manual_seed(0))
+    rows, chain = rows_of([options] * 8, 11), chain_of([options])
+
+    def largest_edited(logits_BV: Tensor, rows: Rows) -> Tensor:
+        return edited(logits_BV, rows, None, chain).topk(11).values
+
+    expected_BV = largest_edited(logits_BV, rows)
+    assert not torch.equal(expected_BV, logits_BV.sort(descending=True).values)
+    assert torch.equal(compiled(largest_edited)(logits_BV, rows), expected_BV)

@@ -72,6 +72,22 @@ class Past(NamedTuple):
         self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(each, since) for each in _repeats(prompt_ids)])
 
 
+@torch.library.custom_op("monograph::largest_at", mutates_args=())
+def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
+    """The largest of the values of each id, at least 0, [B, V].
+
+    An operator of its own: Inductor writes `scatter_reduce` over zeros that other kernels may have read before (torch
+    2.13: logits that a top-k needs whole came out without the penalty).
+    """
+    zeros_BV = values_BT.new_zeros(values_BT.shape[0], vocabulary)
+    return zeros_BV.scatter_reduce(-1, ids_BT, values_BT, "amax")
+
+
+@largest_at.register_fake
+def _(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
+    return values_BT.new_empty(values_BT.shape[0], vocabulary)
+
+
 def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
     """Logits x - m b^(L - a) for ids with which a repetition of L >= a tokens would go on (DRY, P. E. Weidmann 2024).
 
@@ -97,7 +113,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
         square_B1 = square_B1 * square_B1
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(max=torch.finfo(torch.float32).max)
     penalty_BT = torch.where(counted_BT, penalty_BT.float(), 0.0)
-    worst_BV = torch.zeros_like(logits_BV).scatter_reduce(-1, past.history_BT[:, 1:].long(), penalty_BT, "amax")
+    worst_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
     return torch.where(past.breaker_BV, logits_BV, logits_BV - worst_BV)
 
 
