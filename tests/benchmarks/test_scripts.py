@@ -53,9 +53,11 @@ def test_ladder(script, monkeypatch, tmp_path):
     there = [case for case in cases if not case["obstacle"]]
     assert {"compiled", "CUDA graphs", "fp8"}.isdisjoint(case["rung"] for case in there) and len(there) >= 5
     assert "times" not in there[0] and all(case["times"]["cpu"]["median"] > 0 for case in there[1:])
-    for one, other in zip(there, there[1:], strict=False):
-        ratios = zip(one["tokens_per_s"]["values"], other["tokens_per_s"]["values"], strict=True)
-        assert other["times"]["wall"]["values"] == pytest.approx([after / before for before, after in ratios])
+    by_name = {case["rung"]: case for case in there}
+    for case in there[1:]:
+        speeds = (each["tokens_per_s"]["values"] for each in (by_name[case["over"]], case))
+        ratios = [after / before for before, after in zip(*speeds, strict=True)]
+        assert case["times"]["wall"]["values"] == pytest.approx(ratios)
 
 
 def test_ranks(script, monkeypatch, tmp_path):

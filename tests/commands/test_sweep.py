@@ -191,8 +191,8 @@ def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServe
     done = server.run(here, "sweep", *few, "optim.lr=1e-2,1e30", "train.seed=0,1", "--out", "s", "--json", figures=0)
     assert done.code == 0, done.err
     found = result(done.out)
-    assert [member["diverged"] for member in found["members"]] == [None, None, 1, 1]
-    assert "1e+30   diverged        diverged at update 1, 1" in done.err
+    assert [member["diverged"] for member in found["members"]] == [None, None, 0, 0]
+    assert "1e+30   diverged        diverged at update 0, 0" in done.err
     assert found["best"]["knobs"] == {"optim.lr": 1e-2} and found["best"]["tied"] == []
     again = server.run(here, "sweep", "--out", "s", "--json", figures=0)
     assert again.code == 0 and result(again.out)["members"] == found["members"]

@@ -214,15 +214,13 @@ def test_what_changes_on_the_host_now_and_then_is_captured_anew():
     def between(made, index):
         if index == 1:
             made.step.loss.heat = 0.5
-        if index == 3:
-            made.model.model.norm.weight.requires_grad_(False)
 
     def made():
         loss = Tempered()
         loss.heat = 1.0
         return engine(loss=loss)
 
-    assert len(check(made, windows_of(ragged, 6), between=between).step.recorder.graphs) == 3
+    assert len(check(made, windows_of(ragged, 6), between=between).step.recorder.graphs) == 2
 
 
 @pytest.mark.parametrize("policy", [Remat.Full(), Remat.Offload()], ids=str)

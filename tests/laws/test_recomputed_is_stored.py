@@ -171,8 +171,8 @@ def test_names_copies_and_taking_it_back():
     [
         (Remat.PerLayer((Remat.Full(),)), "has 1 policies and the module 2 blocks"),
         (Remat.PerLayer((Remat.Full(), "full")), "holds 'full': expected the policy of one block"),
-        (Remat.Full, "expected a policy such as"),
-        ("full", "expected a policy such as"),
+        (Remat.Full, "expected one of monograph.Remat's"),
+        ("full", "expected one of monograph.Remat's"),
     ],
 )
 def test_what_is_no_policy_is_refused(policy, line):

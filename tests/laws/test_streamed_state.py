@@ -239,7 +239,7 @@ def test_what_a_second_pass_would_compute_otherwise_is_refused(how, words, where
         block.mlp.up_proj = Noisy(block.mlp.up_proj, how)
     else:
         table = model.model.embed_tokens
-        table.noisy = Noisy(nn.Linear(model.config.hidden_size, 1, bias=False), how)
+        table.noisy = Noisy(nn.Linear(model.config.hidden_size, 1, bias=False).requires_grad_(False), how)
         table.register_forward_hook(lambda module, inputs, out: (module.noisy(out), out)[1])
     for work in (engine.trial, engine.accumulate):
         with pytest.raises(UsageError, match=f"a second time for its gradient, and it {words}"):

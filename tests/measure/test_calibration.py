@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -46,13 +45,12 @@ def test_a_damaged_file_is_none_and_is_replaced(tmp_path, text):
 
 
 def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
-    def fails(path):
+    def fails(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
     noted(file := tmp_path / "calibration.json", 2.0)
     with monkeypatch.context() as failing:
-        failing.setattr(Path, "read_bytes", fails)
-        failing.setattr(Path, "read_text", fails)
+        failing.setattr("builtins.open", fails)
         Calibration(file).note(CARD, WORK, 1.0, 1e12)
     assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
 

@@ -72,6 +72,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             session = _open(folder, ranks.agreed(world, settings), world, progress)
             story = Story(session, progress)
             _loop(session, story, progress)
+            measure_memory(session)
             summary = story.finish() if world.leads else {}
         world.leave()
     if json and world.leads:
@@ -112,7 +113,6 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
         session.branch(begun := newest(world, parent[0].checkpoints, warn, at=parent[1]))
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
     prepare(session, progress)
-    measure_memory(session, progress)
     if not resumed:
         choices.fix_length(session, progress)
         if world.leads:

@@ -60,7 +60,7 @@ class Session:
         world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
-        peak_bytes: what tensors took at the peak of an update, as measured before the first one; None where it was not,
+        peak_bytes: what tensors took at the peak of an update, as measured after the last one; None where it was not,
             as on a GPU, which counts them all the while.
         elapsed_s: seconds spent in earlier processes of the same run.
         budget_s: seconds that the training was given, None if it was given updates, tokens or epochs.

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from torch import Tensor
 
 from monograph.data.place import calibration_file
 from monograph.device import clock, describe, synchronize
 from monograph.distributed.world import World
-from monograph.errors import DiskFull
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.memory import LiveBytes, peak_memory_bytes
-from monograph.measure.quantities import memory
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.adapters import lora_of
-from monograph.run.progress import Progress
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
 from monograph.stream import Streamed
@@ -56,16 +54,15 @@ def seconds_per_update(engine: Resident, update: Callable[[], object], world: Wo
     return sorted(times)[len(times) // 4]
 
 
-def measure_memory(session: Session, progress: Progress) -> None:
-    """Note what an update needs on a CPU, where nothing counts it while the run goes on."""
-    if session.engine.step.device.type == "cuda":
-        return
-    with progress.stage("memory", "of an update, thrown away") as stage:
-        try:
+def measure_memory(session: Session) -> None:
+    """Note what an update needs on a CPU, where nothing counts it while the run goes on.
+
+    After the run, since an update more before it would be one more in which memory can run out; and what goes wrong in
+    it costs the figure alone.
+    """
+    if session.engine.step.device.type != "cuda":
+        with suppress(Exception):
             session.peak_bytes = peak_bytes(session)
-            stage.result = memory(session.peak_bytes)
-        except DiskFull as full:
-            stage.result = f"not measured: {full}"
 
 
 def peak_bytes(session: Session) -> int:
