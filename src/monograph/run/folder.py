@@ -79,7 +79,7 @@ class Run:
                     raise _already_a_run(run.folder)
                 for name in _BEFORE_IT_BEGAN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                _overwrite(descriptor, json.dumps(number).encode())
+                _overwrite(descriptor, json.dumps(number).encode(), 0)
         return run
 
     @classmethod
@@ -147,9 +147,12 @@ class Run:
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
                 raise _already_a_run(self.folder)
-            holder = {"serial": serial(self.folder), "pid": os.getpid(), "host": socket.gethostname()}
+            number = serial(self.folder)
+            holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+            # Not even a power cut takes the number: its bytes are not written again.
+            kept = len(f'{{"serial": {number}') if number else 0
             with explained(self.lock_file):
-                _overwrite(descriptor, json.dumps(holder).encode())
+                _overwrite(descriptor, json.dumps(holder).encode(), kept)
             yield
 
     def log(self, *rows: Mapping[str, Any]) -> None:
@@ -323,10 +326,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _overwrite(descriptor: int, content: bytes) -> None:
+def _overwrite(descriptor: int, content: bytes, kept: int) -> None:
+    """Replace what a file holds but for its first `kept` bytes, which are those of the content already."""
     # Written before it is cut, so that a reader never finds the file empty
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    _write_all(descriptor, content)
+    os.lseek(descriptor, kept, os.SEEK_SET)
+    _write_all(descriptor, content[kept:])
     os.ftruncate(descriptor, len(content))
     os.fsync(descriptor)
 
