@@ -125,12 +125,12 @@ def test_every_read_of_a_command(name: str, faults: FaultServer, prepared: Path,
     """Prints the command's row of the table in docs/reliability.md."""
     reads = len(faults.record(COMMANDS[name], prepared, tmp_path, "record-reads"))
     found = struck(name, faults, prepared, tmp_path, EVERY_UNREAD, STRIDES.get(name, 9))
-    print(row(name, reads, found))
+    print(row(name, reads, STRIDES.get(name, 9), found))
 
 
-def row(name: str, reads: int, found: dict[str, Counter[str]]) -> str:
+def row(name: str, reads: int, stride: int, found: dict[str, Counter[str]]) -> str:
     """Of each error: how many ended in a line and code 3 or 7, and after how many the command did all the same."""
     of_errors = [sum((found[mode] for mode in found if mode.split()[0] == error), Counter()) for error in ERRORS]
     cells = [f"{each[REFUSED] + each[NOT_WRITTEN]} + {each[DONE]}" for each in of_errors]
     injected = sum(each.total() for each in of_errors)
-    return f"| `{name}` | {reads} | {injected:,} | {' | '.join(cells)} | 0 |"
+    return f"| `{name}` | {reads} | {stride} | {injected:,} | {' | '.join(cells)} | 0 |"
