@@ -50,7 +50,7 @@ def test_a_new_run_whose_model_is_that_of_the_last_one(server: CommandServer, he
 
 
 def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Path) -> None:
-    (here / "own.py").write_text(POISON.replace("len(calls) < 14", "len(calls) != 6"))
+    (here / "own.py").write_text(POISON.replace("len(calls) < 14", "len(calls) != 7"))
     assert server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "a", figures=0).code == 0
     assert sum(row["skipped"] for row in rows(here / "a")) == 1
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))

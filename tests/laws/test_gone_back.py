@@ -27,7 +27,7 @@ import os
 calls = []
 
 def loss(model, batch):
-    calls.append(1) if model.training else None
+    calls.append(1) if torch.is_grad_enabled() else None
     bad = {begin} < len(calls) - 1 <= {end} and not os.path.exists("mended")  # the first call is the trial's
     if bad and {weight}:
         model.head.weight.data[3, 3] = float("inf")

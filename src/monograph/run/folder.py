@@ -71,7 +71,7 @@ class Run:
         with explained(Path(root if out is None else out)):
             run = cls(claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out)))
             others = locked_in(run.folder.parent)
-            number = {"serial": 1 + (serial(others[-1]) if others else 0)}
+            number = 1 + (serial(others[-1]) if others else 0)
             for other in others:
                 _drop_text(other)
             with _exclusive(run.lock_file) as descriptor:
@@ -79,7 +79,7 @@ class Run:
                     raise _already_a_run(run.folder)
                 for name in _BEFORE_IT_BEGAN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                _overwrite(descriptor, json.dumps(number).encode(), 0)
+                run._sign(descriptor, number)
         return run
 
     @classmethod
@@ -147,13 +147,23 @@ class Run:
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
                 raise _already_a_run(self.folder)
-            number = serial(self.folder)
-            holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
-            # Not even a power cut takes the number: its bytes are not written again.
-            kept = len(f'{{"serial": {number}') if number else 0
-            with explained(self.lock_file):
-                _overwrite(descriptor, json.dumps(holder).encode(), kept)
+            self._sign(descriptor, serial(self.folder))
             yield
+
+    def _sign(self, descriptor: int, number: int) -> None:
+        """Write the run's number into its lock, and who holds it.
+
+        Bytes that stand there already are not written again, so that not even a power cut takes the number; what is
+        left over is cut off last, so that a reader never finds the file empty.
+        """
+        holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+        content = json.dumps(holder).encode()
+        kept = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
+        with explained(self.lock_file):
+            os.lseek(descriptor, kept, os.SEEK_SET)
+            _write_all(descriptor, content[kept:])
+            os.ftruncate(descriptor, len(content))
+            os.fsync(descriptor)
 
     def log(self, *rows: Mapping[str, Any]) -> None:
         """Append each row to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
@@ -324,15 +334,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return value
-
-
-def _overwrite(descriptor: int, content: bytes, kept: int) -> None:
-    """Replace what a file holds but for its first `kept` bytes, which are those of the content already."""
-    # Written before it is cut, so that a reader never finds the file empty
-    os.lseek(descriptor, kept, os.SEEK_SET)
-    _write_all(descriptor, content[kept:])
-    os.ftruncate(descriptor, len(content))
-    os.fsync(descriptor)
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
