@@ -8,10 +8,9 @@ import re
 
 import numpy as np
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode.text import Transcript
 from monograph.errors import InputRefused
@@ -124,35 +123,45 @@ def test_what_would_lose_text_is_refused_and_named(message: str) -> None:
     assert len(str(raised.value)) < 400
 
 
-def test_examples_of_lost_text_are_what_the_library_gives() -> None:
-    """The texts that a refusal shows, each through the part that it speaks of."""
-    for kind, said in tokenizer_file._LOSES.items():
-        before, after = (json.loads(f'"{part[1:-1]}"') for part in re.findall(r"'[^']*'", said))
-        vocab = {
-            text: i for i, text in enumerate(["[UNK]", *dict.fromkeys([*" abe\u0301", "ab", "e\u0301", " a ", "Ab"])])
-        }
-        made = Engine(models.WordLevel(vocab, unk_token="[UNK]"))
-        if kind == "WordPiece":
-            made = Engine(models.WordPiece(vocab, unk_token="[UNK]"))
-            made.decoder = decoders.WordPiece()
-        if hasattr(normalizers, kind):
-            made.normalizer = getattr(normalizers, kind)()
-        splitting = getattr(pre_tokenizers, kind, pre_tokenizers.WhitespaceSplit if " " in after[:-1] else None)
-        if splitting:
-            made.pre_tokenizer = splitting()
-        assert made.decode(made.encode(before).ids) == after, kind
+def lossy(kind: str) -> Engine:
+    """A tokenizer of a kind that loses text, and of nothing else that would."""
+    words = ["[UNK]", *dict.fromkeys("▁aAbe\u0301²\n🙂☃")]
+    made = Engine(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    if kind == "WordPiece":
+        made = Engine(models.WordPiece(dict(made.get_vocab()), unk_token="[UNK]"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    if kind.startswith("Unigram"):
+        scored = [("<unk>", 0.0), *((word, -1.0) for word in words[1:])]
+        if "bytes" in kind:
+            scored += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
+        made = Engine(models.Unigram(scored, unk_id=0, byte_fallback="bytes" in kind))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        if "bytes" in kind:
+            made.decoder = decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            )
+        if "spaces" in kind:  # as every one is that transformers converts from SentencePiece's files
+            made.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+    made.add_special_tokens(["<s>", "</s>"])
+    return made
 
 
-def test_a_unigram_model_is_refused_with_a_letter_that_it_loses() -> None:
-    made = Engine(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -1.0)], unk_id=0))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    made.add_special_tokens(["<unk>"])
-    assert made.decode(made.encode("a 🙂 a").ids) == "a  a"
-    with pytest.raises(InputRefused, match="'Unigram', not 'BPE': the letter '🙂' of a text would be lost"):
-        Tokenizer(json.loads(made.to_str()), "x")
-    for vocab in ([["🙂", 0.0], ["☃", 0.0], ["𐍈", 0.0]], [[]], 5):
-        with pytest.raises(InputRefused, match="model.type is 'Unigram'"):
-            Tokenizer({"model": {"type": "Unigram", "vocab": vocab}}, "x")
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("WordLevel", "a  b", "[UNK]"),
+        ("WordPiece", "a  b", "a b"),
+        ("Unigram", "a\tb", "a<unk>b"),
+        ("Unigram of spaces", "a  b", "a b"),
+        ("Unigram of bytes", "<0x0A>", "\n"),
+    ],
+)
+def test_what_another_kind_of_model_would_lose_is_said(tmp_path, kind: str, before: str, after: str) -> None:
+    made = lossy(kind)
+    assert made.decode(made.encode(before).ids) == after
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    with pytest.raises(InputRefused, match=re.escape(f"With it {before!r} would come back as {after!r}")):
+        Tokenizer.from_file(tmp_path)
 
 
 @pytest.mark.parametrize("shape", pieces.SHAPES)

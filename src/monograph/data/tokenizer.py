@@ -59,7 +59,12 @@ class Tokenizer:
         self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None, trusted: bool = True
     ) -> None:
         """From the JSON object of a `tokenizer.json`; see `from_file`."""
-        checked = tokenizer_file.Checked(content, where)
+        try:
+            checked = tokenizer_file.Checked(content, where)
+        except InputRefused as error:
+            if trusted or not (lost := tokenizer_trial.loss(json.dumps(content))):
+                raise
+            raise InputRefused(f"{error}. With it {lost[0]!r} would come back as {lost[1][:40]!r}") from None
         self.special: dict[str, int] = checked.special
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)

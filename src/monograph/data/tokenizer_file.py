@@ -43,21 +43,6 @@ NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
 _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-# Parts of common tokenizers that lose text, each with a text and what comes back of it.
-_LOSES = {
-    kind: f": {before!r} would come back as {after!r}"
-    for kind, before, after in (
-        ("WordPiece", "a  b", "a b"),
-        ("WordLevel", "a  b", "a b"),
-        ("Lowercase", "Ab", "ab"),
-        ("BertNormalizer", "a\tb", "a b"),
-        ("StripAccents", "e\u0301", "e"),
-        ("Strip", " a ", "a"),
-        ("Whitespace", "a  b", "a b"),
-        ("WhitespaceSplit", "a  b", "a b"),
-        ("BertPreTokenizer", "a  b", "a b"),
-    )
-}
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -174,8 +159,7 @@ class Checked:
 
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
-            kind = str(model["type"])[:60]
-            raise self._refuse(f"model.type is {kind!r}, not 'BPE'{_LOSES.get(kind, '') or _unigram_lost(model)}")
+            raise self._refuse(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
@@ -271,7 +255,6 @@ class Checked:
             if not known and not (self.marks and marked.normalizer_is_known(step)):
                 raise self._refuse(
                     f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
-                    + _lost(step)
                 )
         return part
 
@@ -281,11 +264,10 @@ class Checked:
             known = [step if _is_digits(step) else marked.pre_tokenizer(step) for step in steps]
             if None in known:
                 step = steps[known.index(None)]
-                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones{_lost(step)}")
+                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
             return {"type": "Sequence", "pretokenizers": known} if known else None
         if not steps or _kind(steps[-1]) != "ByteLevel":
-            lost = "".join(map(_lost, steps[-1:]))
-            raise self._refuse(f"pre_tokenizer does not end in ByteLevel, nor are spaces written as ▁{lost}")
+            raise self._refuse("pre_tokenizer does not end in ByteLevel, nor are spaces written as ▁")
         for step in steps:
             if not (_is_byte_level(step) or _is_digits(step) or _is_known_split(step)):
                 raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
@@ -337,19 +319,6 @@ def _steps(part: Any, key: str) -> list[Any]:
         return []
     steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
     return steps if isinstance(steps, list) else [steps]
-
-
-def _unigram_lost(model: dict[str, Any]) -> str:
-    """A character that a Unigram model has neither a piece nor bytes for, as the end of a message."""
-    vocab = model.get("vocab")
-    if model.get("byte_fallback") or not isinstance(vocab, list):
-        return ""
-    known = {entry[0] for entry in vocab if isinstance(entry, list) and entry and isinstance(entry[0], str)}
-    return next((f": the letter {letter!r} of a text would be lost" for letter in "🙂☃𐍈" if letter not in known), "")
-
-
-def _lost(step: Any) -> str:
-    return _LOSES.get(_kind(step), "")
 
 
 def _is_byte_level(step: Any) -> bool:
