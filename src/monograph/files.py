@@ -102,8 +102,16 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
 
 def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
-    """The content of a file, None where there is no file of that name; raises as `read_input`."""
-    return read_input(path, most_bytes) if is_file(path) else None
+    """The content of a file, None where there is no file of that name.
+
+    Raises:
+        Unreadable: see `readable`.
+        InputRefused: it is larger than `most_bytes`.
+    """
+    try:
+        return read_input(path, most_bytes) if is_file(path) else None
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:

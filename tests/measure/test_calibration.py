@@ -36,7 +36,11 @@ def test_the_median_of_the_newest_counts_by_device_and_precision(tmp_path):
     assert found.slowness(CARD, "fp32") is None and found.slowness(named("H100"), "bf16") is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": "monograph.calibration/1", "seen": {"a": ["x"]}}', "\0"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"schema": "monograph.calibration/1", "seen": {"a": ["x"]}}', "\0", "9" * (1 << 25)],
+    ids=len,
+)
 def test_a_damaged_file_is_none_and_is_replaced(tmp_path, text):
     file = tmp_path / "calibration.json"
     file.write_text(text)

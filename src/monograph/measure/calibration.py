@@ -13,7 +13,7 @@ import torch
 
 from monograph.data.files import parse_json
 from monograph.device import Device, clock, default_device, measured_matmul_flops
-from monograph.errors import Unreadable
+from monograph.errors import InputRefused, Unreadable
 from monograph.files import contents
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
@@ -41,7 +41,7 @@ class Calibration:
         self._seen: dict[str, list[float]] = {}
         self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
         self._unread = False
-        with suppress(ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
+        with suppress(InputRefused, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
             try:
                 found = parse_json(contents(file) or b"")
             except Unreadable:

@@ -269,7 +269,8 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise DiskFull(f"cannot write {path}: {reason}; free some space, then go on with --resume") from error
+            first = "look at the disk" if error.errno == errno.EIO else "free some space"
+            raise DiskFull(f"cannot write {path}: {reason}; {first}, then go on with --resume") from error
         raise InputRefused(f"cannot write {path}: {reason}; name another folder with --out") from error
 
 

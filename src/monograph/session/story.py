@@ -14,6 +14,7 @@ from monograph import compat
 from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.files import contents, exists
 from monograph.graph import capture as graph
@@ -274,7 +275,7 @@ class Story:
         if not self.session.world.leads:
             return {}
         kept = corpus.folder / "yardsticks.json"
-        with suppress(ValueError):
+        with suppress(ValueError, InputRefused):
             found: dict[str, float] = parse_json(contents(kept) or b"")
             return found
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
