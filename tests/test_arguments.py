@@ -5,6 +5,7 @@ Arguments of the library's classes and functions: what the command line refuses 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,42 @@ def test_a_window_is_tensors_of_equally_many_rows(change: dict[str, Any], words:
         engine.accumulate([window])
 
 
+def failing(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    if batch["x"].max() > 99:
+        raise KeyboardInterrupt
+    return of_rows(model, batch)
+
+
+ENGINES: dict[str, Callable[..., Any]] = {
+    "resident": mono.Resident,
+    "ensemble": lambda model, **options: mono.Ensemble([model], **options),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("fault", ["loss", "schedule"])
+def test_a_window_that_fails_leaves_nothing_to_the_next(kind: str, fault: str) -> None:
+    def rate(index: int) -> float:
+        return float("nan") if broken and fault == "schedule" else 1.0
+
+    updates, window = [], {"x": torch.ones(4, 3)}
+    for broken in (False, True):
+        torch.manual_seed(0)
+        engine = ENGINES[kind](nn.Linear(3, 2), loss=failing, optim=mono.AdamW(), schedule=rate, micro_batch=2)
+        with pytest.raises((KeyboardInterrupt, UsageError)) if broken else contextlib.nullcontext():
+            if broken:
+                engine.accumulate(window | {"x": torch.tensor([[5.0], [5.0], [5.0], [100.0]]).expand(4, 3)})
+                engine.update()
+        if broken and fault == "schedule":
+            with pytest.raises(UsageError, match="nan"):
+                [engine.accumulate(window), engine.update()]
+        broken = False
+        engine.accumulate(window)
+        updates.append(engine.update())
+    for one, other in zip(*((u.loss, u.count, u.grad_norm) for u in updates), strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- after the step was made ----------------------------------------------------------------------------------------
 
 
@@ -165,15 +202,26 @@ def test_a_module_that_was_changed_after_its_step_was_made_is_noticed_at_the_nex
             engine.accumulate(window) if isinstance(engine, mono.Resident) else engine([window])
 
 
-@pytest.mark.parametrize("change", ["replaced", "frozen", "cast"])
-def test_so_is_a_member_of_an_ensemble(change: str) -> None:
+MEMBER_CHANGES = {
+    "2.weight": CHANGES["replaced"][0],
+    "2.bias": CHANGES["frozen"][0],
+    "0.weight": CHANGES["cast"][0],
+    "a part": replace_module,
+    "1.table": lambda model: setattr(model[1], "table", torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("what", MEMBER_CHANGES)
+def test_so_is_a_member_of_an_ensemble(what: str) -> None:
     members = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(3)]
+    for member in members:
+        member[1].register_buffer("table", torch.zeros(2))
     engine = mono.Ensemble(members, loss=of_rows)
     window = {"x": torch.randn(4, 3)}
     engine.accumulate(window)
     engine.update()
-    CHANGES[change][0](members[1])
-    with pytest.raises(UsageError, match=r"in a Linear of member 1 was replaced, frozen, moved or cast"):
+    MEMBER_CHANGES[what](members[1])
+    with pytest.raises(UsageError, match=f"{what} of member 1 was replaced, frozen, moved or cast"):
         engine.accumulate(window)
 
 

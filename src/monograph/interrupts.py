@@ -1,4 +1,4 @@
-"""What an interrupt (SIGINT, Ctrl-C) does while the program starts, works and ends; never a traceback.
+"""What SIGINT (Ctrl-C) and SIGTERM do while the program starts, works and ends; never a traceback, never nothing said.
 
 Training has signals of its own, which save (`monograph.run.signals`).
 """
@@ -20,8 +20,15 @@ def end_at_once(*_: Any) -> NoReturn:
     os._exit(130)
 
 
+def _terminate(*_: Any) -> NoReturn:
+    os.write(2, b"error: terminated\n")
+    os._exit(143)
+
+
 def while_starting() -> None:
     """Imports take seconds, in which an interrupt would be a traceback. An ignored interrupt stays ignored."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.errors import UsageError
+from monograph.ranges import COUNT
 from monograph.step import Update
 
 
@@ -73,17 +74,17 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
         The update's numbers as device tensors; reading one waits for the device.
 
     Raises:
-        UsageError: `batches` is a window itself.
+        UsageError: `batches` is a window itself, `updates` is below 1, or what the engine refuses.
     """
     if isinstance(batches, (Mapping, Tensor)):
         raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
-    windows = iter(batches)
-    while updates is None or engine.index < updates:
-        window = next(windows, None)
-        if window is None:
-            return
+    if updates is not None:
+        COUNT.require("updates", updates)
+    for window in () if updates is not None and engine.index >= updates else batches:
         engine.accumulate(window)
         yield engine.update()
+        if updates is not None and engine.index >= updates:
+            return
 
 
 class Windows(Protocol):

@@ -82,10 +82,12 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
         return None
-    if not isinstance(fill, Mapping) or not all(isinstance(value, int | float) for value in fill.values()):
+    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float) and math.isfinite(v) for v in fill.values()):
         raise UsageError(f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}")
     if missing := [name for name in fill if name not in batch]:
         raise UsageError(f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}")
+    if odd := [name for name, value in fill.items() if value != int(value) and not batch[name].is_floating_point()]:
+        raise UsageError(f"the loss's fill has {fill[odd[0]]} for {odd[0]!r}, which holds whole numbers")
     return fill
 
 

@@ -85,6 +85,8 @@ def test_each_record_is_written_by_its_own_options(place: Path, server: CommandS
         assert done.code == 0, done.err
         return json.loads(done.out.splitlines()[-1])["completions"]
 
+    (place / "records.txt").write_bytes((place / "records.jsonl").read_bytes())
+    assert written("--prompts", "records.txt") == written("--prompts", "records.jsonl")
     together = written("--prompts", "records.jsonl")
     assert together[2]["token_ids"][0] == 70
     for record, completion in zip(records, together, strict=True):

@@ -66,6 +66,23 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_taken(
     assert done.code == 0 and "runs/run after update 6" in " ".join(done.err.split()), done.err
 
 
+@pytest.mark.parametrize("name", ["run", "checkpoint", "folder"])
+def test_what_holds_a_model_is_no_text(name: str, begun: dict[str, str], server: CommandServer) -> None:
+    for command in (["plan"], ["data", "show"], ["sweep", "optim.lr=1,2"]):
+        done = server.run(Path(begun["here"]), *command, begun[name])
+        assert done.code == 2 and "no text: give" in done.err and "model.init=" in done.err, done.err
+
+
+def test_a_checkpoint_is_known_by_a_link_and_from_inside(
+    begun: dict[str, str], tmp_path: Path, server: CommandServer
+) -> None:
+    folder = Path(begun["here"], begun["checkpoint"])
+    (tmp_path / "linked").symlink_to(folder)
+    for place, name in ((tmp_path, "linked"), (folder.parent, folder.name), (folder, ".")):
+        done = server.run(place, "generate", name, "alpha", "--max-tokens", "1")
+        assert done.code == 0, done.err
+
+
 def test_what_a_checkpoint_does_not_name(begun: dict[str, str], server: CommandServer) -> None:
     here = Path(begun["here"])
     done = server.run(here, "train", "--resume", begun["checkpoint"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,51 @@ def test_what_this_user_trained_here_runs_unasked(here: Path, server: CommandSer
     assert done.code == 3 and "own.py: not the file that moved was trained with" in done.err
 
 
+def link_beside(here: Path, forged: Path) -> Path:
+    (here / "link.toml").symlink_to(forged)
+    return here / "link.toml"
+
+
+def without_lock(here: Path, forged: Path) -> Path:
+    (forged.parent / "run.lock").unlink()
+    return forged
+
+
+def below(here: Path, forged: Path) -> Path:
+    (forged.parent / "sub").mkdir()
+    return shutil.copy(forged, forged.parent / "sub/config.toml")
+
+
+def mark_alone(here: Path, forged: Path) -> Path:
+    return shutil.copy(forged, here / "some.toml")
+
+
+@pytest.mark.parametrize("place", [link_beside, without_lock, below, mark_alone])
+def test_a_settings_file_of_a_stranger_is_known_wherever_it_lies(
+    place: Callable[[Path, Path], Path], here: Path, server: CommandServer
+) -> None:
+    tried(here, server, ["check", "runs/forged"], "absolute", "config and state")
+    toml = place(here, here / "runs/forged/config.toml")
+    for command in ("train", "profile"):
+        done = server.run(here, command, str(toml), "--out", "out", figures=0)
+        assert done.code == 3 and OPTION in done.err and not (here / CANARY).exists(), done.err
+
+
+def test_settings_that_are_gone_are_asked_for(here: Path, server: CommandServer) -> None:
+    (here / "runs/llama/config.toml").unlink()
+    for command in (["train", "--resume", "runs/llama"], ["train", "--from", "runs/llama", *TRAIN]):
+        done = server.run(here, *command, figures=0)
+        assert done.code == 3 and "found nothing" in done.err and "put it back" in done.err, done.err
+
+
+def test_a_link_to_damaged_settings_is_refused_as_they_are(here: Path, server: CommandServer) -> None:
+    config = here / "runs/llama/config.toml"
+    config.write_text(re.sub("(?m)^lr = .*", "lr = 0.806", config.read_text()))
+    (here / "link.toml").symlink_to(config)
+    done = server.run(here, "train", "link.toml", *TRAIN, figures=0)
+    assert done.code == 3 and "not what the run was begun with" in done.err, done.err
+
+
 def test_training_goes_on_where_no_secret_can_be_kept(here: Path, server: CommandServer) -> None:
     (here / "own.py").write_text(MODULE)
     (here / "file").touch()
@@ -251,6 +297,8 @@ def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(here: Path, s
     assert "warning" not in server.run(here, "evaluate", "runs/llama").err
     config = here / "runs/llama/config.toml"
     config.write_text(config.read_text().rpartition("# mark ")[0])
-    for command in (["evaluate"], ["compare", "runs/llama"], ["train", *TRAIN, "--from"]):
-        done = server.run(here, *command, "runs/llama", figures=0)
+    by_run = (["evaluate"], ["compare", "runs/llama"], ["train", *TRAIN, "--from"])
+    by_file = (["train", "--out", "again"], ["data", "show"])
+    for command in (*by_run, *by_file):
+        done = server.run(here, *command, "runs/llama/config.toml" if command in by_file else "runs/llama", figures=0)
         assert done.code == 0 and "names text outside of it, which is read: texts" in done.err, done.err

@@ -91,7 +91,7 @@ class Judge:
 def names(line: str, path: str, root: Path) -> bool:
     """Whether a line names a file, or the folder that it is in; of an unfinished one what it is to become."""
     file = root / path
-    parts = (f" {path}:", file.name, file.parent.name)
+    parts = (f" {path or '.'}:", file.name, file.parent.name)
     return any(part.removeprefix(".").removesuffix(".partial") in line for part in parts)
 
 

@@ -64,8 +64,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
     """Fill the pieces from the file's start; the digests are those of the bytes that are handed out, block by block."""
     return _digests(
-        in_blocks(pieces),
-        lambda index, block: _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES),
+        in_blocks(pieces), lambda index, block: _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
     )
 
 

@@ -10,7 +10,6 @@ import typer
 
 from monograph import __version__, interrupts
 from monograph.errors import UsageError
-from monograph.files import is_file
 
 if TYPE_CHECKING:
     from monograph.config import Settings
@@ -269,8 +268,7 @@ def export(
         str, typer.Option(metavar="hf|gguf", help="hf: for transformers; gguf: for llama.cpp and Ollama")
     ] = "hf",
     dtype: Annotated[
-        str | None,
-        typer.Option(metavar="f32|f16|bf16|q8_0", help="of the weights in a GGUF file; default: their own"),
+        str | None, typer.Option(metavar="f32|f16|bf16|q8_0", help="of the weights in a GGUF file; default: their own")
     ] = None,
 ) -> int:
     """Write a run's model for other tools."""
@@ -329,8 +327,9 @@ def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None
         if key in overrides:
             raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
         overrides[key] = value
-    if toml is not None and is_file(toml.parent / "run.lock"):  # it is a run's own, with that run's rules
-        from monograph.config.recorded import hold_to_its_run
+    from monograph.config.recorded import hold_to_its_run, require_text
 
-        hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
-    return load(toml, overrides)
+    hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
+    settings = load(toml, overrides)
+    require_text(settings)
+    return settings

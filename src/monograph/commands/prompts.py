@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,6 +56,8 @@ def prompts_of(
 ) -> Iterator[tuple[str | list[Message], Sampling]]:
     """Prompts of a file: one a line, or of JSON lines the key `prompt`, or in a chat `messages`.
 
+    JSON lines are a file called so, and what begins with an object that has one of these keys.
+
     The other keys of a record are options of `Sampling`, in place of those of the command line; all but `order`, which
     all texts share.
 
@@ -64,10 +67,11 @@ def prompts_of(
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).splitlines()
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
     expected = 'expected an object with "prompt", a text' + (messages_too if chat else "")
+    records = path.suffix == ".jsonl" or _is_record(next(filter(str.strip, lines), ""))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if path.suffix != ".jsonl":
+        if not records:
             yield line, sampling
             continue
         try:
@@ -89,6 +93,13 @@ def prompts_of(
         except UsageError as error:
             raise InputRefused(f"{path}:{number}: {error}") from None
         yield messages or prompt, own
+
+
+def _is_record(line: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        found = parse_json(line)
+        return isinstance(found, dict) and not found.keys().isdisjoint(("prompt", "messages"))
+    return False
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:

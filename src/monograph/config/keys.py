@@ -171,9 +171,7 @@ class TrainSection(Section):
     epochs: Whole | None = _key(None, _WHOLE, "stop after so many passes over the data")
     minutes: Minutes | None = _key(None, "a number above 0, at most 1e7", "stop after about this long; default: 3")
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
-        "auto",
-        _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
-        "tokens of one optimizer update",
+        "auto", _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto", "tokens of one optimizer update"
     )
     micro_batch: Auto | Size = _key("auto", f"{_SIZE}, or auto", "rows on the device at once")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number, 0 or more", "of weights and data order")
@@ -190,9 +188,7 @@ class TrainSection(Section):
         "and what full keeps waits in the host's memory",
     )
     memory: Literal["auto", "device", "stream"] = _key(
-        "auto",
-        "auto, device or stream",
-        "where weights live; stream: on the host, fetched stage by stage",
+        "auto", "auto, device or stream", "where weights live; stream: on the host, fetched stage by stage"
     )
     parallel: Literal["none", "ddp", "fsdp"] = _key(
         "none", "none, ddp or fsdp", "how several devices share the work, a process each; see docs/distributed.md"

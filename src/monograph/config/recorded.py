@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +16,10 @@ from monograph.config.settings import Settings
 from monograph.config.sources import load
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, entries, is_file
+from monograph.files import contents, entries, is_file, is_folder, resolved
 from monograph.run.folder import Run
-from monograph.run.trust import is_ours, require_trusted
+from monograph.run.register import checkpoint_named
+from monograph.run.trust import carries_mark, is_ours, require_trusted
 
 
 def run_settings(
@@ -54,18 +56,38 @@ def run_settings(
 
 
 def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
-    """Hold a TOML file that a person named to the rules of the run in whose folder it lies, if it lies in one.
+    """Hold a TOML file that a person named to the rules of the run that wrote it, or in whose folder it lies.
+
+    A link is what it leads to; and a stranger may leave out what makes a folder a run. What `strange_text` says of it
+    is printed.
 
     Raises:
         InputRefused: as `run_settings`.
     """
-    if toml is None or not is_file(toml.parent / "run.lock"):
+    if toml is None or not is_file(toml):
         return
+    toml = resolved(toml)
     run = Run(toml.parent)
-    if toml.name == run.config.name:
-        run_settings(run, runs_code=runs_code)
-    elif runs_code:
+    if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
+        if told := strange_text(run, run_settings(run, runs_code=runs_code)):
+            print("warning:", told, file=sys.stderr)
+    elif runs_code and (carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents)):
         require_trusted(toml, [load(toml, {}, {}).model.init])
+
+
+def require_text(settings: Settings) -> None:
+    """Refuse a run, one of its checkpoints or a model's folder where text is meant: none of their files is text.
+
+    Raises:
+        UsageError: with the settings that name it.
+    """
+    source = settings.data.source
+    for place in [source] if isinstance(source, str) else source:
+        folder = Path(os.path.expanduser(place))
+        if is_file(folder / "run.lock") or checkpoint_named(folder) is not None:
+            raise UsageError(f"{place} is a run, no text: give its config.toml, or model.init={place}")
+        if is_file(folder / "config.json") and entries(folder, "model"):
+            raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
 
 
 def strange_text(run: Run, settings: Settings) -> str:

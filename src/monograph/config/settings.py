@@ -26,10 +26,7 @@ from monograph.model.config import WEIGHT_FILES
 # What may differ when a run goes on: where and in which graphs it is trained, which changes no equation.
 ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
 # At most one key of each group is in force: the one whose origin ranks highest.
-EXCLUSIVE = (
-    ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
-    ("model.preset", "model.init"),
-)
+EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 
 
 class Settings(BaseModel):

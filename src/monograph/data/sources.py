@@ -192,10 +192,7 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     return file, "empty" if size == 0 else "binary" if has_nul and not records else ""
 
 
-_FAULTS = {
-    "empty": "empty file; give a file with text",
-    "binary": BINARY,
-}
+_FAULTS = {"empty": "empty file; give a file with text", "binary": BINARY}
 
 
 def _shown(candidate: Candidate) -> str:

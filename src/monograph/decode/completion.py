@@ -21,7 +21,7 @@ from monograph.decode.text import Transcript
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
-from monograph.ranges import COUNT
+from monograph.ranges import COUNT, Range
 
 # Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
@@ -187,6 +187,7 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
+    require_ids("stop", [each for each in stop if not isinstance(each, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
@@ -238,13 +239,23 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     )
 
 
+def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
+    """Refuse what is no id of a tokenizer, which would be another one, or an index error."""
+    last = tokenizer.vocab_size - 1
+    known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
+    for each in ids:
+        known.require(what, each)
+
+
 def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """A text's ids after the one that begins a document; ids as they are.
 
     Raises:
         InputRefused: they leave no room in the model's context.
+        UsageError: what is no id of the tokenizer.
     """
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+    require_ids("a prompt", ids, tokenizer)
     context = model.config.max_position_embeddings
     if not 0 < len(ids) < context:
         raise InputRefused(

@@ -15,10 +15,7 @@ Scope = Literal["output", "all"]
 # The temperature and the filters. transformers: the temperature first; llama.cpp: last. What one of them does not have
 # stands beside what it is near.
 ORDERS = {
-    "hf": (
-        *("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"),
-        *("typical", "epsilon", "eta", "xtc"),
-    ),
+    "hf": (*("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"), *("typical", "epsilon", "eta", "xtc")),
     "llama_cpp": (
         *("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a"),
         *("epsilon", "eta", "xtc", "temperature"),

@@ -19,6 +19,8 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # What `nn.Module` itself keeps in a module, and what torch.compile and nn.Module.compile leave there.
 _OWN = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What transformers keeps in a model and its config that no forward pass reads: where it came from, hooks of adapters.
+_LABELS = frozenset(("_name_or_path", "name_or_path", "_commit_hash", "_require_grads_hooks", "_require_grads_hook"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum, type)
 
 
@@ -37,6 +39,7 @@ def agree(members: Sequence[nn.Module]) -> None:
         InputRefused: two differ in more than their numbers, or one has what torch cannot batch; the message names the
             first path.
     """
+    _require_apart(members)
     for member in members:
         own = {id(of) for each in (member.modules(), member.parameters(), member.buffers()) for of in each}
         for path, module in member.named_modules():
@@ -47,6 +50,16 @@ def agree(members: Sequence[nn.Module]) -> None:
                 f"members 0 and {number} cannot share a graph: {found.path} is {found.one} in one and {found.other} "
                 "in the other"
             )
+
+
+def _require_apart(members: Sequence[nn.Module]) -> None:
+    """Refuse members of which two share what changes, since each has a share of the stack to itself."""
+    owner: dict[int, int] = {}
+    for number, member in enumerate(members):
+        changing = [(name, parameter) for name, parameter in member.named_parameters() if parameter.requires_grad]
+        for name, part in (*changing, *((name, part) for name, part in member.named_modules() if part._buffers)):
+            if owner.setdefault(id(part), number) != number:
+                raise InputRefused(f"members {owner[id(part)]} and {number} share {name}: build one for each")
 
 
 def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
@@ -127,16 +140,25 @@ def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, in
         if not _equal(hooks[0], hooks[1], by_path):
             yield Difference("hooks", f"{len(hooks[0])} of its own", f"{len(hooks[1])} of its own")
     # A rate of dropout may be each member's own.
-    ignored = _OWN | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
+    ignored = _OWN | _LABELS | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
     mine, yours = ({k: v for k, v in vars(module).items() if k not in ignored} for module in (one, other))
-    yield from _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short)
+    for found in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
+        yield _inside(found, mine.get(found.path), yours.get(found.path), by_path)
+
+
+def _inside(found: Difference, one: Any, other: Any, by_path: frozenset[tuple[int, int]]) -> Difference:
+    """The difference of two objects by the attribute in which they differ."""
+    if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
+        return found
+    mine, yours = vars(one), vars(other)
+    for deeper in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
+        whole = deeper._replace(path=f"{found.path}.{deeper.path}")
+        return _inside(whole, mine.get(deeper.path), yours.get(deeper.path), by_path)
+    return found
 
 
 def _of_names(
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
-    equal: Callable[[Any, Any], bool],
-    say: Callable[[Any], str],
+    one: Mapping[str, Any], other: Mapping[str, Any], equal: Callable[[Any, Any], bool], say: Callable[[Any], str]
 ) -> Iterator[Difference]:
     for name in dict.fromkeys((*one, *other)):
         if name not in one or name not in other:
@@ -188,7 +210,8 @@ def _parts(value: Any) -> tuple[Any, list[Any]] | None:
     if (code := getattr(value, "__code__", None)) is not None:
         return code, [cell.cell_contents for cell in value.__closure__ or ()]
     if hasattr(value, "__dict__"):
-        return list(vars(value)), list(vars(value).values())
+        held = {name: part for name, part in vars(value).items() if name not in _LABELS}
+        return list(held), list(held.values())
     return None
 
 

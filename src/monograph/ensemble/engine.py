@@ -227,10 +227,10 @@ class Ensemble(Resident):
         if self._in_one_graph and fits and not self._begun:
             self._waiting = window
             return
-        for part in (self._waiting, window):
+        parts, self._waiting, self._begun = (self._waiting, window), None, True
+        for part in parts:
             if part is not None:
                 super().accumulate(part)
-        self._waiting, self._begun = None, True
 
     def update(self) -> Update:
         """Apply the accumulated gradients.

@@ -55,6 +55,7 @@ class Stack:
             raise UsageError("a module stands twice among the members: build one for each")
         agree(members)
         self.members = tuple(members)
+        self._parts = [[id(part) for part in member.modules()] for member in members]
         self._held: list[Held] = []
         memo: dict[int, Any] = {}
         for owners in _tensors(members):
@@ -90,24 +91,31 @@ class Stack:
             self._point(held)
 
     def require_views(self, turn: int) -> None:
-        """Compare members' parameters with the stack, of which they are views; at each turn some, one after another.
+        """Compare members with the stack, of which they hold views; at each turn some, one after another.
 
         Raises:
-            UsageError: with the first of them that was replaced, frozen, moved or cast.
+            UsageError: with the first part, parameter or buffer that was replaced, frozen, moved or cast.
         """
         for number in {(turn * AT_A_TIME + each) % self.size for each in range(AT_A_TIME)}:
+            member = self.members[number]
+            changed = None
+            if [id(part) for part in member.modules()] != self._parts[number]:
+                changed = "a part"
             for stacked, owners in self._held:
                 module, name = owners[number]
                 tensor = getattr(module, name, None)
-                if isinstance(stacked, nn.Parameter) and not (
-                    isinstance(tensor, nn.Parameter)
+                if not (
+                    isinstance(tensor, type(stacked))
                     and tensor.requires_grad == stacked.requires_grad
                     and memory(tensor) == memory(stacked)
                 ):
-                    raise UsageError(
-                        f"{name} in a {type(module).__name__} of member {number} was replaced, frozen, moved or cast: "
-                        "its ensemble trains what it was; make a new ensemble of the members, or engine.freeze([...])"
-                    )
+                    path = next((path for path, part in member.named_modules() if part is module), "")
+                    changed = changed or f"{path}.{name}".lstrip(".")
+            if changed:
+                raise UsageError(
+                    f"{changed} of member {number} was replaced, frozen, moved or cast: its ensemble trains what it "
+                    "was; make a new ensemble of the members, or engine.freeze([...])"
+                )
 
     def _point(self, held: Held) -> None:
         for number, (module, name) in enumerate(held.owners):

@@ -42,12 +42,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    engine: Evaluates,
-    rows: Rows,
-    *,
-    batch_rows: int = 16,
-    limit: int | None = None,
-    progress: Progress | None = None,
+    engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int | None = None, progress: Progress | None = None
 ) -> Evaluation:
     """Score rows.
 
@@ -72,12 +67,7 @@ def evaluate(
 
 
 def evaluate_members(
-    engine: Evaluates,
-    rows: Rows,
-    *,
-    batch_rows: int = 16,
-    limit: int | None = None,
-    progress: Progress | None = None,
+    engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int | None = None, progress: Progress | None = None
 ) -> list[Evaluation]:
     """Score rows by every member of an engine; one of one model has one. See `evaluate`.
 

@@ -155,7 +155,8 @@ def _raised_at(error: BaseException) -> tuple[str, str] | None:
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package, owner = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_locals.get("self")
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # `self`, or what else they call it
         theirs = isinstance(owner, nn.Module) and package not in ("torch", "monograph")
         if theirs or package.startswith(OTHERS):
             name = type(owner).__name__ if theirs else frame.f_code.co_name

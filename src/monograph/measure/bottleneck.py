@@ -161,10 +161,7 @@ def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation
 
 
 def changes(
-    found: Spent,
-    floors: Mapping[Part, float],
-    bounds: Mapping[Part, Mapping[Bound, float]],
-    situation: Situation,
+    found: Spent, floors: Mapping[Part, float], bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation
 ) -> list[Change]:
     """What may be done, each worth its share, by what it saves; what changes the training is after all others."""
     sync = found.gaps.get("sync", 0.0)

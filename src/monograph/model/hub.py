@@ -21,15 +21,7 @@ from monograph.files import exists, is_folder
 from monograph.graph.merging import plain_parameters
 from monograph.graph.windows import kept_dtype, settle, windowed
 from monograph.model.config import LlamaConfig
-from monograph.model.files import (
-    DTYPES,
-    Stored,
-    mapped_tensors,
-    new_folder,
-    read_headers,
-    write_json,
-    write_tensors,
-)
+from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.llama import Llama
 
 LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length

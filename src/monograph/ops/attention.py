@@ -29,12 +29,7 @@ MOST_KEYS = 1024  # for which probabilities are kept until the backward pass
 
 
 def attention(
-    query_BHTD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    mask: Mask,
-    impl: Impl = "auto",
-    kernel: Kernel = "torch",
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto", kernel: Kernel = "torch"
 ) -> Tensor:
     """Softmax attention in which H / K neighbouring query heads share one key-value head.
 

@@ -12,11 +12,9 @@ def way_said(candidate: StreamCandidate) -> str:
     """How stages are cut, and when and where they are updated."""
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
-    when = {
-        "sweep": "in a sweep",
-        "next forward": "before the next forward pass",
-        "backward": "in the backward pass",
-    }[placement.when]
+    when = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}[
+        placement.when
+    ]
     where = "on the host " if placement.where == "host" else ""
     return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
 

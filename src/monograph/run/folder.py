@@ -21,7 +21,7 @@ from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.files import contents, entries, exists, is_file, is_folder, open_input, read_input, status
-from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, record, runs_in, serial
+from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
@@ -90,7 +90,8 @@ class Run:
         Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused, also for a
         sweep, of which one run must be named.
         """
-        folder, at = cls.located(name, root), checkpoint_named(Path(name))
+        name = placed(Path(name))
+        folder, at = cls.located(name, root), checkpoint_named(name)
         if is_file(folder / SWEEP):
             best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
@@ -100,7 +101,7 @@ class Run:
     def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
         """The folder of the run or sweep of that name; see `open`. Raises InputRefused."""
         first, *inner = Path(name).parts or (".",)
-        folder = Path(name)
+        folder = placed(Path(name))
         if first == "last":
             runs = runs_in(Path(root))
             if not runs:

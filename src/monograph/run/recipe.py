@@ -21,7 +21,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
-from monograph.run.register import checkpoint_named
+from monograph.run.register import checkpoint_named, placed
 from monograph.run.trust import code_digest, code_file, require_trusted
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
@@ -137,7 +137,7 @@ def run_named(folder: str | Path) -> Run | None:
 
 def names_run(folder: str | Path) -> bool:
     """Whether that names a run, one of its checkpoints or a sweep."""
-    path = Path(folder)
+    path = placed(Path(folder))
     if checkpoint_named(path) is not None:
         path = path.parent.parent
     return path.parts[:1] == ("last",) or is_file(path / "run.lock")

@@ -12,7 +12,7 @@ from typing import Any
 
 from monograph.data.files import parse_json
 from monograph.errors import Unreadable
-from monograph.files import contents, entries, is_file, open_input
+from monograph.files import contents, entries, is_file, is_folder, open_input
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
@@ -26,6 +26,13 @@ def checkpoint_named(path: Path) -> int | None:
     inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
     found = _CHECKPOINT.fullmatch(path.name) if inside else None
     return int(found[1]) if found else None
+
+
+def placed(path: Path) -> Path:
+    """The path; where it leads if only that is called as a checkpoint's folder is: a link to one, or `.` in one."""
+    if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(path.resolve()) is not None:
+        return path.resolve()
+    return path
 
 
 def runs_in(root: Path) -> list[Path]:

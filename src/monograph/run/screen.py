@@ -24,19 +24,7 @@ SPEAK_S = 10.0  # otherwise: a line at least and, while nothing changes stage, a
 
 # What a stream that is not UTF-8 gets instead; anything else it cannot show becomes "?"
 _ASCII = str.maketrans(
-    {
-        "━": "=",
-        "─": "-",
-        "·": "-",
-        "…": "~",
-        "⏎": "\\",
-        "−": "-",
-        "→": "->",
-        "≤": "<=",
-        "≥": ">=",
-        "×": "x",
-        "±": "+-",
-    }
+    {"━": "=", "─": "-", "·": "-", "…": "~", "⏎": "\\", "−": "-", "→": "->", "≤": "<=", "≥": ">=", "×": "x", "±": "+-"}
 )
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from monograph.data.place import state_root
 from monograph.errors import InputRefused, Unreadable
-from monograph.files import exists, read_input, readable, status
+from monograph.files import contents, exists, read_input, readable, status
 
 OPTION = "--trust-code"
 MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
@@ -37,6 +37,11 @@ _by_word: set[str] = set()  # holds OPTION once a person has given it to this pr
 def trust_code() -> None:
     """Let this process run what any run names: the person said --trust-code."""
     _by_word.add(OPTION)
+
+
+def carries_mark(toml: Path) -> bool:
+    """Whether some user's run wrote the file, by its words."""
+    return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
 def code_file(init: str | None) -> Path | None:

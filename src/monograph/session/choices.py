@@ -155,7 +155,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
         UsageError: it does.
         InputRefused: the run was stopped before its settings were written; or as `run_settings`.
     """
-    if not run.begun:
+    if not run.begun and not entries(run.checkpoints):
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
@@ -216,7 +216,7 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
 
 def branched(parent: Run, given: Settings) -> Settings:
     """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
-    if not parent.begun:
+    if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = run_settings(parent, runs_code=given.model.init is None)
     taken = {*given.pinned()}

@@ -157,10 +157,7 @@ def require_with_ranks(settings: Settings) -> None:
     beside: dict[str, tuple[bool, str]] = {
         "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
-        f"optim.name = {name}": (
-            name.endswith(":all-bf16"),
-            "gradients are of the weights' dtype: take :bf16",
-        ),
+        f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
     }
     if train.parallel == "fsdp":
         beside |= {

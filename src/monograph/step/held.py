@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.optim import Plane
@@ -60,7 +60,7 @@ def trained_memory(module: nn.Module) -> list[tuple[int, int]]:
     return found
 
 
-def memory(parameter: nn.Parameter) -> int:
+def memory(parameter: Tensor) -> int:
     """What identifies the parameter's memory; of a parameter in shards that of its own shard."""
     own = getattr(parameter, "_local_tensor", parameter)
     return int(own.untyped_storage()._cdata)

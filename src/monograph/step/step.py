@@ -301,12 +301,13 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     if isinstance(window, (Mapping, Tensor)):
         raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
     batches = list(window)
-    step.count_window(batches)
-    for plane in step.planes:
-        plane.link()
-    for batch in batches:
-        step.settle(batch)
-        step.micro_step(batch)
+    with all_or_nothing(step):
+        step.count_window(batches)
+        for plane in step.planes:
+            plane.link()
+        for batch in batches:
+            step.settle(batch)
+            step.micro_step(batch)
 
 
 def update(step: Step) -> Update:
@@ -315,7 +316,18 @@ def update(step: Step) -> Update:
     An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
     state; the device decides, and `Update.skipped` counts.
     """
-    return closed(step, step.set_lr(), step.apply())
+    with all_or_nothing(step):
+        return closed(step, step.set_lr(), step.apply())
+
+
+@contextmanager
+def all_or_nothing(step: Step) -> Iterator[None]:
+    """What fails in the block leaves nothing that was accumulated: the next window's update would be of both."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C, too
+        step.discard()
+        raise
 
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:

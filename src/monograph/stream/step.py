@@ -15,6 +15,7 @@ from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Optimizer, Plane, join, split
 from monograph.step import Clip, Step
+from monograph.step.step import all_or_nothing
 from monograph.stream.at_home import join_, split_
 from monograph.stream.cuda import executor
 from monograph.stream.lanes import Lanes
@@ -77,11 +78,7 @@ class StreamedStep(Step):
     def laid_out(self) -> list[Plane]:
         """The planes of all stages, at home."""
         self.store = stored(
-            self.model,
-            self.optim.kinds(self.model),
-            self.optim,
-            rounds=self._rounds,
-            placement=self.placement,
+            self.model, self.optim.kinds(self.model), self.optim, rounds=self._rounds, placement=self.placement
         )
         return [each.plane for each in self.store.stored]
 
@@ -100,10 +97,11 @@ class StreamedStep(Step):
             if not self.walk.fresh:
                 raise UsageError("weights that are updated during the backward pass take one window an update")
             self.set_lr()
-        self.count_window(batches)
-        for batch in batches:
-            self.settle(batch)
-        self.walk.accumulate(batches, observe)
+        with all_or_nothing(self):
+            self.count_window(batches)
+            for batch in batches:
+                self.settle(batch)
+            self.walk.accumulate(batches, observe)
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""

@@ -162,12 +162,7 @@ def staged(module: nn.Module) -> Staged:
 
 
 def stored(  # noqa: PLR0913 - what a store is made of
-    module: nn.Module,
-    kinds: Mapping[str, Kind],
-    optim: Optimizer,
-    *,
-    rounds: bool,
-    placement: Placement,
+    module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
 ) -> Store:
     """Move a module's parameters into stages; afterwards they are views of what is stored.
 

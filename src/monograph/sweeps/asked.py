@@ -10,7 +10,7 @@ from typing import NamedTuple
 from monograph import planner
 from monograph.config import Settings, classify, keys, load
 from monograph.config.axes import SEED, Axis, Point, axes_of, points
-from monograph.config.recorded import hold_to_its_run, run_settings
+from monograph.config.recorded import hold_to_its_run, require_text, run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
 from monograph.files import is_file
@@ -63,6 +63,7 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     hold_to_its_run(toml, runs_code="model.init" not in overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
     settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
+    require_text(settings)
     require_one_device(settings, "sweep")
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
