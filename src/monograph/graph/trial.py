@@ -156,8 +156,11 @@ def _raised_at(error: BaseException) -> tuple[str, str] | None:
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # `self`, or what else they call it
-        theirs = isinstance(owner, nn.Module) and package not in ("torch", "monograph")
+        first = next(iter(frame.f_code.co_varnames), "")
+        owner = frame.f_locals.get(first)
+        # Some call it otherwise than `self`; a loss's first argument is a module, too, but not one's own.
+        own = first == "self" or getattr(getattr(type(owner), frame.f_code.co_name, 0), "__code__", 0) is frame.f_code
+        theirs = own and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
         if theirs or package.startswith(OTHERS):
             name = type(owner).__name__ if theirs else frame.f_code.co_name
             found = f"{frame.f_code.co_filename}:{line}", name
