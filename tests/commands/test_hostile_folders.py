@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chats import speaking
-from monograph.commands import compare, evaluate, export
+from monograph.commands import check, compare, evaluate, export
 from monograph.errors import InputRefused, MonographError
 from monograph.model.config import LlamaConfig
 from monograph.model.files import read_header
@@ -184,3 +184,5 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
         with pytest.raises(InputRefused, match=said):
             command()
         assert not capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(InputRefused, match=said):
+        check.run(str(folder), json=False)

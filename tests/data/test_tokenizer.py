@@ -149,6 +149,18 @@ def test_a_tokenizer_from_elsewhere_says_what_the_library_says(form, space_first
     assert ("rewrites text" in said) == (form != "NFC") and ("has no tokens for" in said) == (not alphabet)
 
 
+@pytest.mark.parametrize("behavior", ["isolated", "merged_with_previous", "merged_with_next", "contiguous"])
+@pytest.mark.parametrize("kind", ["a space", "punctuation"])
+def test_text_that_is_cut_at_letters_is_read_as_the_library_does(kind, behavior):
+    cut = pre_tokenizers.Split(" ", behavior) if kind == "a space" else pre_tokenizers.Punctuation(behavior)
+    theirs = article.tokenizer([*PLAIN, *SAMPLE], form="NFC", alphabet=ALPHABET, use_regex=False, space_first=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([cut, theirs.pre_tokenizer])
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    for text in ("the  cat, sat; on (two)", " \n--", "", "naïve... 数据。🙂"):
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == wanted and ours.decode(wanted) == theirs.decode(wanted) == text
+
+
 @pytest.mark.parametrize("unknown", ["[UNK]", None])
 def test_text_that_the_vocabulary_cannot_write_is_refused_and_named(unknown):
     tokenizer = Tokenizer(json.loads(article.tokenizer(PLAIN, unknown=unknown).to_str()), "x")

@@ -68,6 +68,13 @@ REFUSED = {
         "pre_tokenizer",
         {"type": "Sequence", "pretokenizers": [split(KNOWN_PATTERNS["qwen2"], behavior="Removed"), BYTE_LEVEL]},
     ),
+    "pre_tokenizer step .*ByteLevel": changed(
+        "pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, BYTE_LEVEL]}
+    ),
+    "pre_tokenizer step .*Removed": changed(
+        "pre_tokenizer",
+        {"type": "Sequence", "pretokenizers": [{**split("x"), "behavior": "Removed"}, BYTE_LEVEL]},
+    ),
     "pre_tokenizer step .*add_prefix_space": changed("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": "yes"}),
     "post_processor RobertaProcessing": changed("post_processor", {"type": "RobertaProcessing"}),
     "post_processor TemplateProcessing": changed(

@@ -20,7 +20,7 @@ from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.models import load_to_export, own_tokenizer
+from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run
 from monograph.run.register import record, serial
 from monograph.run.vocabulary import tokenizer_of
@@ -134,7 +134,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     """Verify what a model's folder says of itself; it has no digests, so that a changed number goes unnoticed."""
     files = {
-        "weights": _fault(lambda: load_to_export(folder)),
+        "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
     }
     lines = {name: f"damaged: {fault}" if fault else "sound" for name, fault in files.items()}

@@ -45,9 +45,9 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
             raise UsageError(f"--sampler {pair}: {key} is given twice")
         try:
             values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else parse_json(text)
-        except (ValueError, RecursionError):
-            expected = _EXPECTED.get(_KINDS[key], 'JSON: {"ID": BIAS, ...} or ["TEXT", ...]')
-            raise UsageError(f"--sampler {pair}: expected {expected}") from None
+        except (ValueError, RecursionError) as error:
+            what = f'JSON: {{"ID": BIAS, ...}} or ["TEXT", ...] ({json_fault(error)})'
+            raise UsageError(f"--sampler {pair}: expected {_EXPECTED.get(_KINDS[key], what)}") from None
     return _sampling(Sampling(), values)
 
 

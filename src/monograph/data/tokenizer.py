@@ -25,8 +25,8 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3
 
 # Names under which published tokenizers have their document borders, most specific first.
-_BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "<s>", "<bos>")
-_EOS_NAMES = (EOS, "<|end_of_text|>", "<|endoftext|>", "[EOT]", "</s>", "<eos>", "<|im_end|>")
+_BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
+_EOS_NAMES = (EOS, "<|end_of_text|>", "<|endoftext|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|im_end|>")
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
 
 ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the class

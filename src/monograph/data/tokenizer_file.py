@@ -37,6 +37,8 @@ KNOWN_PATTERNS = {
 }  # fmt: skip
 
 
+_KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
+_KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 # The bytes that no text has in UTF-8: a tokenizer that learned its alphabet from text has no token for them.
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
@@ -268,8 +270,9 @@ class Checked:
             return {"type": "Sequence", "pretokenizers": known} if known else None
         if not steps or _kind(steps[-1]) != "ByteLevel":
             raise self._refuse("pre_tokenizer does not end in ByteLevel, nor are spaces written as ▁")
-        for step in steps:
-            if not (_is_byte_level(step) or _is_digits(step) or _is_known_split(step)):
+        for number, step in enumerate(steps, 1 - len(steps)):
+            whole = _is_digits(step) or _is_known_split(step) or (_is_byte_level(step) and number == 0)
+            if not whole:
                 raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
         return part
 
@@ -330,8 +333,11 @@ def _is_digits(step: Any) -> bool:
 
 
 def _is_known_split(step: Any) -> bool:
-    return (
-        _kind(step) == "Split"
-        and step.get("pattern") in [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
-        and (step.get("behavior"), step.get("invert")) == ("Isolated", False)
-    )
+    """Whether a step cuts text in linear time and leaves nothing out: at a letter or so, or by a known pattern."""
+    if _kind(step) not in ("Split", "Punctuation") or step.get("behavior") not in _KEEPING:
+        return False
+    pattern = step.get("pattern")
+    at_letters = _kind(step) == "Punctuation" or (isinstance(pattern, dict) and list(pattern) == ["String"])
+    if at_letters:
+        return True
+    return step["behavior"] == "Isolated" and step.get("invert") is False and pattern in _KNOWN_REGEXES

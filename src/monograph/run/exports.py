@@ -8,6 +8,7 @@ from pathlib import Path
 from monograph.data.chat import end_of_turn
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.inspect import unwrapped
 from monograph.model import hub
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
@@ -29,6 +30,9 @@ def save(
         DiskFull: no space left; nothing of this export remains.
     """
     check(format, dtype)
+    model = unwrapped(model)
+    if not isinstance(model, Llama):
+        raise UsageError(f"save writes a language model of this package, not a {type(model).__name__}")
     if format == "hf":
         if tokenizer is not None:
             try:

@@ -79,11 +79,16 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     run = run_named(folder)
     if run is None:
         model = settle(_merged(_load(folder, warn, None, {})))
-        for name, weight in model.named_parameters():  # a run's are saved only where they are finite
-            require_finite(weight, f"{folder}: {name}")
+        require_all_finite(model, folder)  # a run's are saved only where they are finite
         return model, Tokenizer.from_file(tokenizer_of(folder))
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
+
+
+def require_all_finite(model: nn.Module, folder: str | Path) -> None:
+    """Look at every weight of a folder's model. Raises InputRefused for the first that holds NaN or an infinity."""
+    for name, weight in model.named_parameters():
+        require_finite(weight, f"{folder}: {name}")
 
 
 def load_to_export(
