@@ -27,7 +27,7 @@ def _terminate(*_: Any) -> NoReturn:
 
 def while_starting() -> None:
     """Imports take seconds, in which an interrupt would be a traceback. An ignored interrupt stays ignored."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # a launcher ends its ranks so
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch._inductor.config
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from monograph import compat
 from monograph.device import compiler_obstacle
@@ -31,6 +34,39 @@ assert (reason := engine.capture(window)) is None, reason
 engine.accumulate(window)
 print(float(engine.update().loss))
 """
+
+
+OF_BF16 = """
+import torch
+from monograph.graph.capture import compiled
+from torch._inductor import config
+
+torch.manual_seed(0)
+x = torch.randn(64, 259).bfloat16()
+total = compiled(lambda x: x.float().logsumexp(-1))(x)
+assert torch.allclose(total, x.float().logsumexp(-1), rtol=1e-5)
+print(config.cpp.simdlen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
+def test_code_for_wider_vectors_is_not_taken_for_narrower_ones(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for capability in ("avx512", "avx2"):
+        environment |= {"ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run([sys.executable, "-c", OF_BF16], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_key_of_a_cache_has_the_width_of_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, keys = torch._inductor.config, []
+    for capability in ("avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        monkeypatch.setattr(config.cpp, "simdlen", None)
+        compat.tell_processors_apart.__wrapped__()
+        keys.append(config.save_config_portable()["cpp.simdlen"])
+    assert keys[0] != keys[1] or not valid_vec_isa_list(), keys
 
 
 @pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")

@@ -24,6 +24,7 @@ from monograph.compat.inductor import (
     quiet_profiler,
     remove_cut_off_libraries,
     scaled_mm,
+    tell_processors_apart,
     watched_kernels,
 )
 from monograph.compat.operators import (
@@ -72,6 +73,7 @@ __all__ = [
     "quiet_profiler",
     "quiet_selective_recompute",
     "remove_cut_off_libraries",
+    "tell_processors_apart",
     "scaled_mm",
     "stored_by_graph",
     "sums_gradients",

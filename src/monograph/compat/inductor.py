@@ -43,6 +43,21 @@ def _cut_off(path: Path) -> bool:
     return header[:4] != b"\x7fELF" or size < begin + entry * count
 
 
+@functools.cache
+def tell_processors_apart() -> None:
+    """Put the width of the processor's vectors into the key of Inductor's cache, which has none of it.
+
+    What was generated for wider vectors would be compiled for narrower ones and write past its buffers: where machines
+    share a home, or ATEN_CPU_CAPABILITY is set.
+    """
+    import torch
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    if not torch.cuda.is_available():  # there, trying the compiler out would be all that comes of it
+        config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
+
+
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
     """A function that rewrites traced graphs, as Inductor takes it; `files` make it, and their hash keys the cache."""
     import torch._inductor.custom_graph_pass as passes

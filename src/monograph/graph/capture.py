@@ -197,6 +197,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     options = None
     if backend == "inductor":
         compat.remove_cut_off_libraries()
+        compat.tell_processors_apart()
         compat.lower_to_memory(torch.ops.monograph.once.default)
         again = compat.graph_pass(compat.make_again, partitioner.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": again}
