@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from monograph import compat
 from monograph.device import clock
 from monograph.files import is_folder
 
@@ -54,6 +55,7 @@ def compiled_obstacle(device: torch.device) -> str | None:
         return x.grad
 
     try:
+        compat.tell_processors_apart()
         found, expected = gradient(torch.compile(function)), gradient(function)
     except Exception as error:
         return f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
