@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from costs import Costs
+
 # A variable of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
     del os.environ[name]
@@ -29,6 +31,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", nargs="?", const="", metavar="FILE", help="CPU seconds by file; write them as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--costs") is not None:
+        config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,86 @@
+"""What each test file costs: `pytest --costs` prints the ten dearest, `--costs FILE` writes all of them as JSON.
+
+A file's CPU seconds are those of its process and of the children that it waited for, between the end of the test before
+and the end of its own last test, so fixtures count where they are made. Collecting is counted apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COLLECTING = "collecting"
+PROPERTY = "cpu_s"
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of its ended children."""
+    return sum(os.times()[:4])
+
+
+class Costs:
+    """Measures in every worker; adds up and prints in the process that was called."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.seen_s = 0.0
+        self.began_s = time.monotonic()
+        self.collecting_s = 0.0
+        self.cpu = defaultdict[str, float](float)
+        self.wall = defaultdict[str, float](float)
+        self.tests = defaultdict[str, float](float)
+
+    def pytest_collection_finish(self) -> None:
+        self.seen_s = self.collecting_s = cpu_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = cpu_s()
+        report.user_properties.append((PROPERTY, now - self.seen_s))
+        self.seen_s = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        spent_s = dict(report.user_properties)[PROPERTY]
+        file = report.nodeid.split("::")[0]
+        self.cpu[file] += spent_s
+        self.wall[file] += report.duration
+        self.tests[report.nodeid] += spent_s
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[COLLECTING] = self.collecting_s
+        else:
+            self.cpu[COLLECTING] += self.collecting_s
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.cpu[COLLECTING] += getattr(node, "workeroutput", {}).get(COLLECTING, 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        wall_s, total_s = time.monotonic() - self.began_s, sum(self.cpu.values())
+        terminalreporter.section("costs")
+        terminalreporter.line(
+            f"{total_s / 60:.1f} CPU minutes, {wall_s / 60:.1f} minutes; the dearest files, in CPU s:"
+        )
+        by_cost = sorted(self.cpu, key=lambda file: -self.cpu[file])
+        for file in by_cost[:10]:
+            terminalreporter.line(f"{self.cpu[file]:8.1f}  {file}")
+        if self.path:
+            tests = sorted(self.tests, key=lambda test: -self.tests[test])
+            found = {
+                "schema": "monograph-test-costs-1",
+                "cpu_s": round(total_s, 1),
+                "wall_s": round(wall_s, 1),
+                "files": {file: [round(self.cpu[file], 2), round(self.wall[file], 2)] for file in by_cost},
+                "tests": {test: round(self.tests[test], 2) for test in tests if self.tests[test] >= 1},
+            }
+            Path(self.path).write_text(json.dumps(found, indent=1) + "\n")
