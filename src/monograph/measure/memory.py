@@ -119,12 +119,19 @@ class LiveBytes:
         self._profile.__exit__(kind, error, trace)
         if error is not None:
             return
-        for size_bytes in self._allocations():
+        live_bytes = dict[int, int]()  # by address
+        for address, size_bytes in self._allocations():
+            if size_bytes > 0:
+                live_bytes[address] = size_bytes
+            # torch never forgets what an earlier profile saw allocated: the size that it says of a block that was
+            # there before may be that of another one, long gone, at the same address.
+            elif live_bytes.pop(address, None) is None:
+                continue
             self.kept_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
 
-    def _allocations(self) -> list[int]:
-        """Signed sizes in order of time, read from the profiler's trace file: the only public way to them."""
+    def _allocations(self) -> list[tuple[int, int]]:
+        """Addresses and signed sizes in order of time, from the profiler's trace file: the only public way to them."""
         with temporary_folder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
@@ -136,4 +143,4 @@ class LiveBytes:
                 ) from None
         memory = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
         memory.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))
-        return [event["args"]["Bytes"] for event in memory]
+        return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in memory]
