@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -175,3 +176,24 @@ def test_who_this_is_comes_from_torchrun_or_slurm() -> None:
         place(shared)
     assert place(shared | {"LOCAL_WORLD_SIZE": "4"}) is not None
     assert [first_host(nodes) for nodes in ("big1,gpu[1-2]", "gpu[007,009]", "one")] == ["big1", "gpu007", "one"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked at through /proc")
+def test_a_rank_does_not_end_while_a_thread_of_gloo_works() -> None:
+    """Python would abort the process where that thread lets go of a tensor meanwhile."""
+    began, over = threading.Event(), list[float]()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        began.set()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+        over.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began.wait()
+    world._let_gloo_finish()
+    assert over
+    thread.join()

@@ -7,9 +7,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monograph.errors import PeerLost, UsageError
+from monograph.files import entries
 
 # How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
 PATIENCE = timedelta(days=7)
 # How long for a rank that does not come, and after how long that is said.
 COMING, SAYING, POLL_S = timedelta(minutes=10), timedelta(seconds=15), 0.05
+FINISHING_S = 60.0
 PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
 
 
@@ -223,6 +226,28 @@ class World:
         if not self.alone:
             dist.barrier()
             dist.destroy_process_group()
+            _let_gloo_finish()
+
+
+def _let_gloo_finish() -> None:
+    """Wait until no thread of gloo runs any more, on Linux, and for so long at most as a machine may be overloaded.
+
+    Python aborts a process that ends while such a thread still lets go of a tensor
+    (https://github.com/pytorch/pytorch/issues/190489). The group's own end waits for its threads, but torch's caches of
+    sharded tensors keep the group alive.
+    """
+    until = time.monotonic() + FINISHING_S
+    while time.monotonic() < until:
+        time.sleep(POLL_S)  # Python's lock is free meanwhile, for which such a thread may have waited
+        if not any(_is_gloo_running(task) for task in entries("/proc/self/task")):
+            return
+
+
+def _is_gloo_running(task: Path) -> bool:
+    with suppress(OSError):  # it has just ended
+        status = (task / "status").read_text()
+        return "\tpt_gloo_runloop\n" in status and "\nState:\tR" in status
+    return False
 
 
 def lost(error: BaseException | None) -> bool:
