@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -76,6 +78,23 @@ AT_ONCE: dict[str, Placement] = {
     ),
 }
 EVERY = PLACEMENTS | AT_ONCE
+# Placements that together have every time and place of updates, every home, and every pair of these.
+DAY = {
+    "on the host",
+    "all on disk",
+    "some stages on the device",
+    "updated on both",
+    "everywhere",
+    "backward, offloaded",
+    "backward, updated on both",
+}
+
+
+def by_day(places: Iterable[str]) -> list[Any]:
+    """The placements as parameters of a test, of which those that are not for the day are slow."""
+    return [place if place in DAY else pytest.param(place, marks=pytest.mark.slow) for place in places]
+
+
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -127,6 +146,30 @@ def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
         for name in ("loss", "count", "grad_norm", "tokens", "skipped"):
             seen[f"update {update.index} {name}"] = getattr(update, name).clone()
     return seen | flat(engine.state())
+
+
+# What resident engines left, by how they were made and what they were trained on: one resident run stands for all
+# placements.
+_TWINS = dict[str, dict[str, Tensor]]()
+
+
+def twin(
+    sizes: dict[str, Any] | None, batches: list[Any], capture: str | None = None, **changes: Any
+) -> dict[str, Tensor]:
+    """What `resident(sizes, **changes)` leaves after the batches; each such run is made once in a process."""
+    made_with = {name: f"{type(value).__qualname__} {value}" for name, value in changes.items()}
+    if "loss" in changes:
+        made_with["loss"] = type(changes["loss"]).__qualname__  # a function's own name would not say what it does
+        assert made_with["loss"] != "function", "give a loss that is an instance of a class of its own"
+    content = hashlib.sha256()
+    for name, tensor in [item for batch in batches for item in sorted(batch.items())]:
+        content.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+    key = repr((sizes, capture, sorted(made_with.items()), content.hexdigest()))
+    if key not in _TWINS:
+        engine = resident(sizes, **changes)
+        assert not capture or engine.capture(batches[0], capture, "blocks") is None
+        _TWINS[key] = trained(engine, batches)
+    return _TWINS[key]
 
 
 def other_bits(mine: dict[str, Tensor], its: dict[str, Tensor]) -> list[str]:

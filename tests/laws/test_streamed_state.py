@@ -20,6 +20,7 @@ from streamed import (
     EVERY,
     PLACEMENTS,
     PRECISIONS,
+    by_day,
     files,
     flat,
     other_bits,
@@ -31,7 +32,7 @@ from streamed import (
 )
 
 
-@pytest.mark.parametrize("place", PLACEMENTS)
+@pytest.mark.parametrize("place", by_day(PLACEMENTS))
 def test_several_windows_an_update(place):
     results = []
     for engine in (resident(), streamed(placement=PLACEMENTS[place])):
@@ -43,7 +44,7 @@ def test_several_windows_an_update(place):
 
 
 @pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, ema=0.5)])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_evaluated(place, optim):
     """After every update, and between a window and its update."""
     scores = []
@@ -61,7 +62,7 @@ def test_evaluated(place, optim):
     assert not other_bits(*scores)
 
 
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_a_trial_changes_nothing(place):
     changes = unclipped(EVERY[place])
     engine, untried = (streamed(placement=EVERY[place], **changes) for _ in range(2))
@@ -74,7 +75,7 @@ def test_a_trial_changes_nothing(place):
     assert not other_bits(*results)
 
 
-@pytest.mark.parametrize("place", PLACEMENTS)
+@pytest.mark.parametrize("place", by_day(PLACEMENTS))
 def test_an_update_of_no_window_changes_nothing(place):
     """Nor is the one before it lost, which may still wait for a forward pass."""
     results = []

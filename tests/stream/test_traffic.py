@@ -14,7 +14,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
 from stream.traffic import Traffic, device_bytes, traffic
-from streamed import AT_ONCE, PLACEMENTS, WHOLE, streamed
+from streamed import AT_ONCE, PLACEMENTS, WHOLE, by_day, streamed
 
 EVERY = PLACEMENTS | AT_ONCE
 HIDDEN, INTERMEDIATE = 32, 48
@@ -47,7 +47,7 @@ def made(place: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_copied_bytes(place: str, tied: bool, micro_batches: int) -> None:
     for blocks_per_stage in (1, 2, 4, 6):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
@@ -116,7 +116,7 @@ def held(engine: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_held_bytes(place: str, tied: bool) -> None:
     for blocks_per_stage in (1, 2, 4, 6):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)

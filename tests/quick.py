@@ -1,0 +1,81 @@
+"""`make quick`: the tests that touch what changed, the cheapest first, as many as a minute holds.
+
+    python tests/quick.py [PYTEST ARGUMENT ...]
+
+What changed is what git says of the working tree and of the commits that the branch has over `origin/main` (else over
+`main`). A test file touches a module that it imports, or that lies at its place in the package; what a file costs is
+known from `benchmarks/results/tests.json`, which `make test-costs` writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET_CPU_S = 60.0  # of both workers together; lint takes the other half of the minute
+UNKNOWN_CPU_S = 5.0
+
+
+def git(*arguments: str) -> list[str]:
+    """The lines that a git command prints; none where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def changed() -> set[str]:
+    """Paths of files that differ from the branch's beginning, or are new."""
+    begun = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
+    return {*git("diff", "--name-only", begun[0]), *git("ls-files", "--others", "--exclude-standard")}
+
+
+def module(path: str) -> str:
+    """The name under which a file of the package is imported."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(test: Path) -> set[str]:
+    """Every module of the package, and every name in one, that a test file imports."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(test.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.startswith("monograph")}
+
+
+def touching(paths: set[str]) -> list[str]:
+    """Test files that are among the paths, or that import one of them."""
+    modules = {module(path) for path in paths if path.startswith("src/")}
+    tests = {test.relative_to(ROOT).as_posix(): test for test in sorted((ROOT / "tests").rglob("test_*.py"))}
+    return [name for name, test in tests.items() if name in paths or imported(test) & modules]
+
+
+def chosen(tests: list[str], costs: dict[str, list[float]]) -> tuple[list[str], list[str]]:
+    """Those that fit the budget, and those that do not."""
+    fits, left, spent_s = list[str](), list[str](), 0.0
+    for test in sorted(tests, key=lambda test: costs.get(test, [UNKNOWN_CPU_S])[0]):
+        spent_s += costs.get(test, [UNKNOWN_CPU_S])[0]
+        (fits if spent_s <= BUDGET_CPU_S or not fits else left).append(test)
+    return fits, left
+
+
+def main() -> int:
+    """Run them; the exit code is pytest's."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "tests.json").read_text())["files"]
+    fits, left = chosen(touching(changed()), measured)
+    if left:
+        print(f"left for `make test`: {' '.join(left)}")
+    if not fits:
+        print("no test touches what changed")
+        return 0
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", "2", "--dist=loadfile", *fits]
+    return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
