@@ -44,7 +44,7 @@ def followed(engine: Any) -> dict[str, torch.Tensor]:
     left = trained(engine, windows(1))
     left["score"] = engine.evaluate(packed(5, seed=9))[0]
     engine.trial(windows(1)[0])
-    if engine.step.placement.when != "backward":
+    if engine.placement.when != "backward":
         engine.accumulate(windows(1, first=5)[0])
     left |= trained(engine, windows(1, first=1))
     left["another score"] = engine.evaluate(packed(5, seed=8))[0]
@@ -214,11 +214,11 @@ def test_the_host_touches_what_is_at_home_only_when_all_is_done(place: str) -> N
 
 def memories(engine: Any) -> dict[int, Space]:
     """All memory that lanes share, and what it is called there."""
-    walk = engine.step.walk
+    walk = engine.walk
     rooms = [room for pool in walk.slots.pools for slot in pool for room in (slot.weights, slot.gradients)]
     found = [(tensor, room.space) for room in [*rooms, *walk.updates.desks.rooms] for tensor in room._memory.values()]
-    found += [buffer for each in engine.step.store.stored for buffer in each.buffers.values()]
-    found += [buffer for decision in walk.updates.at_home._decisions.values() for buffer in decision]
+    found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
+    found += [buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision]
     for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found if not tensor.is_meta}

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from monograph.stream.boundaries import RINGS
+from monograph.stream.chunked_update import DESKS, guest, pieces
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
-from monograph.stream.renewal import DESKS, guest, pieces
 from monograph.stream.slots import BLOCK_SLOTS, traveling
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
 
@@ -110,7 +110,7 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
 
         slots         w + g of the larger of stages 0 and L + 1 (of both, if they share weights)
                       + min(2, L) times that of the largest stage of blocks
-        desks         4 times all buffers of the largest piece, see `renewal.pieces`; the gradient is among them unless
+        desks         4 times all buffers of the largest piece, see `chunked_update.pieces`; with the gradient, unless
                       weights are updated in the backward pass
         boundaries    (L + 1) G a + a, the latter the gradient of one of them;
                       offloaded 2 G a on the way there + min(2, L) G a for what comes back, at any depth

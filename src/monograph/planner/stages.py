@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.stream import Placement
-from monograph.stream.renewal import DESKS, MOST
+from monograph.stream.chunked_update import DESKS, MOST
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
 
 Names = frozenset[str]

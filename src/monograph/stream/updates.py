@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from monograph.errors import OutOfDeviceMemory
-from monograph.stream.at_home import AtHome
+from monograph.optim import Plane, join, split
+from monograph.step import Step
+from monograph.stream.chunked_update import DESKS, Desks, Renewal, guest, pieces
+from monograph.stream.host_update import HostUpdate
 from monograph.stream.lanes import Home, Lanes
 from monograph.stream.placement import Placement
-from monograph.stream.renewal import DESKS, Desks, Renewal, guest, pieces
 from monograph.stream.slots import Bound, Room
 from monograph.stream.store import GRADIENT, Stage, Store
 
@@ -24,19 +26,19 @@ class Updates:
 
     Attributes:
         at_once: whether stages are updated in the backward pass.
-        at_home: makes those on the host.
+        host_update: makes those on the host.
         waiting: stages with planes that are updated on the device, before the next forward pass or the next update.
         repeatable: whether a window that failed can be tried again, as no weight was updated by its gradient.
         failed: why some weights are updated and others not, for good.
     """
 
-    def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
-        """Take the memory; `step` is the `StreamedStep` whose decision and update are used."""
+    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
+        """Take the memory; `step` is the one whose decision and update are used."""
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.at_once = placement.when == "backward"
         guests = [guest(piece, gradient=not self.at_once) for stage in store.stages for piece in pieces(stage)]
         self.desks = Desks(lanes, [Room(f"desk {number}", guests, placement.device) for number in range(DESKS)])
-        self.at_home = AtHome(step, store, lanes)
+        self.host_update = HostUpdate(step, store, lanes)
         self.waiting: list[Stage] = []
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
@@ -123,9 +125,20 @@ class Updates:
 
     def _at_home(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
         if any(stored.on_host for stage in stages for stored in stage.stored):
-            decision = self.at_home.told(stages[0].index, scale, accepted)
+            decision = self.host_update.told(stages[0].index, scale, accepted)
             for stage in stages:
-                self.at_home.update(stage, decision)
+                self.host_update.update(stage, decision)
+
+    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        """Update a part of a plane, and where its weights are split: joined, and split again."""
+        if rest is None:
+            self.step.update_plane(plane, total, scale, accepted)
+            return
+        whole = replace(plane, param=join(plane.param, rest))
+        self.step.update_plane(whole, total, scale, accepted)
+        hi, lo = split(whole.param)
+        plane.param.copy_(hi)
+        rest.copy_(lo)
 
     # ── on the device, between what else is computed ────────────────────────────────────────────
 
@@ -133,7 +146,7 @@ class Updates:
         """Begin an update, whose pieces are made between what is computed from now on; one at a time."""
         self.all_beside()
         renewal.begin()
-        self._beside = renewal, renewal.work(self.step.renew_part, scale, accepted, into)
+        self._beside = renewal, renewal.work(self.update_part, scale, accepted, into)
 
     def some_beside(self, micro_batches: int) -> None:
         """Update as much as is due after one of so many micro-batches."""

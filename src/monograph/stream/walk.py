@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from monograph.optim import Plane
+from monograph.step import Step
 from monograph.stream.boundaries import Boundaries
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.passes import Passes
@@ -39,8 +40,8 @@ class Walk:
         fresh: whether no gradient was added since the last update.
     """
 
-    def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
-        """Take the device's memory; `step` is the `StreamedStep` whose loss, context and update are used."""
+    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
+        """Take the device's memory; `step` is the one whose loss, context and update are used."""
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.passes = Passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)

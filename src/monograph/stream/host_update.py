@@ -1,4 +1,4 @@
-"""The update of planes whose buffers are all at home, made there: the resident engine's own, beside the device's work.
+"""The update of planes whose buffers are all at home, made there: the resident engine's own, while the device works.
 
 Only gradients come home for it, and weights go to the device for the passes as ever. What the device decides, whether
 an update is applied and by which factor, comes as four numbers.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.optim import Plane, join, split
-from monograph.step.deciding import Deciding
+from monograph.step import Step
+from monograph.step.clip import update_plane
+from monograph.stream.chunked_update import Piece, cut
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.pinned import on_host
-from monograph.stream.renewal import Piece, cut
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
 # Elements of a piece: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
@@ -33,7 +34,7 @@ class Decision(NamedTuple):
     home: Buffer
 
 
-class AtHome(Deciding):
+class HostUpdate:
     """Updates the planes of a store that stay at home.
 
     Attributes:
@@ -41,9 +42,9 @@ class AtHome(Deciding):
         master: where split weights are joined, a piece at a time; only the host lane sees it.
     """
 
-    def __init__(self, step: Any, store: Store, lanes: Lanes):
-        """Take the host's memory; `step` is the `StreamedStep` whose update is made."""
-        self.step, self.lanes, self.optim, self.precision = step, lanes, step.optim, step.precision
+    def __init__(self, step: Step, store: Store, lanes: Lanes):
+        """Take the host's memory; `step` is the one whose update is made."""
+        self.step, self.lanes = step, lanes
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
         self.scale, self.lr = (torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2))
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
@@ -51,6 +52,8 @@ class AtHome(Deciding):
         halved = (end - begin for stored, begin, end in self._pieces(*store.stages) if stored.splits)
         self.master = torch.empty(max(halved, default=0), device=self._host)
         self._decisions: dict[int, Decision] = {}
+        # Attributes, since a capture puts compiled functions in their place.
+        self.join, self.split = join_, split_
 
     def told(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
         """Have a decision brought home: the index-th of those that may be under way at once."""
@@ -78,7 +81,7 @@ class AtHome(Deciding):
             in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
             gradient = spaces.pop(GRADIENT)
             self.lanes.host(
-                functools.partial(self._renewed, piece, parts),
+                functools.partial(self._updated, piece, parts),
                 [gradient],
                 spaces.values(),
                 from_disk=sum(in_files.values()),
@@ -86,18 +89,25 @@ class AtHome(Deciding):
             )
         stage.version += 1
 
-    def renew_part(self, plane: Plane, rest: Tensor | None) -> None:
+    def update_piece(self, plane: Plane, rest: Tensor | None) -> None:
         """Update a part of a plane, and where its weights are split: joined, and split again.
 
         Each in a graph of its own: fused with 16-bit integers, torch 2.13 generates code without vectors for all of it.
         """
         if rest is None:
-            self.step.renew_at_home(plane, plane.grad, self.scale, self.accepted)
+            self.update_part(plane)
             return
         master = self.master[: len(rest)]
-        self.step.join_at_home(master, plane.param, rest)
-        self.step.renew_at_home(replace(plane, param=master), plane.grad, self.scale, self.accepted)
-        self.step.split_at_home(master, plane.param, rest)
+        self.join(master, plane.param, rest)
+        self.update_part(replace(plane, param=master))
+        self.split(master, plane.param, rest)
+
+    def update_part(self, plane: Plane) -> None:
+        """Update whole weights, by what was decided."""
+        update_plane(
+            plane, plane.grad, self.scale, self.accepted,
+            optim=self.step.optim, precision=self.step.precision, lr=self.lr, applied=self.applied,
+        )  # fmt: skip
 
     @staticmethod
     def _pieces(*stages: Stage) -> list[Piece]:
@@ -116,8 +126,8 @@ class AtHome(Deciding):
             target.copy_(number)
 
     @torch.no_grad()  # a thread of its own may do it
-    def _renewed(self, piece: Piece, parts: dict[str, Tensor]) -> None:
-        self.renew_part(piece.plane(parts, self._host), parts.get(REST))
+    def _updated(self, piece: Piece, parts: dict[str, Tensor]) -> None:
+        self.update_piece(piece.plane(parts, self._host), parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 A piece is a stretch of a plane. Desks take turns: while one is updated the others are filled or emptied. Pieces are
 updated between the micro-batches of another stage, so that they come and go while that one computes. Planes that are
-updated on the host are left to `monograph.stream.at_home`.
+updated on the host are left to `monograph.stream.host_update`.
 """
 
 from __future__ import annotations
