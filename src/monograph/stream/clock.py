@@ -1,8 +1,8 @@
 """A clock instead of a device: the walk that trains, timed on tensors without data.
 
 Each lane has a time of its own. A piece of work begins when its lane is free and what it waits for is done; a copy
-lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, desks, boundaries, lanes and their waits
-are those that train, so the schedule under test is the one that is timed.
+lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, staging buffers, boundaries, lanes and
+their waits are those that train, so the schedule under test is the one that is timed.
 """
 
 from __future__ import annotations

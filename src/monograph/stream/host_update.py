@@ -16,12 +16,12 @@ from torch import Tensor
 from monograph.optim import Plane, join, split
 from monograph.step import Step
 from monograph.step.clip import update_plane
-from monograph.stream.chunked_update import Piece, cut
+from monograph.stream.chunked_update import Chunk, cut
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.pinned import on_host
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# Elements of a piece: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
+# Elements of a chunk: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
 # is launched on the device, as generated code keeps Python's lock.
 MOST = 2**22
 NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, updates so far, learning rate; fp64
@@ -39,7 +39,7 @@ class HostUpdate:
 
     Attributes:
         scale: and `accepted`, `applied` and `lr`: those of the update that is made, on the host.
-        master: where split weights are joined, a piece at a time; only the host lane sees it.
+        master: where split weights are joined, a chunk at a time; only the host lane sees it.
     """
 
     def __init__(self, step: Step, store: Store, lanes: Lanes):
@@ -49,13 +49,13 @@ class HostUpdate:
         self.scale, self.lr = (torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2))
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
         self.applied = torch.zeros((), dtype=torch.int64, device=self._host)
-        halved = (end - begin for stored, begin, end in self._pieces(*store.stages) if stored.splits)
+        halved = (end - begin for stored, begin, end in self._chunks(*store.stages) if stored.splits)
         self.master = torch.empty(max(halved, default=0), device=self._host)
         self._decisions: dict[int, Decision] = {}
         # Attributes, since a capture puts compiled functions in their place.
         self.join, self.split = join_, split_
 
-    def told(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
+    def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
         """Have a decision brought home: the index-th of those that may be under way at once."""
         decision = self._decisions.get(index) or self._decisions.setdefault(index, self._room(index))
         of_step = self.step.applied, self.step.lr
@@ -70,18 +70,18 @@ class HostUpdate:
 
     def update(self, stage: Stage, decision: Decision) -> None:
         """Update what of a stage stays at home, as soon as its gradients and the decision are there."""
-        found = list(self._pieces(stage))
+        found = list(self._chunks(stage))
         if not found:
             return
-        self.lanes.host(functools.partial(self._heard, decision.home.tensor), [decision.home.space])
-        for piece in found:
-            stored = piece[0]
-            parts = {name: piece.part(buffer) for name, buffer in stored.buffers.items()}
+        self.lanes.host(functools.partial(self._receive, decision.home.tensor), [decision.home.space])
+        for chunk in found:
+            stored = chunk[0]
+            parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
             in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
             gradient = spaces.pop(GRADIENT)
             self.lanes.host(
-                functools.partial(self._updated, piece, parts),
+                functools.partial(self._updated, chunk, parts),
                 [gradient],
                 spaces.values(),
                 from_disk=sum(in_files.values()),
@@ -110,7 +110,7 @@ class HostUpdate:
         )  # fmt: skip
 
     @staticmethod
-    def _pieces(*stages: Stage) -> list[Piece]:
+    def _chunks(*stages: Stage) -> list[Chunk]:
         return list(cut((stored for stage in stages for stored in stage.stored if stored.on_host), MOST))
 
     def _room(self, index: int) -> Decision:
@@ -121,13 +121,13 @@ class HostUpdate:
         self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with
         return found
 
-    def _heard(self, decision: Tensor) -> None:
+    def _receive(self, decision: Tensor) -> None:
         for number, target in zip(decision, (self.scale, self.accepted, self.applied, self.lr), strict=True):
             target.copy_(number)
 
     @torch.no_grad()  # a thread of its own may do it
-    def _updated(self, piece: Piece, parts: dict[str, Tensor]) -> None:
-        self.update_piece(piece.plane(parts, self._host), parts.get(REST))
+    def _updated(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
+        self.update_piece(chunk.plane(parts, self._host), parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
