@@ -256,7 +256,7 @@ def kept_bytes(held: Any) -> int:
 
 def stage_elements(held: Any) -> int:
     """Of the largest plane of a streamed model, which moves at once."""
-    return max(each.plane.param.numel() for each in held.step.store.stored)
+    return max(each.plane.param.numel() for each in held.store.stored)
 
 
 if __name__ == "__main__":

@@ -90,10 +90,10 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         result["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
     if isinstance(engine, Streamed):
-        walk = engine.step.walk
+        walk = engine.walk
         result |= {
             "device_bytes": walk.device_bytes + walk.boundaries.most_bytes,
-            "home_bytes": sum(engine.step.store.bytes_at().values()),
+            "home_bytes": sum(engine.store.bytes_at().values()),
             "moved": engine.ledger()["moved"],
         }
     return result

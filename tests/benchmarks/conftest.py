@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monograph.resident import Resident
+from monograph.engine import Engine
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -25,4 +25,4 @@ def script(monkeypatch):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Scripts run whole but eagerly: compiling is what takes their time, and the slow tests do it."""
-    monkeypatch.setattr(Resident, "capture", lambda self, window, **_: None)
+    monkeypatch.setattr(Engine, "capture", lambda self, window, **_: None)

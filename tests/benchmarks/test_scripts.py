@@ -74,6 +74,16 @@ def test_accumulation(script, monkeypatch, tmp_path):
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
 
 
+def test_same_bits(script, monkeypatch, tmp_path):
+    same_bits, out, names = script("same_bits"), tmp_path / "found.json", ["streamed host", "ensemble own rows"]
+    found = smoke(same_bits, monkeypatch, out, "--only", *names)
+    assert [*found["cases"][0]] == names
+    assert smoke(same_bits, monkeypatch, out, "--only", names[0], "--against", str(out))["cases"]
+    monkeypatch.setattr(same_bits, "SCHEDULE", lambda index: 0.5)
+    with pytest.raises(SystemExit, match="other bits than before in streamed host losses"):
+        smoke(same_bits, monkeypatch, tmp_path / "other.json", "--only", names[0], "--against", str(out))
+
+
 def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]

@@ -12,7 +12,7 @@ from torch import nn
 from batches import ragged, tiny_llama
 from monograph.config import load
 from monograph.distributed.engine import Replicated
-from monograph.distributed.sharded import ShardedStep
+from monograph.distributed.sharded import require_rows
 from monograph.distributed.shards import rows_of
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora, adapt
@@ -49,16 +49,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_rows_cannot_do(sentence: str) -> None:
-    step: Any = object.__new__(ShardedStep)
     fields = {"optim": AdamW(), "remat": Remat.Off(), "model": tiny_llama()} | REFUSED[sentence]
-    step.__dict__.update(fields)
     with pytest.raises(UsageError, match=sentence):
-        step._require_rows()
+        require_rows(SimpleNamespace(**fields))
 
 
 def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.world, engine.micro_batch, engine._row_dim = TWO, 2, 0
+    engine.world, engine.micro_batch, engine._row_dim, engine._members = TWO, 2, 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=lambda model, batch: None)
     window = ragged(8)
     seven = {name: tensor[:7] for name, tensor in window.items()}

@@ -72,8 +72,8 @@ def gradients(world: World) -> dict[str, Any]:
 
 def reduce_with(engine: Sharded, way: str) -> None:
     """Let FSDP2 sum gradients over the ranks with each micro-batch, or with the last one of a window."""
-    step = engine.step
-    step.joining = lambda: step.root.set_requires_gradient_sync(way == "each" or not step.left) or nullcontext()
+    root = engine.shards.root
+    engine.joining = lambda last: root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
 
 
 def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
@@ -92,7 +92,7 @@ def wrong_ways(world: World) -> dict[str, float]:
         elif way == "averaged":
             average(engine)
         elif kind == "ddp":
-            engine.step.joining = nullcontext
+            engine.joining = lambda last: nullcontext()
         else:
             continue
         engine.accumulate(batch)
@@ -103,11 +103,11 @@ def wrong_ways(world: World) -> dict[str, float]:
 def average(engine: Any) -> None:
     """Let the engine do what both of torch's do unless they are told otherwise."""
     if isinstance(engine, Sharded):
-        for module in engine.step.root.modules():
+        for module in engine.shards.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(engine.world.size)
     else:
-        engine.step.parallel = DistributedDataParallel(engine.step.parallel.module)
+        engine.parallel = DistributedDataParallel(engine.parallel.module)
 
 
 def trajectories(world: World) -> dict[str, dict[str, float]]:
@@ -175,7 +175,7 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
             window = windows_of(7, seed=index)
             alone, shared = one_update(one, window), one_update(many, window)
             # Another factor would overflow fp16 elsewhere, and round what is subnormal otherwise.
-            assert torch.equal(one.step.seed, many.step.seed)
+            assert torch.equal(one.step.loss_factor, many.step.loss_factor)
             for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
                 worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
         exact = {**one.state().model, **one.state().optimizer}

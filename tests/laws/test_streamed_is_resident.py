@@ -17,7 +17,7 @@ from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
-from monograph.stream import Placement, at_home, renewal
+from monograph.stream import Placement, chunked_update, host_update
 from numerics import error_within
 from streamed import (
     AT_ONCE,
@@ -100,8 +100,8 @@ def test_few_blocks(layers, place):
 )
 def test_updated_in_many_pieces(optim, place, monkeypatch):
     """Of 768 elements, three blocks of codes: planes and matrices are no multiples of that."""
-    monkeypatch.setattr(renewal, "MOST", 768)
-    monkeypatch.setattr(at_home, "MOST", 768)
+    monkeypatch.setattr(chunked_update, "MOST", 768)
+    monkeypatch.setattr(host_update, "MOST", 768)
     assert_same(optim=optim, placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
 

@@ -126,7 +126,7 @@ def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name,
         engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
         trained(engine, windows(2))
         if runs_out:
-            out_of_memory_at(monkeypatch, engine.step.walk.passes, name, min(call, 2 if name == "loss" else call))
+            out_of_memory_at(monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call))
         else:
             engine.micro_batch = 2
         results.append(trained(engine, windows(2, first=2)))
@@ -139,7 +139,7 @@ def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
     """It may be half done, and can be neither repeated nor left out."""
     engine = streamed(placement=PLACEMENTS[place])
     trained(engine, windows(1))
-    out_of_memory_at(monkeypatch, engine.step, "renew_part", 5)
+    out_of_memory_at(monkeypatch, engine.walk.updates, "update_part", 5)
     words = "^the update of block 1 does not fit the device's memory: take fewer"
     with pytest.raises(OutOfDeviceMemory, match=words):
         trained(engine, windows(2))
@@ -150,7 +150,7 @@ def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
 def test_a_pass_that_runs_out_of_memory_between_updates_ends_the_run(name, monkeypatch):
     engine = streamed(placement=EVERY["backward"], **unclipped(EVERY["backward"]))
     trained(engine, windows(1))
-    out_of_memory_at(monkeypatch, engine.step.walk.passes, name, 3)
+    out_of_memory_at(monkeypatch, engine.walk.passes, name, 3)
     words = "^a backward pass that updates weights does not fit the device's memory: take fewer"
     with pytest.raises(OutOfDeviceMemory, match=words):
         trained(engine, windows(2))

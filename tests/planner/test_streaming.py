@@ -20,9 +20,9 @@ from monograph.planner.stages import META, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import ways
 from monograph.planner.tiers import Way
+from monograph.stream import Streamed
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home
-from monograph.stream.step import StreamedStep
 from monograph.stream.store import GRADIENT
 from stream.traffic import device_bytes
 
@@ -44,11 +44,11 @@ def way_of(optim=None, precision="bf16", when="next forward", offload=False, per
 
 
 def engine(way, resident):
-    """The engine's own step, with the whole depth, on tensors without data."""
+    """The engine itself, with the whole depth, on tensors without data."""
     with META:
         model = Llama(way.work.config)
     placement = replace(way.placement(resident), device=META)
-    return StreamedStep(model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement)
+    return Streamed(model, optim=way.work.optim, precision=Precision(way.work.precision), placement=placement)
 
 
 def asked_refused(asked=ASKED, **limits):
@@ -75,27 +75,27 @@ def asked_refused(asked=ASKED, **limits):
 def test_bytes_are_those_of_the_engine_s_own_buffers(way):
     for count in (0, 7, 19, 10**6):
         resident = way.resident(count)
-        step = engine(way, resident)
+        held = engine(way, resident)
         found, exact = way.tiers(resident), dict.fromkeys(Home, 0)
-        for stored in step.store.stored:
+        for stored in held.store.stored:
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.at_once):
                     exact[space.home] += tensor.numel() * tensor.element_size()
         if way.at_once and way.where == "host":
-            exact[Home.HOST] += in_turn(step)
+            exact[Home.HOST] += in_turn(held)
         device = found["device"]
         assert sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
         assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
-        assert device["slots"] == step.walk.slots.device_bytes
-        assert device["slots"] + device["desks"] == step.walk.device_bytes
-        boundaries = device_bytes(step.store, step.placement, way.state_bytes, way.micro_batches).boundaries
+        assert device["slots"] == held.walk.slots.device_bytes
+        assert device["slots"] + device["desks"] == held.walk.device_bytes
+        boundaries = device_bytes(held.store, held.placement, way.state_bytes, way.micro_batches).boundaries
         assert device["boundaries"] == boundaries
 
 
-def in_turn(step):
+def in_turn(held):
     """Of gradients, whose memory stages take turns with: the largest of a kind and turn."""
     largest = {}
-    for stage in step.store.stages:
+    for stage in held.store.stages:
         for stored in (each for each in stage.stored if each.on_host):
             key = stage.index % 2, stored.plane.number
             largest[key] = max(largest.get(key, 0), 4 * stored.plane.grad.numel())

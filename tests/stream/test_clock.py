@@ -11,10 +11,9 @@ import torch
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.stream import Placement
+from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, pretended
 from monograph.stream.lanes import LANES, Home, Lanes, Space
-from monograph.stream.step import StreamedStep
 
 META = torch.device("meta")
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -37,11 +36,11 @@ def timed(config, placement, costs, link, micro_batches=2, rows=2, clock_of=Cloc
     with META:
         model = Llama(config)
     clock = clock_of(link)
-    step = StreamedStep(
+    engine = Streamed(
         model, precision=Precision("bf16"), clip=None, placement=replace(placement, device=META), lanes=Lanes(clock)
     )
     state = torch.empty(rows, 8, config.hidden_size, dtype=torch.bfloat16, device=META)
-    return pretended(step, clock, costs, state, micro_batches), step
+    return pretended(engine, clock, costs, state, micro_batches), engine
 
 
 def tiny(layers=6):
@@ -110,10 +109,10 @@ def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, bloc
     """Where a host that takes no time updates, the device has nothing but passes."""
     costs = Costs(first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3)
     layers, micro_batches = 6, 3
-    found, step = timed(
+    found, engine = timed(
         tiny(layers), Placement(when=when, where=where, blocks_per_stage=blocks_per_stage), costs, FAST, micro_batches
     )
-    numbers = sum(each.plane.param.numel() for each in step.store.stored)
+    numbers = sum(each.plane.param.numel() for each in engine.store.stored)
     expected = micro_batches * (1 + layers * (2 + 6) + 5 + 3) + 1e-3 * numbers * (where == "device")
     assert found.update_s == pytest.approx(expected, rel=1e-9) == found.busy_s["compute"]
     assert found.bottleneck == "compute"
@@ -134,8 +133,8 @@ def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(w
 @pytest.mark.parametrize("when", EVERY_TIME)
 def test_nothing_begins_before_what_it_waits_for(when, where):
     costs, link = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3, 1e-2), Link(900.0, 700.0)
-    _, step = timed(tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded)
-    clock = step.walk.lanes.executor
+    _, engine = timed(tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded)
+    clock = engine.walk.lanes.executor
     last = dict.fromkeys(LANES, 0.0)
     for work in clock.works:
         lane, end = work.mark.lane, clock.done[work.mark]
@@ -157,8 +156,8 @@ def test_a_faster_link_makes_no_update_longer(when):
 @pytest.mark.parametrize("when", EVERY_TIME)
 def test_a_slow_host_is_the_length_of_an_update(when):
     costs = Costs(forward_s=1.0, again_s=3.0, host_number_s=1.0)
-    found, step = timed(tiny(), Placement(when=when, where="host"), costs, FAST)
-    numbers = sum(each.plane.param.numel() for each in step.store.stored)
+    found, engine = timed(tiny(), Placement(when=when, where="host"), costs, FAST)
+    numbers = sum(each.plane.param.numel() for each in engine.store.stored)
     assert found.busy_s["host"] == numbers and found.bottleneck == "host"
     assert numbers <= found.update_s <= numbers + found.busy_s["compute"] + 1e-6
 
@@ -167,8 +166,8 @@ def test_what_stays_on_the_device_is_not_copied():
     layers = 6
     names = ("weights", "rest", "gradient", "exp_avg", "exp_avg_sq")
     every = frozenset((stage, name) for stage in range(layers + 2) for name in names)
-    found, step = timed(tiny(layers), Placement(on_device=every), Costs(forward_s=1.0), Link(1.0, 1.0))
-    homes = {buffer.space.home for each in step.store.stored for buffer in each.buffers.values()}
+    found, engine = timed(tiny(layers), Placement(on_device=every), Costs(forward_s=1.0), Link(1.0, 1.0))
+    homes = {buffer.space.home for each in engine.store.stored for buffer in each.buffers.values()}
     assert homes == {Home.DEVICE} and not found.moved_bytes and found.update_s == 2 * layers
 
 

@@ -7,7 +7,7 @@ import torch
 
 from batches import packed
 from monograph import compat
-from monograph.stream.renewal import pieces
+from monograph.stream.chunked_update import chunks
 from streamed import AT_ONCE, FAMILIES, PLACEMENTS, streamed
 
 EVERY = PLACEMENTS | AT_ONCE
@@ -16,9 +16,9 @@ BLOCK, HEAD = 2, 2  # one graph without gradients, one with
 
 def of_updates(engine):
     """How many graphs square and update planes: one for each shape and way of updating."""
-    planes = list(engine.step.store.stored)
+    planes = list(engine.store.stored)
     squares = {(each.plane.grad.numel(), each.plane.parts) for each in planes}
-    cut = (piece for stage in engine.step.store.stages for piece in pieces(stage))
+    cut = (piece for stage in engine.store.stages for piece in chunks(stage))
     updates = {(stored.plane.kind, stored.splits, end - begin) for stored, begin, end in cut}
     return len(squares) + len(updates)
 

@@ -11,7 +11,8 @@ import torch
 
 from batches import packed
 from monograph.optim import AdamW
-from monograph.stream import lanes, step, updates, walk
+from monograph.stream import engine as streamed_engine
+from monograph.stream import lanes, updates, walk
 from monograph.stream.lanes import Home, Lanes, Mark, Space
 from stream.adversary import AnyOrder, Late
 from stream.races import Race, Recorder, before, poison_, races, touched, undeclared, waits
@@ -44,7 +45,7 @@ def followed(engine: Any) -> dict[str, torch.Tensor]:
     left = trained(engine, windows(1))
     left["score"] = engine.evaluate(packed(5, seed=9))[0]
     engine.trial(windows(1)[0])
-    if engine.step.placement.when != "backward":
+    if engine.placement.when != "backward":
         engine.accumulate(windows(1, first=5)[0])
     left |= trained(engine, windows(1, first=1))
     left["another score"] = engine.evaluate(packed(5, seed=8))[0]
@@ -214,11 +215,15 @@ def test_the_host_touches_what_is_at_home_only_when_all_is_done(place: str) -> N
 
 def memories(engine: Any) -> dict[int, Space]:
     """All memory that lanes share, and what it is called there."""
-    walk = engine.step.walk
+    walk = engine.walk
     rooms = [room for pool in walk.slots.pools for slot in pool for room in (slot.weights, slot.gradients)]
-    found = [(tensor, room.space) for room in [*rooms, *walk.updates.desks.rooms] for tensor in room._memory.values()]
-    found += [buffer for each in engine.step.store.stored for buffer in each.buffers.values()]
-    found += [buffer for decision in walk.updates.at_home._decisions.values() for buffer in decision]
+    found = [
+        (tensor, room.space)
+        for room in [*rooms, *walk.updates.staging_buffers.buffers]
+        for tensor in room._memory.values()
+    ]
+    found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
+    found += [buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision]
     for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found if not tensor.is_meta}
@@ -331,7 +336,7 @@ class Poisons:
                     poisons.room(bound.slot.weights)
                 return bound
 
-        class Desks(updates.Desks):
+        class StagingBuffers(updates.StagingBuffers):
             def next(self) -> Any:
                 room = super().next()
                 poisons.room(room)
@@ -346,14 +351,14 @@ class Poisons:
                 super().fetch(stage, count)
 
         class Walk(walk.Walk):
-            def _empty(self, bound: Any) -> None:
+            def _prepare_gradients(self, bound: Any) -> None:
                 # Gradients may be read by an update until here, when the slot has long got other weights.
                 if not (self.store.tied and bound.stage is self.store.stages[0]):
                     for each in self._needed(bound):
                         poisons.room(each.slot.gradients)
-                super()._empty(bound)
+                super()._prepare_gradients(bound)
 
-        self.parts = Slots, Desks, Boundaries
+        self.parts = Slots, StagingBuffers, Boundaries
         self.walk = Walk
 
     def room(self, room: Any) -> None:
@@ -369,8 +374,8 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
 ) -> None:
     usual, poisons = followed(of(place, lanes.Immediately(), precision=precision)), Poisons()
     for part in poisons.parts:
-        monkeypatch.setattr(updates if part.__name__ == "Desks" else walk, part.__name__, part)
-    monkeypatch.setattr(step, "Walk", poisons.walk)
+        monkeypatch.setattr(updates if part.__name__ == "StagingBuffers" else walk, part.__name__, part)
+    monkeypatch.setattr(streamed_engine, "Walk", poisons.walk)
     assert not other_bits(followed(of(place, lanes.Immediately(), precision=precision)), usual)
     placement = EVERY[place]
     kinds = {"slot"} | ({"ring"} if placement.offload else set())

@@ -9,7 +9,7 @@ import pytest
 
 from batches import LENGTH, VOCABULARY, packed, tiny_llama
 from monograph.optim import AdamW, Muon
-from monograph.stream import Placement, renewal
+from monograph.stream import Placement, chunked_update
 from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
@@ -28,11 +28,11 @@ def moved(engine: Any, micro_batches: int) -> Traffic:
     """What the second of two updates copies."""
     counted = []
     for seed in range(2):
-        before = Counter(engine.step.walk.lanes.moved_bytes)
+        before = Counter(engine.walk.lanes.moved_bytes)
         engine.accumulate(packed(3 * micro_batches, seed))
         engine.update()
-        counted.append(engine.step.walk.lanes.moved_bytes - before)
-    engine.step.walk.flush()
+        counted.append(engine.walk.lanes.moved_bytes - before)
+    engine.walk.flush()
     return counted[1]
 
 
@@ -51,20 +51,20 @@ def made(place: str, **changes: Any) -> Any:
 def test_copied_bytes(place: str, tied: bool, micro_batches: int) -> None:
     for blocks_per_stage in (1, 2, 4, 6):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
-        expected = traffic(engine.step.store, engine.step.placement, state_bytes(2), micro_batches)
+        expected = traffic(engine.store, engine.placement, state_bytes(2), micro_batches)
         assert moved(engine, micro_batches) == expected
-        apart = traffic(engine.step.store, EVERY[place], 0, 1)
+        apart = traffic(engine.store, EVERY[place], 0, 1)
         assert (apart == expected) != EVERY[place].offload, "micro-batches count only where states are offloaded"
 
 
 @pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
 @pytest.mark.parametrize("optim", [Muon(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9)])
 def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "MOST", 768)
+    monkeypatch.setattr(chunked_update, "MOST", 768)
     placement = Placement(when=when, on_disk=WHOLE | {"ema"})
     engine = streamed({"num_hidden_layers": 3}, placement=placement, optim=optim, clip=None)
-    assert moved(engine, 2) == traffic(engine.step.store, placement, state_bytes(), 2)
-    expected = device_bytes(engine.step.store, placement, state_bytes(), 2)
+    assert moved(engine, 2) == traffic(engine.store, placement, state_bytes(), 2)
+    expected = device_bytes(engine.store, placement, state_bytes(), 2)
     assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
 
 
@@ -94,14 +94,14 @@ def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
     assert moved(engine, 2) == {(HOST, DEVICE): passes, (DEVICE, HOST): gradients + 32 * decisions}
     assert held(engine)[1] == 0
     if when == "backward":  # in turn, two of a block's; those of both ends are smaller
-        assert engine.step.store.bytes_at()[HOST] == 3 * gradients + 2 * 4 * (MATRICES + gains)
+        assert engine.store.bytes_at()[HOST] == 3 * gradients + 2 * 4 * (MATRICES + gains)
 
 
 def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
     everything = frozenset((stage, name) for stage in range(8) for name in ("weights", "rest", "gradient", *WHOLE))
     engine = streamed(placement=Placement(on_device=everything), precision="bf16")
-    assert moved(engine, 2) == {} == traffic(engine.step.store, engine.step.placement, state_bytes(2), 2)
-    held = device_bytes(engine.step.store, engine.step.placement, 0, 1)
+    assert moved(engine, 2) == {} == traffic(engine.store, engine.placement, state_bytes(2), 2)
+    held = device_bytes(engine.store, engine.placement, 0, 1)
     assert held.total == held.stored == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=6).parameters())
 
 
@@ -111,7 +111,7 @@ def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
 def held(engine: Any) -> tuple[int, int, int]:
     """Bytes of slots, desks and, over two updates of two micro-batches, at most of boundaries."""
     moved(engine, 2)
-    walk = engine.step.walk
+    walk = engine.walk
     return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
 
 
@@ -120,9 +120,9 @@ def held(engine: Any) -> tuple[int, int, int]:
 def test_held_bytes(place: str, tied: bool) -> None:
     for blocks_per_stage in (1, 2, 4, 6):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
-        expected = device_bytes(engine.step.store, EVERY[place], state_bytes(2), 2)
+        expected = device_bytes(engine.store, EVERY[place], state_bytes(2), 2)
         assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
-        assert expected.stored == engine.step.store.bytes_at()[DEVICE]
+        assert expected.stored == engine.store.bytes_at()[DEVICE]
 
 
 def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
@@ -139,7 +139,7 @@ def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
 
 def test_from_shapes_alone() -> None:
     """As the planner has them, of models that no machine here holds."""
-    store = streamed(placement=Placement()).step.store
+    store = streamed(placement=Placement()).store
     real = traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)
     for each in store.stored:
         each.buffers = {name: Buffer(tensor.to("meta"), space) for name, (tensor, space) in each.buffers.items()}

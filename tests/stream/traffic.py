@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from monograph.stream.boundaries import RINGS
+from monograph.stream.chunked_update import STAGING_BUFFERS, chunks, to_fetch
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
-from monograph.stream.renewal import DESKS, guest, pieces
 from monograph.stream.slots import BLOCK_SLOTS, traveling
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
 
@@ -110,7 +110,7 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
 
         slots         w + g of the larger of stages 0 and L + 1 (of both, if they share weights)
                       + min(2, L) times that of the largest stage of blocks
-        desks         4 times all buffers of the largest piece, see `renewal.pieces`; the gradient is among them unless
+        desks         4 times all buffers of the largest piece, see `chunked_update.chunks`; with the gradient, unless
                       weights are updated in the backward pass
         boundaries    (L + 1) G a + a, the latter the gradient of one of them;
                       offloaded 2 G a on the way there + min(2, L) G a for what comes back, at any depth
@@ -132,8 +132,8 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
         for name in (WEIGHTS, GRADIENT)
     )
     at_home = placement.when != "backward"
-    cut = (piece for stage in store.stages for piece in pieces(stage))
-    desks = DESKS * _largest(guest(piece, gradient=at_home) for piece in cut)
+    cut = (piece for stage in store.stages for piece in chunks(stage))
+    desks = STAGING_BUFFERS * _largest(to_fetch(piece, gradient=at_home) for piece in cut)
     states = (2 + min(RINGS, len(middle)) if placement.offload else len(middle) + 1) * micro_batches
     boundaries = (states if placement.offload else states + 1) * state_bytes
     return DeviceBytes(store.bytes_at()[Home.DEVICE], slots, desks, boundaries)

@@ -1,47 +1,45 @@
-"""The engine of one rank: it takes its share of a window's micro-batches, as many as every other rank."""
+"""The engines of one rank among several: DDP or FSDP2 adds its gradients to the others'.
+
+    gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
+
+which is the gradient of one process with all micro-batches. Both of torch's engines would average, of a loss that is
+multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds what is subnormal otherwise. So they
+are told to add. A window's micro-batches go to ranks in turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from monograph.distributed.sharded import ShardedStep
+from monograph import compat
+from monograph.distributed.sharded import Shards
 from monograph.distributed.shards import OwnRows
-from monograph.distributed.step import RankStep, ReplicatedStep
 from monograph.distributed.world import World
+from monograph.engine import Engine, out_of_memory
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
-from monograph.resident import Resident, out_of_memory
-from monograph.step import Update, update
+from monograph.ops.philox import LOW32
+from monograph.optim import unlinked
+from monograph.step import Layout, Step
 
 T = TypeVar("T")
 
 
-class Replicated(Resident):
-    """Trains one module on all ranks, each of which has all of it (DDP): the gradient is that of one process.
+class RankEngine(Engine):
+    """An engine that takes its share of a window's micro-batches, as many as every other rank.
 
     Every rank is given the same windows. Its micro-batches are the window's r-th, (r + W)-th and so on, with one that
     has no targets where others have one more; so the rows of an update do not depend on the number of ranks.
     """
 
-    step: RankStep
-    STEP: type[RankStep] = ReplicatedStep
-
-    def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
-        """Build the step on the module's device.
-
-        Args:
-            model: the same on every rank.
-            world: the ranks.
-            micro_batch: rows per micro-batch; None: an even share of the window.
-            others: those of `Resident`.
-        """
-        self.world = world
-        self.step = self.STEP(model, world=world, **others)
-        self._hold(micro_batch)
+    world: World
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, ranks = self._rows(window), self.world.size
@@ -68,34 +66,123 @@ class Replicated(Resident):
                 f"rank {self.world.rank}: {str(error).splitlines()[0]}; use a smaller train.micro_batch"
             ) from error
 
-    def update(self) -> Update:
-        """Apply the accumulated gradient."""
-        self.step.total()
-        return update(self.step)
-
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Resident.evaluate`; every rank scores its share, and has the sums of all."""
+        """See `Engine.evaluate`; every rank scores its share, and has the sums of all."""
         loss_sum, count = super().evaluate(batch)
         return self.world.sum(loss_sum), self.world.sum(count)
 
 
-class Sharded(Replicated):
+def total(step: Step) -> None:
+    """Sum loss and count over the ranks, once before the update."""
+    totals = step.sum_over_ranks(torch.stack([step.loss_sum, step.count.double()]))
+    step.loss_sum.copy_(totals[0])
+    step.count.copy_(totals[1])
+
+
+def seed(world: World, step: Step, unit: int) -> None:
+    """Let what a module draws (dropout) depend on the micro-batch, not on who computes it nor on how many there are."""
+    torch.manual_seed(hash((step.optim.seed, step.index, unit * world.size + world.rank)) & LOW32)
+
+
+@final
+class Replicated(RankEngine):
+    """Trains one module on all ranks, each of which has all of it (DDP): the gradient is that of one process.
+
+    Attributes:
+        joining: gives the context of a micro-batch, told whether it is the window's last.
+    """
+
+    def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
+        """Build the step on the module's device.
+
+        Args:
+            model: the same on every rank.
+            world: the ranks.
+            micro_batch: rows per micro-batch; None: an even share of the window.
+            others: those of `Resident`.
+        """
+        self.world = world
+        layout = Layout(accumulate=self._accumulate, complete=total)
+        self.step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
+        self.step.recorder = None  # a replay would hold collectives
+        compat.one_graph_under_ddp()
+        # Not gradient_as_bucket_view: gradients are views of the planes already.
+        self.parallel = DistributedDataParallel(_Whole(self.step))
+        # A lambda, since torch refuses annotations that are text.
+        self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
+        # Gradients are summed over ranks with the window's last micro-batch, all at once.
+        self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: (
+            nullcontext() if last else self.parallel.no_sync()
+        )
+        # DDP lays its buckets out anew after a process's first pass, and more than two ranks' numbers are then added in
+        # another order. That pass is over before the first update, so ranks that are started again have the same bits.
+        self.parallel(None, self.step.loss_factor).backward()
+        super().__init__(micro_batch)
+
+    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
+        step.link()
+        for unit, batch in enumerate(batches):
+            seed(self.world, step, unit)
+            with self.joining(unit + 1 == len(batches)):
+                with unlinked(step.planes), step.context():
+                    loss, loss_sum, count = self.parallel(batch, step.loss_factor)
+                if not step.differentiate(loss, loss_sum, count):
+                    # The others wait for this rank's gradient, even if it is all zeros.
+                    self.parallel.module(None, step.loss_factor).backward()
+
+
+@final
+class Sharded(RankEngine):
     """Trains one module on all ranks, each of which has some rows of every parameter (FSDP2).
 
     The tensors of its state are parts of whole ones (`torch.distributed.tensor.DTensor`).
+
+    Attributes:
+        joining: gives the context of a micro-batch, told whether it is the window's last.
+        shards: the module with its loss, of which torch gathers and scatters what is needed.
     """
 
-    step: ShardedStep
-    STEP = ShardedStep
-
-    def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        try:
-            return super()._scored(batch)
-        finally:
-            self.step.root.reshard()  # without a backward pass the root's parameters stay whole
+    def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
+        """Give each rank its rows; the arguments are those of `Replicated`."""
+        self.world, self.shards = world, Shards(world)
+        self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+        layout = self.shards.layout(accumulate=self._accumulate, complete=total)
+        self.step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
+        self.step.recorder = None  # a replay would hold collectives
+        super().__init__(micro_batch)
 
     def load_state(self, state: EngineState) -> None:
-        """See `Resident.load_state`; of whole tensors each rank takes its rows."""
+        """See `Engine.load_state`; of whole tensors each rank takes its rows."""
         own = self.state()
         model, optimizer = OwnRows(state.model, own.model), OwnRows(state.optimizer, own.optimizer)
         super().load_state(EngineState(model, optimizer, state.scalars))
+
+    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
+        step.link()
+        for unit, batch in enumerate(batches):
+            seed(self.world, step, unit)
+            with self.joining(unit + 1 == len(batches)):
+                with unlinked(step.planes), step.context():
+                    loss, loss_sum, count = step.forward(batch, step.loss_factor)
+                if not step.differentiate(loss, loss_sum, count):
+                    raise UsageError(
+                        "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass "
+                        "through all of them: have the loss call the model for rows without targets too, or take "
+                        "train.parallel = ddp"
+                    )
+
+
+class _Whole(nn.Module):
+    """Forward pass and loss of a step as one module; without a batch, a zero that depends on every parameter."""
+
+    def __init__(self, step: Step):
+        super().__init__()
+        self.model = step.model
+        self.__dict__["step"] = step
+
+    def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        if batch is None:
+            # Gradients come from the last parameter to the first, about as those of a real pass do.
+            return torch.cat([each.flatten()[:0] for each in self.parameters() if each.requires_grad]).sum()
+        step: Step = self.__dict__["step"]
+        return step.forward(batch, loss_factor)

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
+from monograph.engine import out_of_memory
 from monograph.ensemble.agreement import computed
 from monograph.ensemble.dropout import Dropout
 from monograph.ensemble.layers import CannotBatch, Layers, Watch, refusal
@@ -22,7 +23,6 @@ from monograph.ensemble.recurrent import KERNELS
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
-from monograph.resident import out_of_memory
 
 _PLAIN, _TENSOR = (bool, int, float, complex, str, bytes, type(None)), object()
 Functions = dict[str, Callable[..., Tensor]]

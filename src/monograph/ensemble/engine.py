@@ -1,4 +1,4 @@
-"""The engine of N members: a `Resident` whose step trains all of them at once.
+"""The engine of N members, whose step trains all of them at once.
 
 Shapes: N members, R rows of a window.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from monograph import compat
+from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import Members
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
 from monograph.ensemble.numbers import optimizers, require_read, seeds
 from monograph.ensemble.stack import Stack
-from monograph.ensemble.step import EnsembleStep, update_whole
+from monograph.ensemble.step import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import unwrapped
@@ -29,14 +30,14 @@ from monograph.graph.remat import Remat
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
-from monograph.resident import Resident
 from monograph.schedule import Schedule, constant
-from monograph.step import Clip, Update
+from monograph.step import Clip, Step, Update
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
 
-class Ensemble(Resident):
+@final
+class Ensemble(Engine):
     """N modules of one structure that run and train as one batched program, each as it would alone.
 
         member i after k windows  =  the same module, trained alone on its windows with its own rate, decay and seed
@@ -97,8 +98,8 @@ class Ensemble(Resident):
         optims = optimizers(optim or AdamW(), names)
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
             require_read(knobs or (), optims[0])  # else a list, or the windows, may have been made from them
-        self._make_step = functools.partial(
-            EnsembleStep,
+        self._make_stacked = functools.partial(
+            Stacked,
             self._call,
             loss=loss,
             optims=optims,
@@ -108,17 +109,23 @@ class Ensemble(Resident):
             remat=remat,
             each=each,
         )
-        self._hold(micro_batch, row_dim=1 if each else 0)
+        # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
+        super().__init__(micro_batch, members=len(members) if each else None, recomputes=False)
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
         self._waiting: Batch | None = None  # for one graph
 
     @functools.cached_property
-    def step(self) -> EnsembleStep:  # type: ignore[override]
+    def stacked(self) -> Stacked:
         """What trains the members; made at first use, with gradients and moments."""
-        step = self._make_step()
+        stacked = self._make_stacked()
         self.stack.relink()
-        return step
+        return stacked
+
+    @property
+    def step(self) -> Step:  # type: ignore[override]
+        """The step of all members."""
+        return self.stacked.step
 
     @property
     def size(self) -> int:
@@ -144,7 +151,7 @@ class Ensemble(Resident):
             UsageError: `each`, and not every tensor has a member axis; `reduce` is none of those.
         """
         if each:
-            self._require_each((inputs, named), "inputs")
+            require_member_axis((inputs, named), self.size, "inputs")
         with self._call.context():
             out = self._infer(inputs, named, each)
         return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
@@ -171,25 +178,11 @@ class Ensemble(Resident):
         """
         return self._call.layers(_run, inputs, named, each=each)
 
-    def _rows(self, window: Batch) -> int:
-        if self._row_dim:
-            self._require_each(window, "windows")
-        return super()._rows(window)
-
-    def _require_each(self, tensors: Any, what: str) -> None:
-        leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        odd = next((leaf for leaf in leaves if leaf.shape[:1] != (self.size,)), None)
-        if odd is not None:
-            raise UsageError(
-                f"each=True: the {what} have a leading member axis, [{self.size}, ...], as every member has its own; "
-                f"one is {list(odd.shape)}"
-            )
-
     def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
         return self._call(_run, inputs, named, each=each)
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
-        """Compile the step in place; see `Resident.capture`.
+        """Compile the step in place; see `Engine.capture`.
 
         Raises:
             UsageError: the scope is not "whole".
@@ -199,7 +192,7 @@ class Ensemble(Resident):
         compat.allow_recurrent()
         # One graph of forward and backward pass has nothing between them to keep or not; a GPU replays micro-steps.
         whole = self._rows(window) <= (self.micro_batch or self._rows(window))
-        self._in_one_graph = whole and self.step.kept_share == 1 and self.step.recorder is None
+        self._in_one_graph = whole and self.stacked.kept_share == 1 and self.step.recorder is None
         reason = super().capture(window, backend, scope)
         if reason and self._in_one_graph:
             self._in_one_graph = False
@@ -211,14 +204,10 @@ class Ensemble(Resident):
             super()._warm(batch)
             return
         step = self.step
-        kept, index = {name: counter.clone() for name, counter in step.counters.items()}, step.index
-        step.frozen.fill_(True)  # so that the update is made and changes nothing
-        try:
-            update_whole(step, batch)
-        finally:
-            step.index = index
-            for name, counter in step.counters.items():
-                counter.copy_(kept[name])
+        with step.counters_kept():
+            self.stacked.frozen.fill_(True)  # so that the update is made and changes nothing
+            self.stacked.update_whole(batch)
+            step.index -= 1
         self._scored(batch)
 
     def accumulate(self, window: Batch) -> None:
@@ -242,7 +231,7 @@ class Ensemble(Resident):
         if window is None:
             return super().update()
         try:
-            return update_whole(self.step, next(self._micro_batches(window)))
+            return self.stacked.update_whole(next(self._micro_batches(window)))
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
                 f"an update of {self.size} members does not fit the device's memory any more, and may have been made "
@@ -250,14 +239,14 @@ class Ensemble(Resident):
             ) from error
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sums of losses, targets) of every member on the same batch, [N] each; see `Resident.evaluate`."""
-        if self.step.each:
+        """(sums of losses, targets) of every member on the same batch, [N] each; see `Engine.evaluate`."""
+        if self.stacked.each:
             batch = {name: tensor.expand(self.size, *tensor.shape).contiguous() for name, tensor in batch.items()}
         return self._scored(batch)
 
     def freeze(self, members: Sequence[int]) -> None:
         """Leave these members as they are from now on."""
-        self.step.frozen[list(members)] = True
+        self.stacked.frozen[list(members)] = True
 
     def member_state(self, member: int) -> EngineState:
         """A member's state as a `Resident` would give it that had trained it alone; a copy.
@@ -273,11 +262,8 @@ class Ensemble(Resident):
             for name, view in plane.views(flat)
         }
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
-        counters = {name: counter[member].tolist() for name, counter in step.of_members.items()}
+        counters = {name: counter.tolist() for name, counter in self.stacked.counters(member).items()}
         return EngineState(model, optimizer, {"index": step.index, **counters})
-
-    def _recompute(self) -> bool:
-        return False  # torch's checkpoint does not run inside of vmap
 
 
 def _built(

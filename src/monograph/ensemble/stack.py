@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, agree, computed
 from monograph.errors import UsageError
-from monograph.step.held import memory
+from monograph.step.layout import memory
 
 AT_A_TIME = 8  # members that are compared before an update
 

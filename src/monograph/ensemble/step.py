@@ -1,4 +1,4 @@
-"""The training step of N members: the step of one, whose tensors have a leading member axis.
+"""The layout of N members: planes, losses, norms and rates have a leading member axis.
 
 Shapes: N members.
 """
@@ -21,20 +21,21 @@ from monograph.graph.remat import Remat
 from monograph.loss import CountedLoss, Loss, counted, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
-from monograph.step import Clip, Step, Update, closed
+from monograph.step import Clip, Layout, Step, Update, closed
 
 
-class EnsembleStep(Step):
+class Stacked:
     """A step in which every member has its own loss, norm, clipping, rate and acceptance: none reads another's.
 
     Attributes:
         members: what it trains.
+        optims: and `schedules`: one for each member.
+        each: whether every member has rows of its own.
         frozen: [N] bool, members that are never updated again.
+        step: trains them.
     """
 
-    CAPTURED: tuple[str, ...] = (*Step.CAPTURED, "whole")
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - those of Ensemble
         self,
         members: Members,
         *,
@@ -46,7 +47,7 @@ class EnsembleStep(Step):
         remat: Remat.Budget,
         each: bool,
     ):
-        """Prepare a step; the arguments are those of `monograph.Ensemble`, one optimizer and one schedule a member."""
+        """Make the step; the arguments are those of `monograph.Ensemble`, one optimizer and one schedule a member."""
         self.members, self.optims, self.schedules, self.each = members, [checked(o) for o in optims], schedules, each
         if precision is not None and precision.name == "fp8":
             raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
@@ -60,102 +61,105 @@ class EnsembleStep(Step):
         device = members.seeds.device
         compat.quiet_layout_of_stacked_gradients()
         self.frozen = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
-        merged = numbers.merged(self.optims, device)
-        super().__init__(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision)
+        # An attribute, since a capture puts a compiled function in its place.
         self.whole: Callable[[Any, Tensor], Tensor] = self._whole
+        layout = Layout(
+            planes=self._planes,
+            captured=lambda step, scope: [*Layout().captured(step, scope), (self, "whole")],
+            context=self._context,
+            rates=self._rates,
+            sums=lambda step, batch: self.sums(batch),
+            targets=self._targets,
+            accumulate=self._accumulate,
+            counters={"frozen": self.frozen, "draw": members.draw},
+            frozen=self.frozen,
+        )
+        merged = numbers.merged(self.optims, device)
+        self.step = Step(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision, layout=layout)
 
-    def laid_out(self) -> list[Plane]:
-        """The stacked parameters in planes [N, size]."""
-        of_members = [optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)]
-        made = planes(trainable(self.model), numbers.kinds(of_members, self.frozen.device), lead=1)
-        return [self.begun(plane) for plane in made]
+    def counters(self, member: int) -> dict[str, Tensor]:
+        """Return one member's counters of the step, 0-d views by name."""
+        own = self.step.layout.counters
+        return {name: counter[member] for name, counter in self.step.counters.items() if name not in own}
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """The precision's context and the members', in which a graph is compiled with its budget.
-
-        Raises:
-            UsageError: something is to be recomputed and nothing is captured.
-        """
-        if self.kept_share < 1 and self.scope == "none" and torch.is_grad_enabled():
-            raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
-        with self.members.context(), super().context(), compat.activations_kept(self.kept_share):
-            yield
-
-    @property
-    def of_members(self) -> dict[str, Tensor]:
-        """The counters of a step, [N] each."""
-        return super().counters
-
-    @property
-    def counters(self) -> dict[str, Tensor]:
-        """Those, who is frozen, and how many passes dropout has seen."""
-        return self.of_members | {"frozen": self.frozen, "draw": self.members.draw}
-
-    def _micro_step(self, batch: Any) -> None:
-        super()._micro_step(batch)
+    def update_whole(self, batch: Any) -> Update:
+        """Do `accumulate(step, [batch])` and `update(step)` in one: where both are captured, in one graph."""
+        step = self.step
+        self.members.stack.require_views(step.index)
+        step.count_window([batch])
+        lr = step.set_lr()
+        with step.context():
+            grad_norm = self.whole(batch, step.loss_factor)
         self.members.draw += 1
+        return closed(step, lr, grad_norm)
 
-    def _whole(self, batch: Any, seed: Tensor) -> Tensor:
+    def _whole(self, batch: Any, loss_factor: Tensor) -> Tensor:
         """Gradient and update of a window of one micro-batch: what is summed over one need not be kept."""
-        buffers = dict(self.model.named_buffers())
+        step = self.step
+        buffers = dict(step.model.named_buffers())
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
             # What a transform is given from outside cannot be written in it, as running means are.
             own = {name: buffer.clone() for name, buffer in buffers.items()}
-            loss_sum, count = self.summed(batch, parameters | own)
-            return self.scaled(loss_sum, seed), (loss_sum.detach(), count, own)
+            loss_sum, count = self.sums(batch, parameters | own)
+            return step.scaled(loss_sum, loss_factor), (loss_sum.detach(), count, own)
 
         # Views that are made here: a graph copies inputs that overlap and are written.
-        parameters = {name: view for plane in self.planes for name, view in plane.views(plane.param)}
+        parameters = {name: view for plane in step.planes for name, view in plane.views(plane.param)}
         grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
             buffer.copy_(written[name])
-        self.loss_sum.copy_(loss_sum)
-        self.count.copy_(count)
-        return self.apply_([torch.cat([grads[slot.name].flatten(1) for slot in p.slots], dim=-1) for p in self.planes])
+        step.loss_sum.copy_(loss_sum)
+        step.count.copy_(count)
+        flat = [torch.cat([grads[slot.name].flatten(1) for slot in p.slots], dim=-1) for p in step.planes]
+        return step.clip_and_apply(flat)
 
-    def summed(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
-        """Losses and targets of the members, [N] each."""
+    # ── the layout ──────────────────────────────────────────────────────────────────────────────
+
+    def _planes(self, step: Step) -> list[Plane]:
+        """Move the stacked parameters into planes [N, size]."""
+        of_members = [optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)]
+        made = planes(trainable(step.model), numbers.kinds(of_members, self.frozen.device), lead=1)
+        return [step.begun(plane) for plane in made]
+
+    @contextmanager
+    def _context(self, step: Step) -> Iterator[None]:
+        """In the block the members are called together, and a graph is compiled with their budget.
+
+        Raises:
+            UsageError: something is to be recomputed and nothing is captured.
+        """
+        if self.kept_share < 1 and step.scope == "none" and torch.is_grad_enabled():
+            raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
+        with self.members.context(), compat.activations_kept(self.kept_share):
+            yield
+
+    def _rates(self, step: Step) -> tuple[float, ...]:
+        pairs = zip(self.optims, self.schedules, strict=True)
+        return tuple(optim.lr * factor_at(schedule, step.index) for optim, schedule in pairs)
+
+    def sums(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
+        """Return losses and targets of the members, [N] each."""
 
         def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-            return pair(self.loss(module, batch))
+            return pair(self.step.loss(module, batch))
 
         loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
         return loss_sum, count
 
-    def count_targets(self, batch: Any) -> Tensor | None:
-        """The targets of each member's batch, [N], if the loss can count them."""
-        if not isinstance(self.loss, CountedLoss):
+    def _targets(self, step: Step, batch: Any) -> Tensor | None:
+        """Return the targets of each member's batch, [N], if the loss can count them."""
+        loss, device = step.loss, step.device
+        if not isinstance(loss, CountedLoss):
             return None
         if not self.each:
-            return counted(self.loss.count(batch), self.device).expand(self.members.stack.size)
-        of_one = self.loss.count
-        count: Tensor = torch.vmap(lambda batch: counted(of_one(batch), self.device))(batch)
+            return counted(loss.count(batch), device).expand(self.members.stack.size)
+        count: Tensor = torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
         return count
 
-    def count_window(self, batches: Sequence[Any]) -> None:
-        """See `Step.count_window`; the members' own parameters are compared, too."""
-        self.members.stack.require_views(self.index)
-        super().count_window(batches)
-
-    def set_lr(self) -> tuple[float, ...]:
-        """Fill in the members' learning rates."""
-        pairs = zip(self.optims, self.schedules, strict=True)
-        lr = tuple(optim.lr * factor_at(schedule, self.index) for optim, schedule in pairs)
-        self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
-        return lr
-
-    def accepts(self, grad_norm: Tensor) -> Tensor:
-        """Which members' gradients make an update."""
-        return super().accepts(grad_norm) & ~self.frozen
-
-
-def update_whole(step: EnsembleStep, batch: Any) -> Update:
-    """`accumulate(step, [batch])` and `update(step)` in one: where both are captured, in one graph."""
-    step.count_window([batch])
-    lr = step.set_lr()
-    with step.context():
-        grad_norm = step.whole(batch, step.seed)
-    step.members.draw += 1
-    return closed(step, lr, grad_norm)
+    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
+        self.members.stack.require_views(step.index)
+        step.link()
+        for batch in batches:
+            step.micro_step(batch)
+            self.members.draw += 1  # the next micro-batch drops other elements

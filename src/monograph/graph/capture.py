@@ -50,7 +50,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     function; load weights and run `trial` before.
 
     Args:
-        step: a `monograph.Step`, of which the functions named in CAPTURED are replaced.
+        step: a `monograph.Step`, of which the functions that its layout names are replaced.
         backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code.
         scope: "whole": each of these functions is one graph. "blocks": one graph that all blocks of the model
             share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
@@ -63,7 +63,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         UsageError: the model has no blocks, or an engine instead of a step.
         CaptureFailed: at the first call of a function that cannot be captured as one graph.
     """
-    if not hasattr(step, "CAPTURED"):
+    if not hasattr(step, "layout"):
         raise UsageError(
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
         )
@@ -74,8 +74,8 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     """The same with another compiler of functions, and nothing replayed."""
-    names = step.CAPTURED if scope == "whole" else step.CAPTURED_BESIDE_BLOCKS
-    new: list[tuple[Any, str, Any]] = [(step, name, compiler(getattr(step, name))) for name in names]
+    named = step.layout.captured(step, scope)
+    new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in named]
     if scope == "blocks":
         new += _parts(step, compiler)
     step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from monograph.compat import quiet_profiler, watched_kernels
 from monograph.device import clock, synchronize
+from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.files import is_folder
 from monograph.measure import trace
@@ -25,7 +26,6 @@ from monograph.measure.bottleneck import Machine, Verdict, verdict
 from monograph.measure.intervals import unwatched
 from monograph.measure.situation import machine_of, situation_of
 from monograph.model.llama import Llama
-from monograph.resident import Resident
 
 UPDATES, WARM = 3, 2
 EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
@@ -59,7 +59,7 @@ class Profile:
 
 
 def profile(
-    engine: Resident, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
+    engine: Engine, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
 ) -> Profile:
     """Train a few updates, some of them watched, and say where their time goes.
 
@@ -81,7 +81,7 @@ def profile(
     quiet_profiler()
     windows = iter(windows)
     first = _next(windows)
-    if not isinstance(engine, Resident) or not isinstance(first, Mapping):
+    if not isinstance(engine, Engine) or not isinstance(first, Mapping):
         raise UsageError(
             f"profile({type(engine).__name__}, windows of {type(first).__name__}): expected a mono.Resident, which "
             "splits windows itself, and windows that are one mapping of names to tensors [rows, ...] each"
@@ -111,7 +111,7 @@ class _Times:
     optimizer_s: float
 
 
-def _watched(engine: Resident, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
+def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
     """Of a few times that some updates were watched, the one that disturbed them least, and what an update took.
 
     A profiler's own memory can make the allocator give back an eager update's, and fetch it again page by page.
@@ -148,7 +148,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     return found
 
 
-def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[_Times]:
+def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
     """Seconds of so many updates, one by one."""
     times = []
     for _ in range(count):
@@ -161,7 +161,7 @@ def _each(engine: Resident, windows: Iterator[Any], count: int) -> list[_Times]:
     return times
 
 
-def _update(engine: Resident, window: Any) -> float:
+def _update(engine: Engine, window: Any) -> float:
     """Seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
     began = clock()
@@ -179,7 +179,7 @@ def _next(windows: Iterator[Any]) -> Any:
 
 
 @contextmanager
-def _spans(engine: Resident) -> Iterator[None]:
+def _spans(engine: Engine) -> Iterator[None]:
     """In the block the loss's head has a span of its own, where it is a function that something outside calls.
 
     Inside one graph of the whole step there is nothing to call.
@@ -219,7 +219,7 @@ def has_kernel(name: str) -> bool:
     return not is_view
 
 
-def _head_rows(engine: Resident, tokens: int) -> int | None:
+def _head_rows(engine: Engine, tokens: int) -> int | None:
     """The vocabulary, where a side of that length tells the head's products from all others: in one graph of a Llama.
 
     Not where another side of a product is as long, of a weight or as many as the `tokens` of a micro-step.

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, mkl_is_slow, synchronize
+from monograph.engine import Engine
 from monograph.graph.matmul import onednn
 from monograph.measure.bottleneck import Machine, Situation
 from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.intervals import Kernel, Operands, Part
-from monograph.resident import Resident
 
 COLD_BYTES = 2**26
 # Seconds in bf16 over those in fp32, of an optimizer without its products: of code that a compiler made for a CPU,
@@ -23,16 +23,14 @@ KINDS = 12  # of products that are timed in bf16, those of most seconds
 ROUNDS = 3  # of a product; the quickest counts
 
 
-def machine_of(engine: Resident) -> Machine:
+def machine_of(engine: Engine) -> Machine:
     """What the engine's device reaches in its dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
     known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
-def situation_of(
-    engine: Resident, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float
-) -> Situation:
+def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
     """How the engine is set up, and what its own products would take in bf16."""
     step, device = engine.step, engine.step.device
     narrow: dict[Part, float] = {}

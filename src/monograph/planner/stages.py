@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.stream import Placement
-from monograph.stream.renewal import DESKS, MOST
+from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
 
 Names = frozenset[str]
@@ -122,7 +122,7 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
 
 
 def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
-    """What a `monograph.stream.slots.Room` for these takes."""
+    """What a `monograph.stream.slots.DeviceBuffer` for these takes."""
     sizes: dict[tuple[Any, torch.dtype], int] = {}
     for guest in guests:
         for key, (numbers, dtype) in guest.items():
@@ -148,7 +148,7 @@ def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on
         for plane in (each for each in planes if not (on_host and each.stays(names))):
             away = [name for name in plane.buffers if name not in names and (gradient or name != GRADIENT)]
             guests += [{name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()]
-    return DESKS * room_bytes(guests)
+    return STAGING_BUFFERS * room_bytes(guests)
 
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:

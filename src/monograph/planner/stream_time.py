@@ -14,10 +14,9 @@ from monograph.measure.roofline import PassTimes
 from monograph.model.llama import Llama
 from monograph.planner.stages import META, Names
 from monograph.planner.tiers import Way
-from monograph.stream import Placement
+from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes
-from monograph.stream.step import StreamedStep
 from monograph.stream.store import GRADIENT, WEIGHTS
 
 MOST_PLAYED = 16  # micro-batches; of more, several are played as one
@@ -122,7 +121,7 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
     with META:
         model = Llama(work.config)
     clock = Clock(link)
-    step = StreamedStep(
+    engine = Streamed(
         model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), lanes=Lanes(clock),
         placement=replace(placement, device=META),
     )  # fmt: skip
@@ -133,4 +132,4 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
         math.ceil(work.rows * work.length * several), work.config.hidden_size,
         dtype=Precision(work.precision).dtype, device=META,
     )  # fmt: skip
-    return pretended(step, clock, Costs(**costs), state, played)
+    return pretended(engine, clock, Costs(**costs), state, played)

@@ -16,8 +16,8 @@ from monograph.ops.cross_entropy import chunk_count
 from monograph.planner.stages import ORIGIN, Names, PlaneShape, Stages, desks_bytes, slots_bytes, turns_bytes
 from monograph.stream import Placement
 from monograph.stream.boundaries import RINGS
+from monograph.stream.chunked_update import MOST
 from monograph.stream.placement import When, Where
-from monograph.stream.renewal import MOST
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
 Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, of "device", "host" and "disk"

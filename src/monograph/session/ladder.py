@@ -15,6 +15,7 @@ from monograph import planner
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle, default_device, describe, synchronize
+from monograph.engine import Engine
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph import capture as graph
@@ -23,7 +24,6 @@ from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.loop import train
 from monograph.measure.memory import reset_peak_memory
-from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import choices
@@ -211,7 +211,7 @@ class Ladder:
             stage.result = f"{found.tokens_per_s:,.0f} tok/s"
         return found
 
-    def _scored(self, engine: Resident) -> Evaluation | None:
+    def _scored(self, engine: Engine) -> Evaluation | None:
         """The same held-out rows, whatever was trained on, by the model as it is without its graphs."""
         rows = self.texts["packed"].held_out
         if not len(rows):

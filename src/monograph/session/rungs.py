@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from monograph.engine import Engine
 from monograph.evaluation import Evaluation
 from monograph.loss import TokenLoss
 from monograph.optim import Plane, planes, trainable
-from monograph.resident import Resident
-from monograph.step import Step
+from monograph.step import Layout, Step
 
 FEWER = 4  # times the rows of a micro-batch, where more of them are accumulated
 ADAPTER_RANK = 16
@@ -120,26 +120,29 @@ class Climbed:
         return self.tokens / self.cpu_s
 
 
-class Unfused(Step):
-    """A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds."""
-
-    CAPTURED = ("forward", "evaluate")
-    CAPTURED_BESIDE_BLOCKS = ()
-
-    def laid_out(self) -> list[Plane]:
-        """A plane for each parameter."""
-        kinds, made = self.optim.kinds(self.model), list[Plane]()
-        for name, parameter in trainable(self.model).items():
-            [plane] = planes({name: parameter}, kinds, self.optim.state)
-            plane.number = len(made)
-            made.append(self.begun(plane))
-        return made
+def _apart(step: Step) -> list[Plane]:
+    """Make a plane of each parameter."""
+    kinds, made = step.optim.kinds(step.model), list[Plane]()
+    for name, parameter in trainable(step.model).items():
+        [plane] = planes({name: parameter}, kinds, step.optim.state)
+        plane.number = len(made)
+        made.append(step.begun(plane))
+    return made
 
 
-def unfuse(engine: Resident) -> None:
+def _but_the_update(step: Step, scope: str) -> list[tuple[Any, str]]:
+    return [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
+
+
+# A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds.
+UNFUSED = Layout(planes=_apart, captured=_but_the_update)
+
+
+def unfuse(engine: Engine) -> None:
     """Give an engine that is not captured yet a step whose loss makes all logits at once, and an unfused update."""
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
-    engine.step = Unfused(
-        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat
-    )
+    engine.step = Step(
+        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat,
+        layout=UNFUSED,
+    )  # fmt: skip

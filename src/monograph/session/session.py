@@ -19,6 +19,7 @@ from monograph.data.place import calibration_file
 from monograph.device import clock, describe
 from monograph.distributed.checkpoint import not_finite, save
 from monograph.distributed.world import World
+from monograph.engine import Engine
 from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
 from monograph.graph.frozen import parameter_count
@@ -31,7 +32,6 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.planner import Candidate
-from monograph.resident import Resident
 from monograph.run.adapters import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -72,7 +72,7 @@ class Session:
     settings: Settings
     recipe: Recipe
     corpus: Corpus
-    engine: Resident
+    engine: Engine
     batches: Batches
     length: int = 0
     compile_s: float = 0.0

@@ -13,6 +13,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, describe
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World
+from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
@@ -216,7 +217,7 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
     return model.config if isinstance(model, Llama) else None
 
 
-def make_engine(made: Made, device: torch.device, world: World | None = None) -> Resident:
+def make_engine(made: Made, device: torch.device, world: World | None = None) -> Engine:
     """The engine of one model, whose weights are on the device or come to it.
 
     Raises:

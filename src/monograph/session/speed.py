@@ -10,11 +10,11 @@ from torch import Tensor
 from monograph.data.place import calibration_file
 from monograph.device import clock, describe, synchronize
 from monograph.distributed.world import World
+from monograph.engine import Engine
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.memory import LiveBytes, peak_memory_bytes
 from monograph.model.llama import Llama
-from monograph.resident import Resident
 from monograph.run.adapters import lora_of
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
@@ -31,7 +31,7 @@ def calibrate(session: Session) -> float:
         return float(session.world.agreed(seconds_per_update(engine, lambda: engine.rehearse(window), session.world)))
 
 
-def seconds_per_update(engine: Resident, update: Callable[[], object], world: World | None = None) -> float:
+def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
     """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
 
     A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.

@@ -1,23 +1,29 @@
-"""What becomes of a large gradient: it is scaled down, and an update that stands out is not made.
+"""An update, as arithmetic on tensors: clip a gradient, skip what stands out, update a plane, say what was done.
 
 Shapes: W updates that are remembered; a leading axis of members, where there are some.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.errors import UsageError
+from monograph.graph.precision import Precision
+from monograph.ops.once import once
+from monograph.optim import Optimizer, Plane, settled, update_
 from monograph.ranges import ABOVE_0
 
 WINDOW = 128
 SIGMAS = 6.0
 # The median of distances from the median, times this, estimates a normal distribution's standard deviation.
 _NORMAL = 1.4826
-# Below these a deviation is none: of the norm's logarithm, and of the loss as a share of it.
+# A run that has converged hardly varies, and any small step would stand out of it: so a deviation counts as this much
+# at least, of the norm's logarithm, and of the loss as a share of it.
 _LEAST = 0.05, 0.01
 _SMALLEST_NORM = 1e-300
 
@@ -25,11 +31,11 @@ _SMALLEST_NORM = 1e-300
 class Clip(NamedTuple):
     """How large a gradient may be.
 
-    An update is skipped, if `skip_spikes` says so, whose loss and whose gradient's norm both lie further above the
-    medians of the last 128 applied updates than six deviations. A deviation is 1.4826 times the median distance from
-    the median, of the loss and of the norm's logarithm, but at least 1 % of the loss and 5 % of the norm. Skipped
-    updates are never remembered, so that no number of them, finite or not, widens what is accepted; the 128 are part of
-    the state. Source of the rule by both: OLMo-core's SkipStepOptimizer, which has mean and standard deviation.
+    With `skip_spikes` an update is skipped whose loss and whose gradient's norm both lie further above the medians of
+    the last 128 applied updates than six deviations. A deviation is 1.4826 times the median distance from the median,
+    of the loss and of the norm's logarithm, but at least 1 % of the loss and 5 % of the norm. Skipped updates are never
+    remembered, so that no number of them, finite or not, widens what is accepted; the 128 are part of the state. The
+    rule by both numbers is that of OLMo-core's SkipStepOptimizer, which takes mean and standard deviation.
 
     Attributes:
         norm: largest Euclidean norm of an update's gradient; a longer one is scaled down to it.
@@ -41,7 +47,7 @@ class Clip(NamedTuple):
 
     @classmethod
     def of(cls, given: float | Clip | None) -> Clip | None:
-        """What an engine was given, checked.
+        """Return what an engine was given as a `Clip`.
 
         Raises:
             UsageError: a norm that is not above 0.
@@ -53,21 +59,25 @@ class Clip(NamedTuple):
 
 
 def looked_at(grad_norm: Tensor, loss: Tensor) -> Tensor:
-    """What is remembered of an update, fp64 [2]: its norm's logarithm, and its loss."""
+    """Return what is remembered of an update, fp64 [2]: the logarithm of its norm, and its loss."""
+    # Norms are compared by ratio: a gradient ten times as long is as odd early in a run as it is late.
     return torch.stack([grad_norm.clamp_min(_SMALLEST_NORM).log(), loss], dim=-1)
 
 
 def stands_out(found_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
-    """Whether an update is a spike beside the last W applied ones, bool; before there are so many, none is."""
+    """Return whether an update is a spike compared with the last W applied ones, bool; false before there are W."""
+    # Medians, since a spike that was let through would move a mean and a standard deviation far more than them.
     middle_2 = _median(recent_2W)
     deviation_2 = _NORMAL * _median((recent_2W - middle_2.unsqueeze(-1)).abs())
     norm, loss = deviation_2.unbind(-1)
     least_2 = torch.stack([norm.clamp_min(_LEAST[0]), loss.maximum(_LEAST[1] * middle_2[..., 1].abs())], dim=-1)
+    # Both have to stand out: a hard batch has a high loss alone, and a rare token a long gradient alone.
     return (found_2 - middle_2 > SIGMAS * least_2).all(-1) & (applied >= WINDOW)
 
 
 def remember_(recent_2W: Tensor, found_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
     """Put an applied update, the `applied`-th from 0, in the place of the oldest."""
+    # By a mask instead of an index: `applied` is on the device, and to index by it would be a read by the host.
     here_W = torch.arange(WINDOW, device=applied.device) == (applied % WINDOW).unsqueeze(-1)
     here_1W = (here_W & accepted.unsqueeze(-1)).unsqueeze(-2)
     recent_2W.copy_(torch.where(here_1W, found_2.unsqueeze(-1), recent_2W))
@@ -75,3 +85,75 @@ def remember_(recent_2W: Tensor, found_2: Tensor, applied: Tensor, accepted: Ten
 
 def _median(values_W: Tensor) -> Tensor:
     return values_W.sort(dim=-1).values[..., (WINDOW - 1) // 2]
+
+
+def squares(plane: Plane, grad: Tensor) -> list[Tensor]:
+    """Return the sum of squares of each of the plane's parts, fp64."""
+    # Part by part, so that the norm has the same bits whether a plane lies in one piece or in stages.
+    parts = grad.split(plane.parts, dim=-1)
+    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts)
+    return [norm.square().reshape(grad.shape[:-1]) for norm in norms]  # torch 2.11 keeps a dimension of one number
+
+
+def update_plane(
+    plane: Plane,
+    total: Tensor,
+    scale: Tensor,
+    accepted: Tensor,
+    *,
+    optim: Optimizer,
+    precision: Precision,
+    lr: Tensor,
+    applied: Tensor,
+) -> None:
+    """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
+    grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
+    compute = precision.products(grad.dtype)
+    update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
+    settle_(plane.param, precision)
+
+
+def settle_(param: Tensor, precision: Precision) -> None:
+    """Let fp32 weights that are computed with in bf16 be what `monograph.optim.split` can keep in 32 bits.
+
+    Resident engines do it too, though they split nothing: streamed weights are then theirs to the bit.
+    """
+    if precision.rounds and param.dtype == torch.float32:
+        param.copy_(settled(param))
+
+
+def largest(dtype: torch.dtype) -> float:
+    """Return the largest number whose square is finite in the dtype of gradients and moments, at least fp32."""
+    return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
+
+
+def reciprocal(count: Tensor) -> Tensor:
+    """Return 1 / count in fp64, and 1 where the count is 0."""
+    return 1.0 / torch.where(count == 0, 1.0, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
+
+    Of an ensemble the tensors are [N], one number for each member, and so many are the learning rates.
+
+    Attributes:
+        index: 0, 1, ...: how many updates came before.
+        loss: mean loss per target over the whole window, fp64.
+        count: sum of the loss's counts over the window, fp64: how many targets, or the sum of their weights.
+        lr: learning rate of this update.
+        grad_norm: Euclidean norm of the gradient before clipping, fp64.
+        tokens: targets trained on since the start, this window included, int64; where counts are sums of weights, each
+            window's is rounded.
+        skipped: updates skipped since the start because the loss, the gradient, the count or the rate was not finite,
+            or the window had no target, int64.
+    """
+
+    index: int
+    loss: Tensor
+    count: Tensor
+    lr: float | tuple[float, ...]
+    grad_norm: Tensor
+    tokens: Tensor
+    skipped: Tensor

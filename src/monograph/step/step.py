@@ -2,47 +2,49 @@
 
     gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
 
-which is the large batch's gradient for any split into micro-batches. The host reads no tensor here.
+which is the large batch's gradient for any split into micro-batches. The host reads no tensor here. What is done
+otherwise where parameters are stacked, streamed or sharded is the step's `Layout`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph import fp8, recompute, siblings
-from monograph.graph.inspect import parts, unwrapped
-from monograph.graph.lora import kept_state
+from monograph.graph import fp8, recompute
+from monograph.graph.inspect import unwrapped
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import CountedLoss, Loss, counted, pair, token_loss
-from monograph.optim import (
-    AdamW,
-    Optimizer,
-    Plane,
-    checked,
-    hidden_matrices,
-    planes,
-    trainable,
-    unlinked,
+from monograph.loss import CountedLoss, Loss, token_loss
+from monograph.optim import AdamW, Optimizer, Plane, checked, hidden_matrices, initialise, unlinked
+from monograph.schedule import Schedule, constant
+from monograph.step.clip import (
+    WINDOW,
+    Clip,
+    Update,
+    largest,
+    looked_at,
+    reciprocal,
+    remember_,
+    settle_,
+    squares,
+    stands_out,
+    update_plane,
 )
-from monograph.schedule import Schedule, constant, factor_at
-from monograph.step.clip import WINDOW, Clip
-from monograph.step.deciding import Deciding, largest, reciprocal
-from monograph.step.held import Held
-from monograph.step.result import Update
+from monograph.step.layout import Held, Layout
 
 DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
 
 
-class Step(Deciding):
+@final
+class Step:
     """A module, its loss and its optimizer, ready to step: `step(window) -> Update`.
 
     The module's trainable parameters become views of flat planes (see `monograph.optim`), so move it and load its
@@ -50,15 +52,18 @@ class Step(Deciding):
     gradient depends on how the window is cut.
 
     Attributes:
+        lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
+            updates so far. 0-d tensors on the device, or [N] of N members.
+        loss_factor: what a micro-batch's loss is multiplied by: the loss scale / the window's targets.
+        largest: neither the rate nor the norm of a gradient that is applied may be above it, or moments and weights
+            could overflow.
+        recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
         recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
             None: it is called every time.
         announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
-    CAPTURED: tuple[str, ...] = ("forward", "apply", "evaluate")
-    CAPTURED_BESIDE_BLOCKS: tuple[str, ...] = ("apply",)
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a user says, and what an engine does otherwise
         self,
         model: nn.Module,
         *,
@@ -69,6 +74,7 @@ class Step(Deciding):
         precision: Precision | None = None,
         remat: Policy | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
+        layout: Layout = Layout(),  # noqa: B008 - it never changes
     ):
         """Prepare a step.
 
@@ -85,10 +91,11 @@ class Step(Deciding):
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
+            layout: what an engine does otherwise.
         """
         _check(model=model, loss=loss, schedule=schedule, precision=precision, remat=remat)
-        self.model, self.loss, self.clip, self.sum_over_ranks = unwrapped(model), loss, Clip.of(clip), sum_over_ranks
-        self.optim = checked(optim or AdamW())
+        self.model, self.loss, self.clip, self.layout = unwrapped(model), loss, Clip.of(clip), layout
+        self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
         self.schedule, self.precision = schedule or constant(), precision or Precision()
         if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
             name = self.precision.name
@@ -97,8 +104,8 @@ class Step(Deciding):
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
         self.settled_for: bool | None = None
-        self.planes = self.laid_out()
-        self.device = self.place()
+        self.planes = layout.planes(self)
+        self.device = layout.device or self.planes[0].param.device
         self.index, self.holds_average = 0, False
         of_members = self.planes[0].param.shape[:-1]
         zeros = functools.partial(torch.zeros, of_members, device=self.device)
@@ -110,13 +117,15 @@ class Step(Deciding):
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
         # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.seed = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
+        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
+        # Attributes, since a capture puts compiled functions in their place.
         self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
         self.apply: Callable[[], Tensor] = self._apply
+        self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
         self.held = Held(self.model, self.planes)
 
     def __call__(self, window: Iterable[Any]) -> Update:
@@ -124,66 +133,40 @@ class Step(Deciding):
         accumulate(self, window)
         return update(self)
 
-    # An ensemble's step differs from one model's in what follows, up to `accepts`.
+    # ── state ───────────────────────────────────────────────────────────────────────────────────
 
-    def laid_out(self) -> list[Plane]:
-        """The trainable parameters in planes."""
-        in_order = siblings.side_by_side(self.model, trainable(self.model))
-        made = planes(in_order, self.optim.kinds(self.model), self.optim.state, parts=parts(self.model))
-        siblings.settle(self.model)
-        return [self.begun(plane) for plane in made]
+    def begun(self, plane: Plane) -> Plane:
+        """Return the plane as it is before the first update."""
+        settle_(plane.param, self.precision)
+        initialise(plane, self.optim)
+        return plane
 
-    def place(self) -> torch.device:
-        """Where it computes."""
-        return self.planes[0].param.device
+    def link(self) -> None:
+        """Let gradients be added to the planes'."""
+        for plane in self.planes:
+            plane.link()
 
-    def context(self) -> AbstractContextManager[None]:
-        """The context in which the loss is called."""
-        return self.precision.context(self.device.type)
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """The tensors that the updates write and a run's state holds, by name."""
+        names = ["applied", "tokens", "skipped"]
+        names += ["loss_scale", "good"] if self.precision.scaled else []
+        names += ["recent"] if self.clip and self.clip.skip_spikes else []
+        return {name: getattr(self, name) for name in names} | {**self.layout.counters}
 
-    def set_lr(self) -> float | tuple[float, ...]:
-        """Fill in the learning rate of the present update, and return it."""
-        lr = self.optim.lr * factor_at(self.schedule, self.index)
-        self.lr.fill_(lr)
-        return lr
-
-    def summed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The batch's loss and its targets."""
-        return pair(self.loss(self.model, batch))
-
-    def count_targets(self, batch: Any) -> Tensor | None:
-        """The batch's targets if the loss can count them without a forward pass."""
-        return counted(self.loss.count(batch), self.device) if isinstance(self.loss, CountedLoss) else None
-
-    def count_window(self, batches: Sequence[Any]) -> None:
-        """Fill in the factor of the window's losses, from its targets if they can be counted before.
-
-        Raises:
-            UsageError: the module's parameters are not those any more that the step was made of.
-        """
-        self.held.require()
-        counts = [self.count_targets(batch) for batch in batches]
-        total = torch.ones((), device=self.device)
-        if batches and counts[0] is not None:
-            total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
-        self.seed.copy_(reciprocal(total) * self.loss_scale)
-
-    def settle(self, batch: Any) -> None:
-        """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
-        captured = self.scope != "none"
-        if self.settled_for != captured:
-            with self.context():
-                recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
-            self.settled_for = captured
-
-    def state(self) -> dict[str, Tensor]:
-        """The model's tensors that training changes, by name; tied ones once."""
-        return kept_state(self.model)
+    @contextmanager
+    def counters_kept(self) -> Iterator[None]:
+        """Whatever updates are made in the block, afterwards the counters are what they were."""
+        kept = {name: counter.clone() for name, counter in self.counters.items()}
+        try:
+            yield
+        finally:
+            for name, counter in self.counters.items():
+                counter.copy_(kept[name])
 
     def discard(self) -> None:
         """Forget what was accumulated since the last update."""
-        for plane in self.planes:
-            plane.grad.zero_()
+        self.layout.discard(self)
         self.loss_sum.zero_()
         self.count.zero_()
 
@@ -196,6 +179,7 @@ class Step(Deciding):
         if self.optim.ema is None or self.holds_average:
             yield
             return
+        self.layout.at_rest(self, True)
         trained = [plane.param.clone() for plane in self.planes]
         try:
             self.holds_average = True
@@ -203,6 +187,7 @@ class Step(Deciding):
                 plane.param.copy_(plane.state["ema"])
             yield
         finally:
+            self.layout.at_rest(self, True)  # before an average that is under way elsewhere is written over
             for plane, param in zip(self.planes, trained, strict=True):
                 plane.param.copy_(param)
             self.holds_average = False
@@ -210,18 +195,59 @@ class Step(Deciding):
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
         """The module as it can be called on its own, all of its weights in one place. Only to look at."""
-        yield self.model
+        with self.layout.assembled(self) as whole:
+            yield whole
+
+    # ── before the gradient ─────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The context in which the loss is called."""
+        with self.layout.context(self), self.precision.context(self.device.type):
+            yield
+
+    def set_lr(self) -> float | tuple[float, ...]:
+        """Fill in the learning rate of the present update, and return it."""
+        lr = self.layout.rates(self)
+        if isinstance(lr, tuple):
+            self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
+        else:
+            self.lr.fill_(lr)
+        return lr
+
+    def count_window(self, batches: Sequence[Any]) -> None:
+        """Fill in the factor of the window's losses, from its targets if they can be counted before.
+
+        Raises:
+            UsageError: the module's parameters are not those any more that the step was made of.
+        """
+        self.held.require()
+        counts = [self.layout.targets(self, batch) for batch in batches]
+        total = torch.ones((), device=self.device)
+        if batches and counts[0] is not None:
+            total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
+        self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
+
+    def settle(self, batch: Any) -> None:
+        """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
+        captured = self.scope != "none"
+        if self.settled_for != captured:
+            with self.context():
+                recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
+            self.settled_for = captured
+
+    # ── the gradient ────────────────────────────────────────────────────────────────────────────
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
         with unlinked(self.planes), self.context():
-            loss, loss_sum, count = self.run(batch)
-        self.differentiate(loss, count)
-        self.loss_sum += loss_sum
-        self.count += count
+            loss, loss_sum, count = self.forward(batch, self.loss_factor)
+        self.differentiate(loss, loss_sum, count)
 
-    def differentiate(self, loss: Tensor, count: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss; a constant loss has none, as without targets it may be.
+    def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
+        """Add a micro-batch's gradient, loss and count; return whether it has a gradient.
+
+        A constant loss has none, as without targets it may be.
 
         Raises:
             UsageError: the loss is a constant, and there are targets.
@@ -233,44 +259,84 @@ class Step(Deciding):
                 "the loss does not depend on any trainable parameter: return its sum as the model's operations give "
                 "it, without .item(), .detach(), torch.no_grad() or a new tensor made of it"
             )
-        else:
-            self.add_no_gradient()
+        self.loss_sum += loss_sum
+        self.count += count
+        return loss.requires_grad
 
-    def add_no_gradient(self) -> None:
-        """A hook for ranks, which have to meet in every backward pass."""
+    # What the layout's `captured` names is replaced by compiled functions. They are called in the step's context:
+    # autocast entered inside a captured function keeps it out of torch's cache between runs.
 
-    def run(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """(what is differentiated, loss, count) of a micro-batch."""
-        return self.forward(batch, self.seed)
-
-    # The functions named in CAPTURED are what `graph.capture` replaces by compiled ones. They are called in the step's
-    # context: autocast entered inside a captured function keeps it out of torch's cache between runs.
-
-    def _forward(self, batch: Any, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, count = self.summed(batch)
-        return self.scaled(loss_sum, seed), loss_sum.detach(), count
-
-    def scaled(self, loss_sum: Tensor, seed: Tensor) -> Tensor:
-        """What is differentiated: the loss times its factor, of all members."""
-        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
-        return (wide * seed.view_as(wide).to(wide.dtype)).sum()
+    def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss_sum, count = self.layout.sums(self, batch)
+        return self.scaled(loss_sum, loss_factor), loss_sum.detach(), count
 
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return self.summed(batch)
+        return self.layout.sums(self, batch)
+
+    def scaled(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
+        """Return what is differentiated: the loss times its factor, summed over all members."""
+        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
+        return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
+
+    # ── the update ──────────────────────────────────────────────────────────────────────────────
 
     def _apply(self) -> Tensor:
-        grad_norm = self.apply_([plane.grad for plane in self.planes])
+        grad_norm = self.clip_and_apply([plane.grad for plane in self.planes])
         for plane in self.planes:
             plane.grad.zero_()
         return grad_norm
 
-    def apply_(self, grads: Sequence[Tensor]) -> Tensor:
-        """Clip and apply the summed gradients, [size] for each plane; returns their norm before clipping."""
-        squares = [each for plane, grad in zip(self.planes, grads, strict=True) for each in self.squares(plane, grad)]
-        grad_norm, scale, accepted = self.decide(squares)
-        for plane, total in zip(self.planes, grads, strict=True):
-            self.renew(plane, total, scale, accepted)
+    def clip_and_apply(self, grads: Sequence[Tensor]) -> Tensor:
+        """Clip and apply the summed gradients, [size] for each plane; return their norm before clipping."""
+        filled = [(plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()]
+        grad_norm, scale, accepted = self.decide([part for pair in filled for part in self.squares(*pair)])
+        for plane, total in filled:
+            self.update_plane(plane, total, scale, accepted)
         return grad_norm
+
+    def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Decide on an update by the squares of all parts, and count it.
+
+        Returns:
+            The gradient's norm before clipping, the factor of the summed gradient, and whether it is applied.
+        """
+        scale = self.unscaled()
+        grad_norm = self.layout.add_squares(squares).sqrt() * scale
+        longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
+        accepted = grad_norm.isfinite() & self.accepts(longest)
+        if self.clip is not None and self.clip.skip_spikes:
+            numbers = looked_at(grad_norm, self.loss_sum / self.count)
+            accepted = accepted & ~stands_out(numbers, self.recent, self.applied)
+            remember_(self.recent, numbers, self.applied, accepted)
+        if self.clip is not None:
+            scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
+        self.applied.add_(accepted)
+        self.tokens.add_(torch.where(accepted, self.count, 0.0).round().to(torch.int64))
+        self.skipped.add_(~accepted)
+        if self.precision.scaled:
+            self.precision.rescale_(self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted)
+        return grad_norm, scale, accepted
+
+    def unscaled(self) -> Tensor:
+        """Return the factor that makes the summed gradient, as it lies in the planes, that of the mean loss."""
+        counted = isinstance(self.loss, CountedLoss)
+        return (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
+
+    def accepts(self, grad_norm: Tensor) -> Tensor:
+        """Return whether a gradient of this norm, after clipping, makes an update, bool.
+
+        What is compared is false of NaN, so that a number that is none anywhere refuses the update.
+        """
+        counts = (self.count > 0) & self.count.isfinite()
+        fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest) & self.loss_sum.isfinite() & counts
+        return fine if self.layout.frozen is None else fine & ~self.layout.frozen
+
+    def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+        """Update a plane by its summed gradient."""
+        update_plane(
+            plane, total, scale, accepted,
+            optim=self.optim, precision=self.precision, lr=self.lr, applied=self.applied,
+        )  # fmt: skip
 
 
 def _check(**given: Any) -> None:
@@ -302,12 +368,12 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
     batches = list(window)
     with all_or_nothing(step):
+        # All targets of the window before its first backward pass: each loss is then divided by their number at once,
+        # and gradients need no second pass.
         step.count_window(batches)
-        for plane in step.planes:
-            plane.link()
         for batch in batches:
             step.settle(batch)
-            step.micro_step(batch)
+        step.layout.accumulate(step, batches)
 
 
 def update(step: Step) -> Update:
@@ -317,6 +383,7 @@ def update(step: Step) -> Update:
     state; the device decides, and `Update.skipped` counts.
     """
     with all_or_nothing(step):
+        step.layout.complete(step)
         return closed(step, step.set_lr(), step.apply())
 
 

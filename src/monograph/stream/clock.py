@@ -1,8 +1,8 @@
 """A clock instead of a device: the walk that trains, timed on tensors without data.
 
 Each lane has a time of its own. A piece of work begins when its lane is free and what it waits for is done; a copy
-lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, desks, boundaries, lanes and their waits
-are those that train, so the schedule under test is the one that is timed.
+lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, staging buffers, boundaries, lanes and
+their waits are those that train, so the schedule under test is the one that is timed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from monograph.optim import Plane
+from monograph.step import Step
+from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
 from monograph.stream.passes import Passes
-from monograph.stream.step import StreamedStep
 from monograph.stream.store import Stage
 
 UPDATES = 2  # that are played; the last one's length is that of all further ones
@@ -134,7 +135,7 @@ class Clock:
 class Pretend(Passes):
     """Passes that compute nothing, and how long they would have taken."""
 
-    def __init__(self, step: StreamedStep, clock: Clock, costs: Costs, state: Tensor):
+    def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
         """`state` is like what goes from stage to stage of a micro-batch, on the meta device."""
         super().__init__(step)
         self.clock, self.costs, self.state = clock, costs, state
@@ -163,28 +164,29 @@ class Pretend(Passes):
         """Takes `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
-    def renew_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+    def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Takes `number_s` a number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
-    def renew_at_home(self, plane: Plane, rest: Tensor | None) -> None:
+    def update_on_host(self, plane: Plane, rest: Tensor | None) -> None:
         """Takes `host_number_s` a number."""
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
-def pretended(step: StreamedStep, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
+def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
     """An update of a model in the middle of its training.
 
     Args:
-        step: of a model on the meta device, its lanes run by the clock.
+        engine: of a model on the meta device, its lanes run by the clock.
         clock: its times are those of the last update afterwards.
         costs: of a micro-batch.
         state: what goes from stage to stage of a micro-batch, [B, T, D] on the meta device.
         micro_batches: of an update.
     """
-    walk = step.walk
-    walk.passes = pretend = Pretend(step, clock, costs, state)
-    step.renew_part, walk.updates.at_home.renew_part = pretend.renew_part, pretend.renew_at_home  # type: ignore[method-assign]
+    walk, updates = engine.walk, engine.walk.updates
+    walk.passes = pretend = Pretend(engine.step, clock, costs, state)
+    updates.update_part = pretend.update_part  # type: ignore[method-assign]
+    updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
     with torch.device("meta"):  # also what is kept on the host
         for _ in range(UPDATES):

@@ -8,7 +8,7 @@ is allocated on:
                       `Boundaries.passed`). The allocator hands it on to work that comes later in that lane.
     what is new       its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
                       `fetch`), so copies wait for what that lane did with the memory before.
-    all the rest      planes, slots and desks live as long as the walk, whose construction ends in `finish`.
+    all the rest      planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
 
 The host's thread waits for events of streams. No stream waits for the host: what has to is launched when the host is
 done, by a caller that waits for it. So what was launched ends whatever the host does, and nobody waits for ever. The

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 from torch import Tensor, nn
 
-from monograph.errors import OutOfDeviceMemory
+from monograph.engine import Engine, out_of_memory
+from monograph.errors import InputRefused, MonographError, OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
+from monograph.graph.inspect import buffers_kept, running
+from monograph.graph.lora import adapters, kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
-from monograph.graph.trial import Trial
-from monograph.loop import EngineState
+from monograph.graph.trial import Trial, said
 from monograph.loss import Batch, Loss, token_loss
-from monograph.optim import Optimizer
-from monograph.resident import Resident, out_of_memory
+from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
-from monograph.step import Clip
+from monograph.step import Clip, Layout, Step
+from monograph.step.step import all_or_nothing
+from monograph.stream.chunked_update import HALF_DONE
+from monograph.stream.cuda import executor
 from monograph.stream.lanes import Lanes
 from monograph.stream.placement import Placement
-from monograph.stream.renewal import HALF_DONE
-from monograph.stream.step import StreamedStep
-from monograph.stream.store import Stored
-from monograph.stream.trial import streamed_trial
+from monograph.stream.store import stored
+from monograph.stream.walk import Walk
 
 
-class Streamed(Resident):
+@final
+class Streamed(Engine):
     """Trains a module whose weights, gradients and optimizer state need not fit on the device, to the same bits.
 
     The module is run stage by stage, all micro-batches of a window through one stage before the next: see
     `monograph.stream.walk`. It needs `begin`, `end`, `parts_before` and `parts_after`, as `monograph.Llama` has them.
     Losses, norms, weights and moments are those of `Resident` with the same arguments; weights that two stages share
     (tied embeddings) may differ in their last bit.
-    """
 
-    step: StreamedStep
+    Attributes:
+        placement: where buffers live.
+        store: the stages, whose planes are the step's.
+        walk: takes micro-batches through them.
+    """
 
     def __init__(  # noqa: PLR0913 - those of Resident, and two
         self,
@@ -65,13 +73,28 @@ class Streamed(Resident):
             placement: where buffers live and when weights are updated; all on the host by default, in a sweep.
             lanes: what copies and computes.
         """
-        self.step = StreamedStep(
-            model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat,
-            placement=placement, lanes=lanes,
-        )  # fmt: skip
-        self._hold(micro_batch)
-
-    # ── what is done stage by stage ─────────────────────────────────────────────────────────────
+        self.placement = placement or Placement()
+        _require_streamable(model, self.placement, clip, optim or AdamW())
+        layout = Layout(
+            device=self.placement.device,
+            planes=self._stored,
+            captured=self._captured_functions,
+            accumulate=lambda step, batches: self._walk_through(batches),
+            complete=lambda step: self.walk.flush(),  # an update that still waits is made with its own rate
+            discard=lambda step: self.walk.discard(),
+            score=self._score,
+            at_rest=self._at_rest,
+            weights=self._weights,
+            take_weights=self._take_weights,
+            assembled=self._assembled,
+        )
+        self.step = Step(
+            model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
+        )
+        self.step.recorder = None  # a replay would hold copies that are each update's own
+        self.walk = Walk(self.step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
+        self.step.apply = self.walk.update
+        super().__init__(micro_batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.
@@ -79,31 +102,9 @@ class Streamed(Resident):
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit, or one when some weights were updated already.
         """
-
-        def attempt() -> None:
-            try:
-                self.step.accumulate(list(self._micro_batches(window)))
-            except RuntimeError as error:
-                if self.step.walk.updates.repeatable or not out_of_memory(error):
-                    raise
-                self.step.walk.updates.failed = OutOfDeviceMemory(
-                    f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
-                )
-                raise self.step.walk.updates.failed from error
-
-        self._fitting(window, attempt)
-
-    @property
-    def model(self) -> nn.Module:
-        """The original module, its parameters at home and up to date; of split weights they are the bf16 roundings."""
-        self.step.at_home()
-        return self.step.model
-
-    def rehearse(self, window: Batch) -> None:
-        """See `Resident.rehearse`."""
-        self.step.loss_sum.fill_(math.nan)  # what is updated in the backward pass is then refused
-        super().rehearse(window)
-        self.step.at_home()
+        if self.placement.when == "backward" and not self.walk.fresh:
+            raise UsageError("weights that are updated during the backward pass take one window an update")
+        super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:
         """One eager pass of the first micro-batch, there and back; weights and state stay as they are.
@@ -112,39 +113,131 @@ class Streamed(Resident):
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
         """
         batch = next(self._micro_batches(window))
-        return self._fitting(window, lambda: streamed_trial(self.step, batch))
-
-    def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        return self.step.walk.evaluate(list(self._micro_batches(batch)))
+        return self._fitting(window, lambda: self._tried(batch))
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
         """Compile one block for all of them, the head and the updates: a stage is never more than its blocks."""
         return super().capture(window, backend, "blocks")
 
-    def state(self) -> EngineState:
-        """Model, optimizer buffers by parameter name, counters; of split weights the tensors are copies."""
-        return self._state()[0]
+    def ledger(self) -> dict[str, dict[str, int]]:
+        """Return the bytes at home by tier, and in the device's slots and staging buffers."""
+        homes = {str(home): size for home, size in self.store.bytes_at().items()}
+        return {"homes": homes, "device": {"slots and desks": self.walk.device_bytes}}
 
-    def load_state(self, state: EngineState) -> None:
-        """Take over a state, of this engine or of another with the same model and optimizer.
+    # ── the layout ──────────────────────────────────────────────────────────────────────────────
+
+    def _stored(self, step: Step) -> list[Plane]:
+        """Move the planes of all stages to where they live."""
+        kinds, rounds = step.optim.kinds(step.model), step.precision.rounds
+        self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
+        return [each.plane for each in self.store.stored]
+
+    def _captured_functions(self, step: Step, scope: str) -> list[tuple[Any, str]]:
+        updates = self.walk.updates
+        host = [(updates.host_update, name) for name in ("update_part", "join", "split")]
+        return [(step, "squares"), (updates, "update_part"), *host]
+
+    def _walk_through(self, batches: Sequence[Any]) -> None:
+        if self.placement.when == "backward":
+            self.walk.flush()
+            self.step.set_lr()  # of the update that is made on the way
+        try:
+            self.walk.accumulate(batches)
+        except RuntimeError as error:
+            if self.walk.updates.repeatable or not out_of_memory(error):
+                raise
+            self.walk.updates.failed = OutOfDeviceMemory(
+                f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
+            )
+            raise self.walk.updates.failed from error
+
+    def _score(self, step: Step, batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+        return self.walk.evaluate(list(batches))
+
+    def _at_rest(self, step: Step, written: bool) -> None:
+        """Have every update made and brought home; and if it may be written there, fetched anew."""
+        self.walk.flush()
+        self.walk.lanes.finish()
+        for stage in self.store.stages if written else ():
+            stage.version += 1
+
+    def _weights(self, step: Step) -> dict[str, Tensor]:
+        """Return the model's tensors; those of split weights are copies in fp32."""
+        masters = [(each, each.master()) for each in self.store.stored if each.splits]
+        return kept_state(step.model) | {
+            name: view for each, whole in masters for name, view in each.plane.views(whole)
+        }
+
+    def _take_weights(self, step: Step, weights: Mapping[str, Tensor]) -> None:
+        for each in self.store.stored:
+            if each.splits:
+                master = each.master()
+                for name, view in each.plane.views(master):
+                    view.copy_(weights[name])
+                each.set_master(master)
+
+    @contextmanager
+    def _assembled(self, step: Step) -> Iterator[nn.Module]:
+        """In the block the module is what it was made as, at home, its weights in fp32."""
+        self._at_rest(step, True)
+        split_ones = [each for each in self.store.stored if each.splits]
+        for each in split_ones:
+            each.plane.hold(each.plane.state["ema"] if step.holds_average else each.master())
+        try:
+            yield step.model
+        finally:
+            for each in split_ones:
+                each.plane.hold(each.plane.param)
+
+    # ── the trial ───────────────────────────────────────────────────────────────────────────────
+
+    def _tried(self, batch: Any) -> Trial:
+        """Run a micro-batch through all stages and back, eagerly, and look at each stage's gradients.
 
         Raises:
-            InputRefused: a tensor or counter is missing, or a tensor is left over or has another shape.
+            InputRefused: a pass raised, or the loss or a gradient is not finite; names the module or parameter.
         """
-        own, masters = self._state()
-        self._copy_state(own, state)
-        for stored, master in masters:
-            stored.set_master(master)
-        self.step.changed_at_home()
+        step, bad, missing, seen = self.step, list[str](), list[str](), list[str]()
 
-    def ledger(self) -> dict[str, dict[str, int]]:
-        """Bytes at home by tier, and in the device's slots and desks."""
-        homes = {str(home): size for home, size in self.step.store.bytes_at().items()}
-        return {"homes": homes, "device": {"slots and desks": self.step.walk.device_bytes}}
+        def observe(planes: Sequence[Plane]) -> None:
+            for name, gradient in (view for plane in planes for view in plane.views(plane.grad)):
+                seen.append(name)
+                if not bool(gradient.isfinite().all()):
+                    bad.append(name)
+                elif not bool(gradient.any()):
+                    missing.append(name)
 
-    def _state(self) -> tuple[EngineState, list[tuple[Stored, Tensor]]]:
-        self.step.changed_at_home()
-        found = super().state()
-        masters = [(each, each.master()) for each in self.step.store.stored if each.splits]
-        views = {name: view for each, master in masters for name, view in each.plane.views(master)}
-        return replace(found, model={**found.model, **views}), masters
+        step.settle(batch)  # before modules are watched: it runs a twin of them
+        with buffers_kept(step.model), running(step.model) as stack:
+            try:
+                with all_or_nothing(step):
+                    step.count_window([batch])
+                    self.walk.accumulate([batch], observe)
+            except MonographError:
+                raise
+            except Exception as error:
+                where = stack[-1] if stack else type(step.model).__name__
+                raise InputRefused(f"the trial step failed in {where}{said(error)}") from error
+        count = float(step.count)
+        mean = float(step.loss_sum) / (count or 1.0)
+        step.discard()
+        if not math.isfinite(mean):
+            raise InputRefused(f"the loss is {mean}")
+        if bad:
+            raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)")
+        return Trial(mean, count, len(seen) - len(missing), tuple(reversed(missing)))
+
+
+def _require_streamable(model: nn.Module, placement: Placement, clip: float | Clip | None, optim: Optimizer) -> None:
+    """Refuse what cannot be streamed, before anything is moved."""
+    if not isinstance(placement, Placement):
+        raise UsageError(f"placement = {placement!r}: expected a monograph.Placement(...)")
+    if placement.when == "backward" and clip is not None:
+        raise UsageError(
+            "weights that are updated during the backward pass cannot be clipped by the whole gradient's norm: "
+            'clip=None, or when="next forward", which hides the update too'
+        )
+    if optim.state == "all-bf16":
+        raise UsageError("memory = stream keeps full-precision weights: all-bf16 is for memory = device")
+    if adapters(model):
+        raise UsageError("memory = stream fetches weights that are trained, not frozen ones: take memory = device")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.optim import Plane, unlinked
+from monograph.step import Step
 from monograph.stream.store import Stage, staged
 
 
@@ -24,8 +25,8 @@ class Passes:
     Each runs while the model's parameters are those of the stage on the device, `planes` their planes.
     """
 
-    def __init__(self, step: Any):
-        """`step` is the `StreamedStep`; nothing is run."""
+    def __init__(self, step: Step):
+        """Take the step's module and loss; nothing is run."""
         self.step, self.model = step, staged(step.model)
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
@@ -63,10 +64,8 @@ class Passes:
         """Add the loss and the last stage's gradient; that of its input."""
         state = state.detach().requires_grad_()
         with self._tracing(planes), self._resumed(state):
-            loss, loss_sum, count = self.step.forward(batch, self.step.seed)
-        self.step.differentiate(loss, count)
-        self.step.loss_sum += loss_sum
-        self.step.count += count
+            loss, loss_sum, count = self.step.forward(batch, self.step.loss_factor)
+        self.step.differentiate(loss, loss_sum, count)
         return _gradient_of(state)
 
     def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:

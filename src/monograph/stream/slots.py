@@ -17,19 +17,19 @@ Key = Hashable
 BLOCK_SLOTS = 2  # that stages of blocks take turns in
 
 
-class Room:
-    """Memory on the device for tensors by name, each in a piece of its own: a graph would copy inputs that overlap.
+class DeviceBuffer:
+    """Memory on the device for tensors by name, each in memory of its own: a graph would copy inputs that overlap.
 
     Attributes:
         space: all of it, as the lanes know it.
     """
 
-    def __init__(self, name: str, guests: Iterable[Mapping[Key, Tensor]], device: torch.device):
-        """Room for each of the guests, one at a time."""
+    def __init__(self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device):
+        """Take enough memory for each of these sets of tensors, one set at a time."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
-        for guest in guests:
-            for key, tensor in guest.items():
+        for tensors in held_in_turn:
+            for key, tensor in tensors.items():
                 at = key, tensor.dtype
                 sizes[at] = max(sizes.get(at, 0), tensor.numel())
         self._memory = {at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()}
@@ -39,9 +39,9 @@ class Room:
         """What it takes."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
 
-    def take(self, guest: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Memory for one guest."""
-        return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in guest.items()}
+    def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Return memory for one set of tensors."""
+        return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in tensors.items()}
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
@@ -54,7 +54,7 @@ def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
 
 
 class Slot:
-    """Room for the weights and gradients of one stage.
+    """Memory for the weights and gradients of one stage.
 
     Attributes:
         weights: their memory.
@@ -63,13 +63,13 @@ class Slot:
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
-        """Room for the largest of the stages."""
-        self.weights = Room(f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device)
-        self.gradients = Room(f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device)
+        """Take enough memory for the largest of the stages."""
+        self.weights = DeviceBuffer(f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device)
+        self.gradients = DeviceBuffer(f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device)
         self.holds: tuple[Stage, int] | None = None
 
 
-class Bound:
+class StageOnDevice:
     """A stage on the device.
 
     Attributes:
@@ -103,9 +103,9 @@ class Bound:
         """What its backward pass adds to."""
         return self._spaces(GRADIENT, self.slot.gradients)
 
-    def _spaces(self, name: str, room: Room) -> list[Space]:
+    def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
         own = [each.buffers[name].space for each in self.stage.stored]
-        return list(dict.fromkeys(s if s.home == Home.DEVICE else room.space for s in own))
+        return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
 
     def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
         """Have these planes' weights copied to the slot."""
@@ -160,18 +160,18 @@ class Slots:
         every = [slot for pool in self.pools for slot in pool]
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
-    def fetch(self, stage: Stage) -> Bound:
+    def fetch(self, stage: Stage) -> StageOnDevice:
         """The stage with its weights in a slot; copied only if they are in none."""
-        bound = self.claim(stage)
-        if bound.slot.holds != (stage, stage.version):
-            bound.fetch(self.lanes, stage.stored)
-            bound.slot.holds = (stage, stage.version)
-        return bound
+        here = self.claim(stage)
+        if here.slot.holds != (stage, stage.version):
+            here.fetch(self.lanes, stage.stored)
+            here.slot.holds = (stage, stage.version)
+        return here
 
-    def claim(self, stage: Stage) -> Bound:
+    def claim(self, stage: Stage) -> StageOnDevice:
         """The stage with a slot of its own, whatever is in it."""
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
         pool.remove(slot)
         pool.append(slot)  # the longest unused is first
-        return Bound(stage, slot)
+        return StageOnDevice(stage, slot)

@@ -193,8 +193,8 @@ def stored(  # noqa: PLR0913 - what a store is made of
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]
             reached[plane.kind] += plane.param.numel()
-            for piece in plane.param.split(AT_ONCE) if rounds else ():
-                piece.copy_(settled(piece))
+            for part in plane.param.split(AT_ONCE) if rounds else ():
+                part.copy_(settled(part))
             # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
@@ -246,7 +246,7 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
         plane.state[name] = put(name, plane.state.pop(name))
     plane.grad = put(GRADIENT, plane.grad)
     if splits:
-        parts = [split(piece) for piece in plane.param.split(AT_ONCE)]
+        parts = [split(part) for part in plane.param.split(AT_ONCE)]
         hi, lo = (torch.cat(half) for half in zip(*parts, strict=True))
         put(REST, lo)
     plane.param = put(WEIGHTS, hi if splits else plane.param)

@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from monograph.optim import Plane
+from monograph.step import Step
 from monograph.stream.boundaries import Boundaries
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.passes import Passes
 from monograph.stream.placement import Placement
-from monograph.stream.slots import Bound, Slots
+from monograph.stream.slots import Slots, StageOnDevice
 from monograph.stream.store import GRADIENT, Stage, Store
 from monograph.stream.updates import Updates
 
@@ -39,8 +40,8 @@ class Walk:
         fresh: whether no gradient was added since the last update.
     """
 
-    def __init__(self, step: Any, store: Store, lanes: Lanes, placement: Placement):
-        """Take the device's memory; `step` is the `StreamedStep` whose loss, context and update are used."""
+    def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
+        """Take the device's memory; `step` is the one whose loss, context and update are used."""
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.passes = Passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
@@ -51,7 +52,7 @@ class Walk:
 
     @property
     def device_bytes(self) -> int:
-        """What slots and desks take."""
+        """What slots and staging buffers take."""
         return self.slots.device_bytes + self.updates.device_bytes
 
     # ── there and back ──────────────────────────────────────────────────────────────────────────
@@ -67,73 +68,73 @@ class Walk:
         if updates.waiting and observe:
             updates.flush()
         updates.repeatable = True
-        further = self._there(batches, keep=True)
+        further = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: list[Any] = [None for _ in batches]
-        at_once = updates.at_once and observe is None
-        for bound in self._visits([last, *reversed(middle), first], back=len(batches)):
-            self._empty(bound)
+        in_backward = updates.in_backward and observe is None
+        for here in self._visits([last, *reversed(middle), first], back=len(batches)):
+            self._prepare_gradients(here)
             for g, batch in enumerate(batches):
-                self._back(bound, g, batch, further, gradients)
-                updates.some_beside(len(batches))
+                self._backward(here, g, batch, further, gradients)
+                updates.update_some(len(batches))
             if observe:
-                self.lanes.compute(functools.partial(observe, bound.planes), bound.writes)
+                self.lanes.compute(functools.partial(observe, here.planes), here.writes)
                 continue
-            if at_once and bound.stage is last:
-                updates.allow()
-            updates.measure(bound)
-            updates.bring_home(bound)
-            if at_once:
-                updates.renew_at_once(bound)
-        updates.all_beside()
+            if in_backward and here.stage is last:
+                updates.decide_by_losses()
+            updates.measure(here)
+            updates.store_gradients(here)
+            if in_backward:
+                updates.update_in_backward(here)
+        updates.finish_begun()
         self.fresh = False
 
     def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         """(sum of losses, targets) of each micro-batch."""
-        self._there(batches, keep=False)
+        self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        bound, found = self._next(last, back=0)(), []
+        here, found = self._next(last, back=0)(), []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take(last.index, g)
-            found.append(self._compute(bound, functools.partial(self.passes.score, state, batch), [space]))
+            found.append(self._compute(here, functools.partial(self.passes.score, state, batch), [space]))
         return found
 
-    def _there(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
+    def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
         """Every stage but the last, forward; for each micro-batch what its blocks take besides."""
         further: list[Any] = [None for _ in batches]
-        self.updates.all_beside()
+        self.updates.finish_begun()
         self.boundaries.clear()
-        for bound in self._visits(self.store.stages[:-1]):
-            stage = bound.stage
+        for here in self._visits(self.store.stages[:-1]):
+            stage = here.stage
             for g, batch in enumerate(batches):
                 if stage.blocks:
                     state, space = self.boundaries.of(stage.index, g)
                     work = functools.partial(self.passes.forward, stage, state, further[g])
-                    found = self._compute(bound, work, [space])
+                    found = self._compute(here, work, [space])
                 else:
-                    found, further[g] = self._compute(bound, functools.partial(self.passes.first, batch))
+                    found, further[g] = self._compute(here, functools.partial(self.passes.first, batch))
                 self.boundaries.put(stage.index + 1, g, found, keep=keep)
-                self.updates.some_beside(len(batches))
+                self.updates.update_some(len(batches))
             self.boundaries.passed(stage.index, keep=keep)
         return further
 
-    def _back(self, bound: Bound, g: int, batch: Any, further: list[Any], gradients: list[Any]) -> None:
-        planes = [plane for each in self._needed(bound) for plane in each.planes]
+    def _backward(self, here: StageOnDevice, g: int, batch: Any, further: list[Any], gradients: list[Any]) -> None:
+        planes = [plane for each in self._needed(here) for plane in each.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
-        if bound.stage is first:
+        if here.stage is first:
             last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
-            self._compute(bound, last_one, backward=True)
+            self._compute(here, last_one, backward=True)
             return
-        state, space = self.boundaries.take(bound.stage.index, g)
-        if bound.stage is last:
+        state, space = self.boundaries.take(here.stage.index, g)
+        if here.stage is last:
             work = functools.partial(self.passes.loss, planes, state, batch)
         else:
             work = functools.partial(
-                self.passes.again, planes, state, stage=bound.stage, further=further[g], gradient=gradients[g]
+                self.passes.again, planes, state, stage=here.stage, further=further[g], gradient=gradients[g]
             )
-        gradients[g] = self._compute(bound, work, [space], backward=True)
+        gradients[g] = self._compute(here, work, [space], backward=True)
 
-    def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[Bound]:
+    def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
         """The stages on the device, one after another, the next one under way meanwhile.
 
         On the way back so are the inputs of `back` micro-batches.
@@ -145,26 +146,26 @@ class Walk:
             if coming is not None:
                 ready = coming()
 
-    def _next(self, stage: Stage, back: int) -> Callable[[], Bound]:
+    def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
         """Have a stage's weights fetched, or its update prepared; what to call when it is wanted."""
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
-            bound = self.slots.fetch(stage)
-            return lambda: bound
+            here = self.slots.fetch(stage)
+            return lambda: here
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
-        return lambda: self._renewed(into)
+        return lambda: self._finished(into)
 
-    def _renewed(self, into: Bound) -> Bound:
-        self.updates.all_beside()
+    def _finished(self, into: StageOnDevice) -> StageOnDevice:
+        self.updates.finish_begun()
         return into
 
     def _compute(
-        self, bound: Bound, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
+        self, here: StageOnDevice, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
     ) -> Any:
         """Run with the stage's weights, and those that it shares, in the model's parameters."""
-        needed = self._needed(bound)
+        needed = self._needed(here)
 
         def work() -> Any:
             with ExitStack() as stack:
@@ -177,17 +178,17 @@ class Walk:
         reads = [*also_reads, *(space for each in needed for space in each.reads)]
         return self.lanes.compute(work, reads, [s for each in needed for s in each.writes] if backward else ())
 
-    def _needed(self, bound: Bound) -> list[Bound]:
+    def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
-        return [bound, self.slots.fetch(first)] if self.store.tied and bound.stage is last else [bound]
+        return [here, self.slots.fetch(first)] if self.store.tied and here.stage is last else [here]
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────
 
-    def _empty(self, bound: Bound) -> None:
+    def _prepare_gradients(self, here: StageOnDevice) -> None:
         """Make the slot's gradients zero, or what was added before."""
-        if self.store.tied and bound.stage is self.store.stages[0]:
+        if self.store.tied and here.stage is self.store.stages[0]:
             return  # done where they were first needed
-        for each in self._needed(bound):
+        for each in self._needed(here):
             for stored, plane in zip(each.stage.stored, each.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:

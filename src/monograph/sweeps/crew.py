@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.device import Device
+from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.files import entries
@@ -25,7 +25,6 @@ from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
-from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
@@ -38,12 +37,15 @@ from monograph.sweeps.members import ORIGIN, Member
 EVALUATIONS = 6  # of each member, where the settings leave it open
 
 
-class Seat:
-    """One member of an ensemble as its session sees an engine: its module, its state, its place in the run."""
+class MemberEngine:
+    """One member of an ensemble as its session sees an engine: its module, its state, and the step of all members.
+
+    Attributes:
+        step: trains all members; the sessions of all of them are at the same update.
+    """
 
     def __init__(self, engine: Ensemble, number: int):
-        self._engine, self._number = engine, number
-        self.step = SimpleNamespace(device=engine.step.device, schedule=None, index=0)
+        self._engine, self._number, self.step = engine, number, engine.step
 
     @property
     def model(self) -> nn.Module:
@@ -65,7 +67,7 @@ class Seat:
         self._engine.micro_batch = rows
 
     def state(self) -> EngineState:
-        """As an engine of this member alone would give it."""
+        """Return what an engine of this member alone would return."""
         return self._engine.member_state(self._number)
 
     def load_state(self, state: EngineState) -> None:
@@ -75,13 +77,13 @@ class Seat:
             InputRefused: they do not fit.
         """
         load_weights(self.model, state.model)
-        whole, step = self._engine.state(), self._engine.step
+        whole = self._engine.state()
         if odd := sorted(whole.optimizer.keys() ^ state.optimizer.keys()):
             raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
         for name, tensor in whole.optimizer.items():
             tensor[self._number].copy_(state.optimizer[name])
-        for name, counter in step.of_members.items():
-            counter[self._number].copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
+        for name, counter in self._engine.stacked.counters(self._number).items():
+            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
 
 class Windows:
@@ -134,7 +136,7 @@ class Crew:
     """
 
     members: list[Member]
-    engine: Resident
+    engine: Engine
     sessions: list[Session]
     windows: Windows
     ended: dict[int, int] = field(default_factory=dict)
@@ -175,7 +177,7 @@ def of_length(made: Sequence[Made], updates: int) -> list[Made]:
     return [one._replace(settings=choices.of_length(one.settings, updates, EVALUATIONS)) for one in made]
 
 
-def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Resident:
+def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Engine:
     """The engine of these models: the ordinary one for one of them, an ensemble for more.
 
     Args:
@@ -203,16 +205,16 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
     )
 
 
-def schedule(engine: Resident, made: Sequence[Made]) -> None:
+def schedule(engine: Engine, made: Sequence[Made]) -> None:
     """Give each member the schedule that its settings name; their number of updates is fixed."""
     found = [make_schedule(one.settings, int(one.settings.train.updates or 0)) for one in made]
     if isinstance(engine, Ensemble):
-        engine.step.schedules = found
+        engine.stacked.schedules = found
     else:
         engine.step.schedule = found[0]
 
 
-def refill(engine: Resident, fresh: Resident) -> bool:
+def refill(engine: Engine, fresh: Engine) -> bool:
     """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would.
 
     Returns:
@@ -228,9 +230,7 @@ def refill(engine: Resident, fresh: Resident) -> bool:
     return True
 
 
-def crew_of(
-    members: Sequence[Member], runs: Sequence[Run], made: Sequence[Made], text: Corpus, engine: Resident
-) -> Crew:
+def crew_of(members: Sequence[Member], runs: Sequence[Run], made: Sequence[Made], text: Corpus, engine: Engine) -> Crew:
     """Sessions of members at their runs' beginning; their settings and tokenizer are written where they are not yet."""
     schedule(engine, made)
     sessions = []
@@ -238,7 +238,7 @@ def crew_of(
         if not run.begun:
             choices.write_tokenizer(run, text.tokenizer)
             choices.write_config(run, each.settings)
-        own: Any = Seat(engine, number) if isinstance(engine, Ensemble) else engine
+        own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         train, size = each.settings.train, int(each.settings.train.tokens_per_update)
         batches = text.batches(size, seed=train.seed, pin=engine.step.device.type == "cuda")
         session = Session(run, each.settings, each.recipe, text, own, batches, planned=each.planned)
@@ -270,7 +270,7 @@ def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
     crew.engine.step.index = update
     if isinstance(crew.engine, Ensemble):
         rows = crew.sessions[0].batches.rows_per_window
-        crew.engine.step.members.draw.fill_(update * -(-rows // (crew.engine.micro_batch or rows)))
+        crew.engine.stacked.members.draw.fill_(update * -(-rows // (crew.engine.micro_batch or rows)))
     crew.windows = Windows(crew.sessions)
     crew.freeze(lost)
     return update

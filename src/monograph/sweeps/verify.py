@@ -10,9 +10,9 @@ from monograph.config import Settings
 from monograph.config.recorded import run_settings
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
+from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.loop import train
-from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import randomness
 from monograph.session.learning import make_schedule
@@ -84,7 +84,7 @@ def losses(settings: Settings, text: Corpus, updates: int, progress: Progress, *
     return found
 
 
-def _trained(engine: Resident, batches: Any, updates: int, report: Any) -> list[float]:
+def _trained(engine: Engine, batches: Any, updates: int, report: Any) -> list[float]:
     found = []
     for update in train(engine, batches, updates):
         found.append(update.loss)

@@ -11,6 +11,7 @@ from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle
+from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import evaluate_members
@@ -18,7 +19,6 @@ from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
 from monograph.measure.quantities import counted, duration
 from monograph.planner.width import Timed, choose, next_width, rounds, update_s
-from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.setup import Made
@@ -50,7 +50,7 @@ class Timing:
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
         self.most, self.refused, self.dearer = len(group.members), "", DEARER
-        self.kept: dict[int, tuple[list[Made], Resident]] = {}
+        self.kept: dict[int, tuple[list[Made], Engine]] = {}
 
     def measure(self, updates: int, progress: Progress) -> None:
         """Time every width that the planner wants to know for runs of so many updates.
@@ -131,7 +131,7 @@ class Timing:
         return Timed(seconds, compile_s)
 
 
-def capture(engine: Resident, window: Batch, settings: Settings, progress: Progress) -> None:
+def capture(engine: Engine, window: Batch, settings: Settings, progress: Progress) -> None:
     """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
     size = engine.size if isinstance(engine, Ensemble) else 1
     if settings.train.compile == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
@@ -143,7 +143,7 @@ def capture(engine: Resident, window: Batch, settings: Settings, progress: Progr
         stage.result = reason or "0 graph breaks"
 
 
-def timed_update(engine: Resident, window: Batch) -> float:
+def timed_update(engine: Engine, window: Batch) -> float:
     """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
 
     def together() -> None:
@@ -152,7 +152,7 @@ def timed_update(engine: Resident, window: Batch) -> float:
 
     if not isinstance(engine, Ensemble):
         return seconds_per_update(engine, lambda: engine.rehearse(window))
-    frozen, index = engine.step.frozen, engine.index
+    frozen, index = engine.stacked.frozen, engine.index
     frozen.fill_(True)
     seconds = seconds_per_update(engine, together)
     frozen.fill_(False)

@@ -1,4 +1,4 @@
-"""The update of planes whose buffers are all at home, made there: the resident engine's own, beside the device's work.
+"""The update of planes whose buffers are all at home, made there: the resident engine's own, while the device works.
 
 Only gradients come home for it, and weights go to the device for the passes as ever. What the device decides, whether
 an update is applied and by which factor, comes as four numbers.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.optim import Plane, join, split
-from monograph.step.deciding import Deciding
+from monograph.step import Step
+from monograph.step.clip import update_plane
+from monograph.stream.chunked_update import Chunk, cut
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.pinned import on_host
-from monograph.stream.renewal import Piece, cut
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# Elements of a piece: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
+# Elements of a chunk: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
 # is launched on the device, as generated code keeps Python's lock.
 MOST = 2**22
 NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, updates so far, learning rate; fp64
@@ -33,26 +34,28 @@ class Decision(NamedTuple):
     home: Buffer
 
 
-class AtHome(Deciding):
+class HostUpdate:
     """Updates the planes of a store that stay at home.
 
     Attributes:
         scale: and `accepted`, `applied` and `lr`: those of the update that is made, on the host.
-        master: where split weights are joined, a piece at a time; only the host lane sees it.
+        master: where split weights are joined, a chunk at a time; only the host lane sees it.
     """
 
-    def __init__(self, step: Any, store: Store, lanes: Lanes):
-        """Take the host's memory; `step` is the `StreamedStep` whose update is made."""
-        self.step, self.lanes, self.optim, self.precision = step, lanes, step.optim, step.precision
+    def __init__(self, step: Step, store: Store, lanes: Lanes):
+        """Take the host's memory; `step` is the one whose update is made."""
+        self.step, self.lanes = step, lanes
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
         self.scale, self.lr = (torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2))
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
         self.applied = torch.zeros((), dtype=torch.int64, device=self._host)
-        halved = (end - begin for stored, begin, end in self._pieces(*store.stages) if stored.splits)
+        halved = (end - begin for stored, begin, end in self._chunks(*store.stages) if stored.splits)
         self.master = torch.empty(max(halved, default=0), device=self._host)
         self._decisions: dict[int, Decision] = {}
+        # Attributes, since a capture puts compiled functions in their place.
+        self.join, self.split = join_, split_
 
-    def told(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
+    def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
         """Have a decision brought home: the index-th of those that may be under way at once."""
         decision = self._decisions.get(index) or self._decisions.setdefault(index, self._room(index))
         of_step = self.step.applied, self.step.lr
@@ -67,18 +70,18 @@ class AtHome(Deciding):
 
     def update(self, stage: Stage, decision: Decision) -> None:
         """Update what of a stage stays at home, as soon as its gradients and the decision are there."""
-        found = list(self._pieces(stage))
+        found = list(self._chunks(stage))
         if not found:
             return
-        self.lanes.host(functools.partial(self._heard, decision.home.tensor), [decision.home.space])
-        for piece in found:
-            stored = piece[0]
-            parts = {name: piece.part(buffer) for name, buffer in stored.buffers.items()}
+        self.lanes.host(functools.partial(self._receive, decision.home.tensor), [decision.home.space])
+        for chunk in found:
+            stored = chunk[0]
+            parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
             in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
             gradient = spaces.pop(GRADIENT)
             self.lanes.host(
-                functools.partial(self._renewed, piece, parts),
+                functools.partial(self._updated, chunk, parts),
                 [gradient],
                 spaces.values(),
                 from_disk=sum(in_files.values()),
@@ -86,21 +89,28 @@ class AtHome(Deciding):
             )
         stage.version += 1
 
-    def renew_part(self, plane: Plane, rest: Tensor | None) -> None:
+    def update_piece(self, plane: Plane, rest: Tensor | None) -> None:
         """Update a part of a plane, and where its weights are split: joined, and split again.
 
         Each in a graph of its own: fused with 16-bit integers, torch 2.13 generates code without vectors for all of it.
         """
         if rest is None:
-            self.step.renew_at_home(plane, plane.grad, self.scale, self.accepted)
+            self.update_part(plane)
             return
         master = self.master[: len(rest)]
-        self.step.join_at_home(master, plane.param, rest)
-        self.step.renew_at_home(replace(plane, param=master), plane.grad, self.scale, self.accepted)
-        self.step.split_at_home(master, plane.param, rest)
+        self.join(master, plane.param, rest)
+        self.update_part(replace(plane, param=master))
+        self.split(master, plane.param, rest)
+
+    def update_part(self, plane: Plane) -> None:
+        """Update whole weights, by what was decided."""
+        update_plane(
+            plane, plane.grad, self.scale, self.accepted,
+            optim=self.step.optim, precision=self.step.precision, lr=self.lr, applied=self.applied,
+        )  # fmt: skip
 
     @staticmethod
-    def _pieces(*stages: Stage) -> list[Piece]:
+    def _chunks(*stages: Stage) -> list[Chunk]:
         return list(cut((stored for stage in stages for stored in stage.stored if stored.on_host), MOST))
 
     def _room(self, index: int) -> Decision:
@@ -111,13 +121,13 @@ class AtHome(Deciding):
         self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with
         return found
 
-    def _heard(self, decision: Tensor) -> None:
+    def _receive(self, decision: Tensor) -> None:
         for number, target in zip(decision, (self.scale, self.accepted, self.applied, self.lr), strict=True):
             target.copy_(number)
 
     @torch.no_grad()  # a thread of its own may do it
-    def _renewed(self, piece: Piece, parts: dict[str, Tensor]) -> None:
-        self.renew_part(piece.plane(parts, self._host), parts.get(REST))
+    def _updated(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
+        self.update_piece(chunk.plane(parts, self._host), parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:

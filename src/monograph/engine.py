@@ -1,0 +1,358 @@
+"""What every engine does in the same way: cuts windows into micro-batches, steps, and takes less memory if it has to.
+
+An engine is a `Step`, whose layout says what is done otherwise, and this class around it.
+
+Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
+from monograph.graph import capture as graph
+from monograph.graph import recompute
+from monograph.graph.inspect import buffers_kept
+from monograph.graph.remat import Remat
+from monograph.graph.replay import WARM_UP
+from monograph.graph.trial import Trial, trial
+from monograph.loop import EngineState
+from monograph.loss import Batch, fill_of
+from monograph.ranges import COUNT
+from monograph.step import Step, Update, accumulate, update
+
+T = TypeVar("T")
+
+
+class Engine:
+    """What `Resident`, `Streamed`, `Ensemble` and the engines of several ranks have in common.
+
+    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows. The
+    last one may have fewer. Where the loss says what a row without targets holds, by an attribute `fill` with values by
+    name (other tensors of such a row are zeros), the last one is filled up with such rows, so that shapes never change;
+    any other loss gets it as it is, which is one more graph where the step is captured. Running out of device memory
+    halves the micro-batch, and at one row recomputes the blocks, and repeats the window, which by laws 2
+    and 3 changes no gradient; the change is announced through `announce`.
+
+    Attributes:
+        step: what is stepped.
+        micro_batch: rows per micro-batch; None: the whole window at once.
+        announce: gets a line when the engine goes on in another way.
+    """
+
+    step: Step
+
+    def __init__(self, micro_batch: int | None, *, members: int | None = None, recomputes: bool = True):
+        """Note how windows are cut; the step is made by the engine.
+
+        Args:
+            micro_batch: rows per micro-batch.
+            members: that have rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
+            recomputes: whether blocks may be recomputed to save memory.
+        """
+        if micro_batch is not None and not COUNT.holds(micro_batch):
+            raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
+        self.micro_batch, self._members, self._recomputes = micro_batch, members, recomputes
+        self._row_dim = 0 if members is None else 1
+        self._sizes = set[int]()  # rows of the micro-batches that the captured step was called with
+        self._captured: tuple[graph.Backend, graph.Scope] | None = None
+        self.announce: Callable[[str], None] = lambda line: None
+
+    @property
+    def model(self) -> nn.Module:
+        """The original module, up to date: where its weights are elsewhere meanwhile, this waits for them."""
+        self.step.layout.at_rest(self.step, False)
+        return self.step.model
+
+    @property
+    def index(self) -> int:
+        """Updates done so far."""
+        return self.step.index
+
+    def trial(self, window: Batch) -> Trial:
+        """One eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
+
+        def attempt() -> Trial:
+            batch = next(self._micro_batches(window))
+            self._require_empty_rows_count_nothing(batch)
+
+            def loss() -> tuple[Tensor, Tensor]:
+                with self.step.context():
+                    loss_sum, count = self.step.layout.sums(self.step, batch)
+                    return loss_sum.sum(), count.sum()
+
+            return trial(self.step.model, loss)
+
+        return self._fitting(window, attempt)
+
+    def _require_empty_rows_count_nothing(self, batch: Batch) -> None:
+        if (fill := fill_of(self.step.loss, batch)) is None:
+            return
+        empty = {name: torch.full_like(tensor, fill.get(name, 0)) for name, tensor in batch.items()}
+        count = self.step.layout.targets(self.step, empty)
+        if count is None:
+            with torch.no_grad(), buffers_kept(self.step.model), self.step.context():
+                count = self.step.layout.sums(self.step, empty)[1]
+        if bool(count.any()):
+            raise InputRefused(
+                f"the loss counts {float(count.max()):g} targets in rows that have none, by its fill "
+                f"{dict(fill)}: leave such rows out of sum and count, or set `fill = None` on it and none are added"
+            )
+
+    def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
+        """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
+
+        Args:
+            window: an update's rows.
+            backend: see `monograph.capture`.
+            scope: what one graph holds, likewise.
+
+        Returns:
+            None, or the reason in one line why it cannot be compiled; the step then stays eager.
+        """
+        step = self.step
+        self.micro_batch = self.micro_batch or self._rows(window)
+        self._captured = backend, scope
+        try:
+            graph.capture(step, backend, scope)
+            with buffers_kept(self.model):
+                self._fitting(window, lambda: self._warm_all(window))
+        except Exception as error:
+            graph.release(step)
+            step.discard()
+            self._captured = None
+            if not isinstance(error, graph.CaptureFailed):
+                raise
+            return str(error)
+        return None
+
+    def _warm_all(self, window: Batch) -> None:
+        """Warm the graphs of each size that the window's micro-batches have: the last one may be shorter."""
+        by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
+        self._sizes = set(by_rows)
+        for batch in by_rows.values():
+            self._warm(batch)
+
+    def _warm(self, batch: Batch) -> None:
+        step = self.step
+        if step.recorder:
+            accumulate(step, [batch] * (WARM_UP - 1))  # a micro-step is captured after so many
+        with step.counters_kept():
+            self.rehearse(batch)
+        self._scored(batch)
+
+    def accumulate(self, window: Batch) -> None:
+        """Add the window's exact gradient.
+
+        Raises:
+            OutOfDeviceMemory: a micro-batch of one row does not fit.
+        """
+        self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
+
+    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        """`work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
+        while True:
+            try:
+                return work()
+            except (RuntimeError, InputRefused) as error:
+                if not out_of_memory(error):
+                    raise
+                message = str(error).splitlines()[0]
+            # Outside the except block: the traceback would keep the failed pass's tensors alive.
+            self._step_down(window, message)
+
+    def _step_down(self, window: Batch, message: str) -> None:
+        """Take less memory for the same update: no captured micro-steps, half the rows, at one row recomputed blocks.
+
+        Raises:
+            OutOfDeviceMemory: there is nothing left to do.
+        """
+        rows = min(self.micro_batch or self._rows(window), self._rows(window))
+        self.step.discard()
+        if graph.give_back(self.step):
+            change = f"{graph.ONE_BY_ONE} from now on"
+        elif rows > 1:
+            self.micro_batch = (rows + 1) // 2
+            change = f"micro_batch is now {self.micro_batch}"
+        elif self._recompute():
+            change = "blocks are recomputed from now on"
+        else:
+            raise OutOfDeviceMemory(
+                f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
+            )
+        gc.collect()
+        if self.step.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.announce(f"out of memory at {_rows(rows)}: {change}, the update stays the same")
+
+    def _recompute(self) -> bool:
+        """Keep nothing but the blocks' inputs from now on; False where that is so already, or there are no blocks."""
+        step = self.step
+        if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
+            return False
+        graph.release(step)
+        try:
+            recompute.follow(self.model, Remat.Full())
+        except UsageError:
+            return False
+        step.remat = Remat.Full()
+        if self._captured:
+            graph.capture(step, *self._captured)
+        return True
+
+    def update(self) -> Update:
+        """Clip and apply the accumulated gradient."""
+        return update(self.step)
+
+    def rehearse(self, window: Batch) -> None:
+        """Do all the work of an update and throw it away; counters change, weights and optimizer state do not."""
+        self.step.loss_sum.fill_(math.nan)  # what is updated in the backward pass is then refused
+        self.accumulate(window)
+        self.step.discard()
+        self.step.apply()  # without targets the device refuses it
+        self.step.layout.at_rest(self.step, False)
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode.
+
+        Where the optimizer keeps an average of the weights it is the average that is scored.
+        """
+        return self._scored(batch)
+
+    def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        model = self.model
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.step.averaged():
+                parts = self._fitting(batch, lambda: self._evaluated(batch))
+        finally:
+            model.train(training)
+        losses, counts = zip(*parts, strict=True)
+        return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
+
+    def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        return self.step.layout.score(self.step, self._micro_batches(batch))
+
+    def state(self) -> EngineState:
+        """Return model, optimizer buffers by parameter name, and counters.
+
+        The tensors are views of the live ones, but copies of weights that are kept split. Frozen weights of a model
+        with adapters are left out.
+        """
+        step = self.step
+        step.layout.at_rest(step, True)  # who gets views may write to them
+        optimizer = {
+            f"{buffer}.{name}": view
+            for plane in step.planes
+            for buffer, flat in plane.state.items()
+            for name, view in plane.views(flat)
+        }
+        counters = {name: counter.tolist() for name, counter in step.counters.items()}
+        return EngineState(step.layout.weights(step), optimizer, {"index": step.index, **counters})
+
+    def load_state(self, state: EngineState) -> None:
+        """Copy a state into the live tensors; it may be another engine's with the same model and optimizer.
+
+        Raises:
+            InputRefused: a tensor or counter is missing, or a tensor is left over or has another shape.
+        """
+        own = self.state()
+        for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
+            if odd := sorted(mine.keys() ^ theirs.keys()):
+                hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
+                raise InputRefused(
+                    f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
+                )
+            for name, tensor in theirs.items():  # in their order: they may be read from a file one by one
+                if tensor.shape != mine[name].shape:
+                    raise InputRefused(
+                        f"the saved {kind} does not fit: {name} is {list(tensor.shape)}, not {list(mine[name].shape)}"
+                    )
+                mine[name].detach().copy_(tensor)
+        if missing := sorted(own.scalars.keys() - state.scalars.keys()):
+            other = "train.precision or optim.grad_clip"
+            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another {other}")
+        self.step.layout.take_weights(self.step, own.model)
+        self.step.index = state.scalars["index"]
+        for name, counter in self.step.counters.items():
+            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
+
+    def _micro_batches(self, window: Batch) -> Iterator[Batch]:
+        rows, dim = self._rows(window), self._row_dim
+        size = self.micro_batch or rows
+        for start in range(0, rows, size):
+            parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
+            part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
+            yield self._filled(part, size)
+
+    def _rows(self, window: Batch) -> int:
+        """How many rows a window has.
+
+        Raises:
+            UsageError: it is no dict of tensors that all have so many, or has none.
+        """
+        if self._members is not None:
+            require_member_axis(window, self._members, "windows")
+        if not isinstance(window, Mapping):
+            raise UsageError(f"a window is a {type(window).__name__}: expected a dict of tensors, by name")
+        found = dict[str, int]()
+        for name, tensor in window.items():
+            if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
+                what = f"a tensor of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+                raise UsageError(
+                    f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
+                    f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
+                )
+            found[name] = tensor.shape[self._row_dim]
+        if len(set(found.values())) != 1 or 0 in found.values():
+            raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {found}")
+        return next(iter(found.values()))
+
+    def _filled(self, batch: Batch, rows: int) -> Batch:
+        """The batch with rows appended that add nothing to sum, count or gradient, if the loss says what these hold."""
+        dim = self._row_dim
+        own = next(iter(batch.values())).shape[dim]
+        if own == rows:
+            return batch
+        if (fill := fill_of(self.step.loss, batch)) is None:
+            if self._captured and own not in self._sizes:
+                self._sizes.add(own)
+                self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
+            return batch
+        shapes = {name: (*t.shape[:dim], rows - own, *t.shape[dim + 1 :]) for name, t in batch.items()}
+        empty = {name: t.new_full(shapes[name], fill.get(name, 0)) for name, t in batch.items()}
+        return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
+
+
+def require_member_axis(tensors: Any, members: int, what: str) -> None:
+    """Refuse tensors that do not have rows of each member's own.
+
+    Raises:
+        UsageError: one is not [members, ...]; the message begins with `what` they are.
+    """
+    leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+    odd = next((leaf for leaf in leaves if leaf.shape[:1] != (members,)), None)
+    if odd is not None:
+        raise UsageError(
+            f"each=True: the {what} have a leading member axis, [{members}, ...], as every member has its own; "
+            f"one is {list(odd.shape)}"
+        )
+
+
+def _rows(number: int) -> str:
+    return f"{number} row" if number == 1 else f"{number} rows"
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether the device's memory, or the host's, was too small."""
+    if isinstance(error, InputRefused):  # the trial step explains what a module raises
+        return out_of_memory(error.__cause__)
+    return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))
