@@ -30,13 +30,11 @@ from monograph.step.clip import (
     Clip,
     Update,
     largest,
-    looked_at,
     reciprocal,
-    remember_,
     settle_,
     squares,
-    stands_out,
     update_plane,
+    without_spikes_,
 )
 from monograph.step.layout import Held, Layout
 
@@ -133,8 +131,6 @@ class Step:
         accumulate(self, window)
         return update(self)
 
-    # ── state ───────────────────────────────────────────────────────────────────────────────────
-
     def begun(self, plane: Plane) -> Plane:
         """Return the plane as it is before the first update."""
         settle_(plane.param, self.precision)
@@ -198,8 +194,6 @@ class Step:
         with self.layout.assembled(self) as whole:
             yield whole
 
-    # ── before the gradient ─────────────────────────────────────────────────────────────────────
-
     @contextmanager
     def context(self) -> Iterator[None]:
         """The context in which the loss is called."""
@@ -235,8 +229,6 @@ class Step:
             with self.context():
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
-
-    # ── the gradient ────────────────────────────────────────────────────────────────────────────
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
@@ -278,8 +270,6 @@ class Step:
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
         return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
 
-    # ── the update ──────────────────────────────────────────────────────────────────────────────
-
     def _apply(self) -> Tensor:
         grad_norm = self.clip_and_apply([plane.grad for plane in self.planes])
         for plane in self.planes:
@@ -305,9 +295,7 @@ class Step:
         longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
         accepted = grad_norm.isfinite() & self.accepts(longest)
         if self.clip is not None and self.clip.skip_spikes:
-            numbers = looked_at(grad_norm, self.loss_sum / self.count)
-            accepted = accepted & ~stands_out(numbers, self.recent, self.applied)
-            remember_(self.recent, numbers, self.applied, accepted)
+            accepted = without_spikes_(accepted, grad_norm, self.loss_sum / self.count, self.recent, self.applied)
         if self.clip is not None:
             scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
