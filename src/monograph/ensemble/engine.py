@@ -102,23 +102,14 @@ class Ensemble(Engine):
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
             require_read(knobs or (), optims[0])  # else a list, or the windows, may have been made from them
         self._make_stacked = functools.partial(
-            Stacked,
-            self._call,
-            loss=loss,
-            optims=optims,
-            schedules=_schedules(schedule, len(members)),
-            clip=clip,
-            precision=precision,
-            remat=remat,
-            each=each,
-        )
+            Stacked, self._call, loss=loss, optims=optims, schedules=_schedules(schedule, len(members)), clip=clip,
+            precision=precision, remat=remat, each=each,
+        )  # fmt: skip
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         super().__init__(micro_batch, members=len(members) if each else None, recomputes=False)
         # An attribute, since `compile` puts a compiled function in its place.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
-        # A captured whole update takes its window at `update`, as gradient and update are one graph. A second window
-        # before that ends the wait, and both are accumulated in the usual way.
         self._waiting: Batch | None = None  # for one graph
 
     @functools.cached_property
@@ -219,6 +210,8 @@ class Ensemble(Engine):
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradients; where one graph makes a whole update, that is left to `update`."""
+        # A captured whole update takes its window at `update`, as gradient and update are one graph. A second window
+        # before that ends the wait, and both are accumulated in the usual way.
         # One micro-batch alone: the graph keeps no gradient to which another could be added.
         fits = self._waiting is None and self._rows(window) <= (self.micro_batch or self._rows(window))
         if self._in_one_graph and fits and not self._begun:

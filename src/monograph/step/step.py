@@ -95,9 +95,7 @@ class Step:
         self.model, self.loss, self.clip, self.layout = unwrapped(model), loss, Clip.of(clip), layout
         self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
         self.schedule, self.precision = schedule or constant(), precision or Precision()
-        if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
-            name = self.precision.name
-            raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
+        _require_together(self.optim, self.precision)
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
@@ -105,20 +103,18 @@ class Step:
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
         self.index, self.holds_average = 0, False
-        of_members = self.planes[0].param.shape[:-1]
-        zeros = functools.partial(torch.zeros, of_members, device=self.device)
+        zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
         self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
         self.largest = largest(self.planes[0].grad.dtype)
-        self.recent = torch.zeros((*of_members, 2, WINDOW), dtype=torch.float64, device=self.device)
+        self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
-        # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
+        # [1] or [N]: a captured micro-step reads it where it is, and a 0-d float64 argument would be traced twice.
+        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
-        # Attributes, since a capture puts compiled functions in their place.
         self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
@@ -340,6 +336,12 @@ def _check(**given: Any) -> None:
         value = given[name]
         if not isinstance(value, kind) and (value is not None or name in ("model", "loss")):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
+
+
+def _require_together(optim: Optimizer, precision: Precision) -> None:
+    if optim.state == "all-bf16" and precision.dtype != torch.bfloat16:
+        name = precision.name
+        raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────
