@@ -1,8 +1,8 @@
 """A model whose weights, gradients and moments do not fit the device: trained in stages, killed, resumed, and compared.
 
-On a GPU the allocator's peak is noted beside what is counted. On a CPU the device is a budget: slots, desks and what
-goes from stage to stage are counted and have to stay below `--budget`, while the model's whole state is many times
-that. In processes of their own, one after another:
+On a GPU the allocator's peak is noted beside what is counted. On a CPU the device is a budget: slots, staging buffers
+and what goes from stage to stage are counted and have to stay below `--budget`, while the model's whole state is many
+times that. In processes of their own, one after another:
 
     streamed   trains, saves after half of the updates, and is killed with SIGKILL in the middle of the next one
     resumed    takes the checkpoint up and trains the rest

@@ -30,7 +30,7 @@ def table(found: dict[str, Any]) -> str:
         "",
         "| | on the device | at home | the process at most | an update |",
         "|---|---|---|---|---|",
-        f"| streamed | {streamed['device_bytes'] / GIB:.2f} GiB of slots, desks and boundaries | "
+        f"| streamed | {streamed['device_bytes'] / GIB:.2f} GiB of slots, staging buffers and boundaries | "
         f"{streamed['home_bytes'] / GIB:.1f} GiB | {streamed['rss_bytes'] / GIB:.1f} GiB | "
         f"{min(streamed['seconds']):.0f} s |",
         f"| resident | all | {16 * resident['parameters'] / GIB:.1f} GiB | {resident['rss_bytes'] / GIB:.1f} GiB | "

@@ -61,8 +61,10 @@ class Engine:
             raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
         self.micro_batch, self._members, self._recomputes = micro_batch, members, recomputes
         self._row_dim = 0 if members is None else 1
+        # A row number that the captured step has not seen yet is one more graph, which is announced once.
         self._sizes = set[int]()  # rows of the micro-batches that the captured step was called with
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
+        # Engines print nothing: a command shows the line on its progress, a library user may pass `print`.
         self.announce: Callable[[str], None] = lambda line: None
 
     @property
@@ -118,6 +120,7 @@ class Engine:
             None, or the reason in one line why it cannot be compiled; the step then stays eager.
         """
         step = self.step
+        # Graphs have static shapes: from now on windows of any length are cut into, and filled up to, these rows.
         self.micro_batch = self.micro_batch or self._rows(window)
         self._captured = backend, scope
         try:
@@ -128,6 +131,7 @@ class Engine:
             graph.release(step)
             step.discard()
             self._captured = None
+            # Only what torch cannot compile has an eager way out; a bug or a full device would be hidden by it.
             if not isinstance(error, graph.CaptureFailed):
                 raise
             return str(error)
@@ -135,6 +139,7 @@ class Engine:
 
     def _warm_all(self, window: Batch) -> None:
         """Warm the graphs of each size that the window's micro-batches have: the last one may be shorter."""
+        # Warm now, or the last window of an epoch would compile in the middle of a run.
         by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
         self._sizes = set(by_rows)
         for batch in by_rows.values():
@@ -144,6 +149,7 @@ class Engine:
         step = self.step
         if step.recorder:
             accumulate(step, [batch] * (WARM_UP - 1))  # a micro-step is captured after so many
+        # The first updates decide on the loss scale and on spikes, and are to begin from nothing.
         with step.counters_kept():
             self.rehearse(batch)
         self._scored(batch)
@@ -176,6 +182,8 @@ class Engine:
         """
         rows = min(self.micro_batch or self._rows(window), self._rows(window))
         self.step.discard()
+        # From what costs least to what costs most: replays save launching alone, fewer rows cost some
+        # speed, and recomputed blocks about a third more computing.
         if graph.give_back(self.step):
             change = f"{graph.ONE_BY_ONE} from now on"
         elif rows > 1:
@@ -187,6 +195,8 @@ class Engine:
             raise OutOfDeviceMemory(
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
+        # What failed lies in reference cycles of autograd, and the allocator keeps what was freed in pieces of the
+        # old size.
         gc.collect()
         if self.step.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,6 +238,7 @@ class Engine:
 
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         model = self.model
+        # A module may be trained in evaluation mode on purpose, as one with frozen running means is.
         training = model.training
         model.eval()
         try:
@@ -235,6 +246,7 @@ class Engine:
                 parts = self._fitting(batch, lambda: self._evaluated(batch))
         finally:
             model.train(training)
+        # In fp64, as a long held-out text sums more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
 

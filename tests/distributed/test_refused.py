@@ -12,8 +12,7 @@ from torch import nn
 from batches import ragged, tiny_llama
 from monograph.config import load
 from monograph.distributed.engine import Replicated
-from monograph.distributed.sharded import require_rows
-from monograph.distributed.shards import rows_of
+from monograph.distributed.sharded import require_rows, rows_of
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.remat import Remat

@@ -379,5 +379,5 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
     assert not other_bits(followed(of(place, lanes.Immediately(), precision=precision)), usual)
     placement = EVERY[place]
     kinds = {"slot"} | ({"ring"} if placement.offload else set())
-    kinds |= {"desk"} if placement.where == "device" or placement.on_device else set()
+    kinds |= {"staging"} if placement.where == "device" or placement.on_device else set()
     assert {name.split()[0] for name in poisons.names} == kinds and len(poisons.names) > 50

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from monograph.errors import InputRefused
-from monograph.stream import pinned as pinned_module
-from monograph.stream.pinned import on_host, pinned
+from monograph.stream import placement as pinned_module
+from monograph.stream.placement import on_host, pinned
 
 CARD = torch.device("cuda", 0)
 

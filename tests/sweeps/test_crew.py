@@ -1,4 +1,4 @@
-"""Run: pytest tests/sweeps/test_crew.py (members that train at once: windows, seats, engines that are filled anew)"""
+"""Run: pytest tests/sweeps/test_crew.py (members that train at once: windows, and engines that are filled anew)"""
 
 from __future__ import annotations
 

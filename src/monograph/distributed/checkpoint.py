@@ -20,7 +20,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint, blocks
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
-from monograph.distributed.shards import rows_of
+from monograph.distributed.sharded import rows_of
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint
 from monograph.model import layout

@@ -75,6 +75,8 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
             f"{path} ({type(module).__name__}) has no weights yet: call each member once before they are stacked, with "
             "inputs of the size that they will have"
         )
+    # A forward pass of the stack is given tensors by name; one that is reached in another way would be the first
+    # member's, for everybody.
     held = {name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)}
     held["hooks"] = [getattr(module, kind) for kind in _HOOKS]
     if name := next((name for name, value in held.items() if _reaches(value, own, set())), None):
@@ -91,6 +93,7 @@ def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: boo
     seen.add((id(value), closed))
     if id(value) in own:
         return closed or isinstance(value, Tensor)
+    # A deep copy copies modules and containers, but not what a function has closed over.
     closed = closed or hasattr(value, "__code__")
     return any(_reaches(part, own, seen, closed) for part in (_parts(value) or ("", []))[1])
 
@@ -107,6 +110,7 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
         else:
             for path, mine, yours in _of_parts(ours[name], theirs[name], by_path):
                 yield Difference(".".join(filter(None, (name, path))) or "the module", mine, yours)
+    # Ties are part of the structure: untied in one member, the same weight would be two parameters of the stack.
     ties = [_ties(module) for module in (one, other)]
     for tie in sorted(ties[0] ^ ties[1]):
         yield Difference(tie[0], *("tied to " + tie[1] if tie in of else "not tied" for of in ties))
@@ -195,6 +199,7 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     mine, yours = _parts(one), _parts(other)
     if mine is None or yours is None:
         return bool(one == other) or one != one  # noqa: PLR0124 - nan
+    # Objects may refer to one another in circles: a pair that is being compared counts as equal inside of itself.
     within |= {pair}
     return bool(mine[0] == yours[0]) and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
 

@@ -46,6 +46,7 @@ class Members:
     def __init__(self, stack: Stack, seeds: Tensor):
         self.stack, self.seeds = stack, seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
+        # Dropout reads its seed from this module, where vmap puts each member's own.
         self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
         self._dropout = Dropout(self._called)
         compat.warn_of_loops(False)  # the first look does
@@ -78,12 +79,18 @@ class Members:
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """What calls the function for all members, and what calls it for the first one alone."""
         stack = self.stack
+        # Parameters, buffers and seeds are one mapping: vmap batches all of it in its first dimension, so nothing
+        # that is a member's own can be left out by mistake.
         held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers()) | (parameters or {})
         held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
         dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        # vmap returns tensors alone. What else the function returns is noted here as it is traced, once for all
+        # members.
         structure: list[Any] = []
 
         def one(tensors: dict[str, Tensor], *inputs: Any) -> list[Any]:
+            # Sites are counted from 0 in each pass: the same call of dropout has the same number in every member and
+            # alone.
             self._dropout.site = 0
             given = dict(tensors)
             out = functional_call(self._called, tensors, (function, *inputs))  # which says what was put in their place
@@ -91,6 +98,7 @@ class Members:
             for name, tensor in given.items():
                 if tensors[name] is not tensor:
                     _write(name.removeprefix("module."), tensor, tensors[name])
+            # A buffer that is None and is set in the forward pass would be a tensor of vmap, of no use outside of it.
             for path, owner, key in self._absent:
                 if (value := owner._buffers[key]) is not None:
                     owner._buffers[key] = None
@@ -135,6 +143,7 @@ class Members:
             if out_of_memory(failure):
                 raise
             # Other inputs, or another function, than at the first look.
+            # Look once more: if the answer is the same, what it raises is the function's own error.
             before, (self._for_graphs[training], _) = self._for_graphs[training], self._looked_at(batched, alone)
             if before == self._for_graphs[training]:
                 raise
@@ -148,6 +157,7 @@ class Members:
                 raised as it is.
         """
         module, failures = self.stack.module, []
+        # First as it is: some modules, told that they are compiled, take another path.
         for compiling in (False, True):
             watch = Watch(module)
             with buffers_kept(module), watch():  # with gradients if they are wanted, as then it may do other things
@@ -163,6 +173,7 @@ class Members:
             raise first
         member = self.stack.members[0]
         with torch.no_grad(), buffers_kept(member):
+            # A member that fails alone has a bug that is not about batching, and its own message says more.
             if not isinstance(first, CannotBatch):
                 alone()
         raise refusal(first, where) from first
@@ -193,6 +204,7 @@ class Members:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # A fused kernel has its own random numbers inside; with dropout the probabilities are written out instead.
         if dropout_p == 0:
             out: Tensor = torch.ops.monograph.folded_attention(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
@@ -251,6 +263,7 @@ def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
     of_batch = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
     out = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
     for running, batch in zip((norm.running_mean, norm.running_var), of_batch, strict=True):
+        # torch computes 1 / k on the host, from the value of a buffer, which a batched one does not have.
         running.add_((batch - running) / norm.num_batches_tracked)
     return out
 
@@ -263,6 +276,7 @@ def _write(name: str, buffer: Tensor, value: Any) -> None:
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         raise _not_that(name, buffer, value)
+    # The new statistics are a result of the pass, not a part of its gradient.
     with torch.no_grad():
         buffer.copy_(value)
 
@@ -332,6 +346,7 @@ def _folded_attention(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     def front(tensor: Tensor, dim: int | None) -> Tensor:
         return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
+    # What members share is expanded: to a fused kernel the members are N times as many rows.
     heads = [front(tensor, dim) for tensor, dim in zip((query, key, value), in_dims, strict=False)]
     if mask is not None:
         mask = front(mask, in_dims[3])

@@ -46,6 +46,7 @@ class Dropout:
         """Which elements stay, bool of that shape; the next site's."""
         size, site, seed, draw = math.prod(shape), self.site, self._counter.seed, self._counter.draw
         self.site += 1
+        # Philox gives four words a call: an element's word is number i mod 4 of counter i // 4.
         fours = torch.arange(-(-size // 4), device=seed.device)
         zero = torch.zeros_like(fours)
         counter = (fours, zero + (draw & LOW32), zero + site, zero + (draw >> 32 & LOW32))
@@ -57,12 +58,14 @@ class Dropout:
         if not isinstance(rate, Tensor) and rate == 0:
             self.site += 1  # which other members may drop at
             return hidden
+        # In fp64 and rounded once, so that a rate of each member's own gives the bits of the same rate as a number.
         scale = (1.0 / (1.0 - _number(rate, hidden))).to(hidden.dtype)
         factor = torch.where(self.kept(mask, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
 
     def alpha(self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
         """`hidden` with some elements at SELU's limit, scaled and moved so that mean 0 and variance 1 stay."""
+        # -lambda alpha of SELU, which its saturated units have.
         limit = -1.7580993408473766
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
         out = torch.where(self.kept(mask, rate), hidden, limit) * scale - scale * limit * rate
@@ -77,6 +80,7 @@ class Dropout:
             def dropout(
                 hidden: Tensor, p: float | Tensor = 0.5, training: bool = default, inplace: bool = False
             ) -> Tensor:
+                # Spatial dropout drops whole channels: the mask has no extent where a channel has positions.
                 own = hidden.ndim - last if kept is None else kept
                 mask = tuple(hidden.shape[:own]) + (1,) * (hidden.ndim - own)
                 return of(hidden, p, mask, inplace) if training else hidden

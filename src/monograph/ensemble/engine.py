@@ -93,24 +93,21 @@ class Ensemble(Engine):
         self.knobs: tuple[Mapping[str, Any], ...] = tuple(names)
         self.members = tuple(members)
         self.stack = Stack(members)
+        # Stacking moves nothing between devices: where the members are is where they train.
         device = next(self.stack.module.parameters()).device
         self._call = Members(self.stack, seeds(names, device))
         optims = optimizers(optim or AdamW(), names)
+        # Knobs of members that were built by the caller may have been used for anything, so only a builder is
+        # watched.
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
             require_read(knobs or (), optims[0])  # else a list, or the windows, may have been made from them
         self._make_stacked = functools.partial(
-            Stacked,
-            self._call,
-            loss=loss,
-            optims=optims,
-            schedules=_schedules(schedule, len(members)),
-            clip=clip,
-            precision=precision,
-            remat=remat,
-            each=each,
-        )
+            Stacked, self._call, loss=loss, optims=optims, schedules=_schedules(schedule, len(members)), clip=clip,
+            precision=precision, remat=remat, each=each,
+        )  # fmt: skip
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         super().__init__(micro_batch, members=len(members) if each else None, recomputes=False)
+        # An attribute, since `compile` puts a compiled function in its place.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
         self._waiting: Batch | None = None  # for one graph
@@ -194,6 +191,7 @@ class Ensemble(Engine):
         whole = self._rows(window) <= (self.micro_batch or self._rows(window))
         self._in_one_graph = whole and self.stacked.kept_share == 1 and self.step.recorder is None
         reason = super().capture(window, backend, scope)
+        # What torch cannot differentiate inside of a graph it may still compile in two.
         if reason and self._in_one_graph:
             self._in_one_graph = False
             reason = super().capture(window, backend, scope)
@@ -212,6 +210,9 @@ class Ensemble(Engine):
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradients; where one graph makes a whole update, that is left to `update`."""
+        # A captured whole update takes its window at `update`, as gradient and update are one graph. A second window
+        # before that ends the wait, and both are accumulated in the usual way.
+        # One micro-batch alone: the graph keeps no gradient to which another could be added.
         fits = self._waiting is None and self._rows(window) <= (self.micro_batch or self._rows(window))
         if self._in_one_graph and fits and not self._begun:
             self._waiting = window
@@ -261,6 +262,7 @@ class Ensemble(Engine):
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
+        # Copies: a view of one member would keep the memory of all of them alive.
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {name: counter.tolist() for name, counter in self.stacked.counters(member).items()}
         return EngineState(model, optimizer, {"index": step.index, **counters})

@@ -62,6 +62,7 @@ class Watch:
 
     def _tell(self, operator: str) -> None:
         of = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])
+        # Once for each part and operator: a table of layers is no trace.
         of.extend([operator] if operator not in of else [])
 
     def layers(self) -> Layers:

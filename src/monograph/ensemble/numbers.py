@@ -47,6 +47,7 @@ def optimizers(
     for number, other in enumerate(each):
         if type(other) is not type(each[0]):
             raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
+        # Everything else shapes the graph, which all members share.
         shared = (field.name for field in fields(other) if field.name not in (*OF_OPTIMIZER, "groups"))
         if odd := next((name for name in shared if getattr(other, name) != getattr(each[0], name)), None):
             raise UsageError(
@@ -66,6 +67,7 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
     Raises:
         UsageError: nothing has read it, and the optimizer has none of that name.
     """
+    # Seeds and numbers of the optimizer are read by the ensemble itself, for each member.
     own = ["seed", *(field.name for field in fields(optim) if field.name in OF_OPTIMIZER)]
     for of in knobs:
         unread = Knobs.unread(of) if isinstance(of, Knobs) else []
@@ -91,6 +93,7 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
 def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
     """One optimizer whose numbers are tensors [N] where the members' differ; its rate is not among them."""
     one, other = zip(*(optim.betas for optim in optims), strict=True)
+    # The rate is left out: it changes with each update, and `Step.lr` [N] has it.
     betas: Any = knob(one, device), knob(other, device)
     eps: Any = knob([optim.eps for optim in optims], device)
     return replace(optims[0], betas=betas, eps=eps)

@@ -64,6 +64,8 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
         for backwards in range(directions):
             of_input, of_hidden, *own = weights[len(ends) * per : (len(ends) + 1) * per]
             bias_input, bias_hidden, *project = own if bias else (None, None, *own)
+            # The input's share of the gates for all steps in one product; only the hidden state's has to wait for the
+            # step before.
             given = F.linear(x, of_input, bias_input).unbind(0)
             hidden, now = [], tuple(of[len(ends)] for of in first)
             for at in given[::-1] if backwards else given:

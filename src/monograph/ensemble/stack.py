@@ -53,11 +53,14 @@ class Stack:
             raise UsageError("an ensemble needs a member: the list of modules is empty")
         if len({id(member) for member in members}) < len(members):
             raise UsageError("a module stands twice among the members: build one for each")
+        # Before anything is moved: a refusal must leave the members as they were.
         agree(members)
         self.members = tuple(members)
         self._parts = [[id(part) for part in member.modules()] for member in members]
         self._held: list[Held] = []
         memo: dict[int, Any] = {}
+        # One tensor at a time, its members' shares freed before the next: stacking needs one parameter twice, not
+        # all.
         for owners in _tensors(members):
             whole = _stacked([getattr(module, name) for module, name in owners])
             self._held.append(Held(whole, owners))
@@ -68,6 +71,7 @@ class Stack:
         for part in members[0].modules():
             of = [vars(part)[name] for name in computed(part)] + getattr(part, "_flat_weights", [])
             memo |= {id(tensor): None for tensor in of if id(tensor) not in memo}
+        # The memo gives the copy the stacked tensors in the place of the first member's, by identity: ties stay ties.
         self.module = copy.deepcopy(members[0], memo)
         for part in self.module.modules():  # a cache is of no use where nothing is generated, and is no tensor
             config: Any = getattr(part, "config", None)
@@ -96,6 +100,7 @@ class Stack:
         Raises:
             UsageError: with the first part, parameter or buffer that was replaced, frozen, moved or cast.
         """
+        # A few at each update: comparing all would cost more than launching the update, and a change is seen soon.
         for number in {(turn * AT_A_TIME + each) % self.size for each in range(AT_A_TIME)}:
             member = self.members[number]
             changed = None

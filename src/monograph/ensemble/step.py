@@ -74,6 +74,7 @@ class Stacked:
             counters={"frozen": self.frozen, "draw": members.draw},
             frozen=self.frozen,
         )
+        # What differs between members becomes tensors [N]; what is equal stays a number, and the graph simpler.
         merged = numbers.merged(self.optims, device)
         self.step = Step(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision, layout=layout)
 
@@ -106,6 +107,7 @@ class Stacked:
 
         # Views that are made here: a graph copies inputs that overlap and are written.
         parameters = {name: view for plane in step.planes for name, view in plane.views(plane.param)}
+        # As results and not in `.grad`: inside of one graph gradients are freed with its other intermediates.
         grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
             buffer.copy_(written[name])
@@ -154,6 +156,7 @@ class Stacked:
             return None
         if not self.each:
             return counted(loss.count(batch), device).expand(self.members.stack.size)
+        # vmap, since a loss counts one member's batch and may index it by position.
         count: Tensor = torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
         return count
 

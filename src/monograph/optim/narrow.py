@@ -24,6 +24,7 @@ def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
         return {name: torch.zeros_like(like_N)}
     if state != "8bit":
         return {name: torch.zeros_like(like_N, dtype=torch.bfloat16)}
+    # A second moment has no sign, so its bit doubles the steps.
     dtype = torch.uint8 if name == "exp_avg_sq" else torch.int8
     scale_K = like_N.new_zeros(len(like_N) // BLOCK, dtype=torch.float32)
     return {name: torch.zeros_like(like_N, dtype=dtype), f"{name}_scale": scale_K}
@@ -48,6 +49,7 @@ def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Ten
 
 def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
     """Three independent random words [N] in [0, 2^32), int64: a function of (seed, update, plane, start + index)."""
+    # By the place in the whole plane: chunks of a streamed plane and rows of a sharded one draw the same words.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
@@ -66,6 +68,8 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     Returns:
         bf16, one of the two neighbours of the value.
     """
+    # A sum below the cut carries into bf16's last bit with the probability of rounding up. A number next to infinity
+    # becomes infinite, as by ordinary rounding.
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
@@ -126,6 +130,7 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     if signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
+        # At least 1, or an element whose second moment rounds to 0 would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
     return codes.view(-1), scale_K1.squeeze(-1)

@@ -170,6 +170,7 @@ def initialise(plane: Plane, optim: Optimizer) -> None:
     for name in _moments(plane):
         plane.state |= zeros(plane.grad, name, optim.state)
     if optim.ema is not None:
+        # A copy at once: an average that began as a view of the weights would move with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
 
 
@@ -183,6 +184,7 @@ def update_(
     be. What is kept in fewer bits is unpacked before and packed again afterwards.
     """
     kind, state = plane.kind, plane.state
+    # All arithmetic is in the gradient's dtype, so one formula serves every width in which the state is kept.
     moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
@@ -200,6 +202,7 @@ def update_(
         adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
     else:
         muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
+    # Words 1 and 2 are the moments', 0 the weights': roundings of one update must not depend on one another.
     words = (
         noise(param, optim.seed, applied, plane.number, plane.start) if optim.state in ("bf16", "all-bf16") else None
     )
@@ -231,6 +234,8 @@ def _over(stack: Tensor, knob: Any) -> Any:
 
 def hidden_matrices(module: nn.Module) -> list[str]:
     """The matrices of a module's `blocks`: trainable parameters with two dimensions, but not those of an embedding."""
+    # An embedding's rows are looked up, not multiplied: orthogonalising its gradient would mix tokens that were not
+    # seen.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     hidden = inside - embeddings
@@ -249,8 +254,10 @@ def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> l
 def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group]) -> dict[str, Kind]:
     idle, kinds = {group.pattern for group in groups}, dict[str, Kind]()
     for name, parameter in parameters.items():
+        # The first that matches, so that an exception is written before its rule.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
+        # Gains and biases are not decayed: pulling a gain to zero shrinks what it scales without regularising it.
         usual = weight_decay if parameter.ndim >= 2 else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
         kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=parameter.ndim < 2)

@@ -89,6 +89,7 @@ class Plane:
 
     def hold(self, flat: Tensor) -> None:
         """Make the parameters views of `flat`; they have no gradient until the next `link`."""
+        # `.data` keeps the parameter the same object, so ties, hooks and whoever holds the module see the new memory.
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -104,6 +105,7 @@ class Plane:
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     """In the block no parameter has a gradient of another dtype than its own: torch traces no graph around such two."""
+    # Only planes of bf16 weights with fp32 gradients: taking gradients away and back costs time for each parameter.
     narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype]
     for slot in (slot for plane in narrow for slot in plane.slots):
         slot.parameter.grad = None
@@ -123,6 +125,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not found:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
+    # A plane is one buffer, which has one dtype and lies in one place.
     places = {(kept_dtype(p), p.device) for p in found.values()}
     if len(places) > 1:
         raise UsageError(f"trainable parameters must share one dtype and device, found {sorted(map(str, places))}")
@@ -168,6 +171,7 @@ def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], sta
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
     first = members[0][1]
     whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
+    # Zeros where parameters begin at blocks: what lies between them is quantised with them, and must not be large.
     made = torch.empty if block == 1 else torch.zeros
     param = made(whole, dtype=torch.bfloat16 if state == "all-bf16" else dtype, device=first.device)
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]

@@ -55,6 +55,7 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
         weight_decay: wd.
     """
     beta1, beta2 = betas
+    # lerp and not b1 m + (1 - b1) g: it is what torch.optim does, and where m = g it gives exactly that.
     m = torch.lerp(exp_avg, grad, _like(1 - beta1, param))
     v = exp_avg_sq * _like(beta2, param) + grad * grad * _like(1 - beta2, param)
     t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
@@ -87,6 +88,7 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    # By the Frobenius norm, which is at least the largest singular value: the iteration is for values up to 1.
     X = (wide / norms.clamp_min(SMALLEST_NORM)).flatten(0, -3).to(compute)
     for _ in range(ITERATIONS):
         A = X @ X.mT
@@ -139,6 +141,7 @@ def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accept
         applied: t, how many updates were applied, this one included, int64.
         accepted: bool.
     """
+    # In fp64, like the bias correction of AdamW: with d = 0.9999 fp32 has three digits of 1 - d^t at the beginning.
     weight = once(((1 - decay) / (1 - decay ** applied.to(torch.float64))).to(param.dtype))
     average.copy_(torch.where(accepted, torch.lerp(average, param, weight), average))
 

@@ -83,6 +83,14 @@ def remember_(recent_2W: Tensor, found_2: Tensor, applied: Tensor, accepted: Ten
     recent_2W.copy_(torch.where(here_1W, found_2.unsqueeze(-1), recent_2W))
 
 
+def without_spikes_(accepted: Tensor, grad_norm: Tensor, loss: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
+    """Return whether an update is still accepted: not if it stands out; remember it if it is."""
+    numbers_2 = looked_at(grad_norm, loss)
+    accepted = accepted & ~stands_out(numbers_2, recent_2W, applied)
+    remember_(recent_2W, numbers_2, applied, accepted)
+    return accepted
+
+
 def _median(values_W: Tensor) -> Tensor:
     return values_W.sort(dim=-1).values[..., (WINDOW - 1) // 2]
 

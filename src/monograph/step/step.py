@@ -30,13 +30,11 @@ from monograph.step.clip import (
     Clip,
     Update,
     largest,
-    looked_at,
     reciprocal,
-    remember_,
     settle_,
     squares,
-    stands_out,
     update_plane,
+    without_spikes_,
 )
 from monograph.step.layout import Held, Layout
 
@@ -97,9 +95,7 @@ class Step:
         self.model, self.loss, self.clip, self.layout = unwrapped(model), loss, Clip.of(clip), layout
         self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
         self.schedule, self.precision = schedule or constant(), precision or Precision()
-        if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
-            name = self.precision.name
-            raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
+        _require_together(self.optim, self.precision)
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
@@ -107,20 +103,18 @@ class Step:
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
         self.index, self.holds_average = 0, False
-        of_members = self.planes[0].param.shape[:-1]
-        zeros = functools.partial(torch.zeros, of_members, device=self.device)
+        zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
         self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
         self.largest = largest(self.planes[0].grad.dtype)
-        self.recent = torch.zeros((*of_members, 2, WINDOW), dtype=torch.float64, device=self.device)
+        self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
-        # A captured micro-step reads the factor of its loss where it was at the capture.
-        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
+        # [1] or [N]: a captured micro-step reads it where it is, and a 0-d float64 argument would be traced twice.
+        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
-        # Attributes, since a capture puts compiled functions in their place.
         self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
@@ -132,8 +126,6 @@ class Step:
         """Accumulate over the window's micro-batches, then update."""
         accumulate(self, window)
         return update(self)
-
-    # ── state ───────────────────────────────────────────────────────────────────────────────────
 
     def begun(self, plane: Plane) -> Plane:
         """Return the plane as it is before the first update."""
@@ -198,8 +190,6 @@ class Step:
         with self.layout.assembled(self) as whole:
             yield whole
 
-    # ── before the gradient ─────────────────────────────────────────────────────────────────────
-
     @contextmanager
     def context(self) -> Iterator[None]:
         """The context in which the loss is called."""
@@ -235,8 +225,6 @@ class Step:
             with self.context():
                 recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.settled_for = captured
-
-    # ── the gradient ────────────────────────────────────────────────────────────────────────────
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
@@ -278,8 +266,6 @@ class Step:
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
         return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
 
-    # ── the update ──────────────────────────────────────────────────────────────────────────────
-
     def _apply(self) -> Tensor:
         grad_norm = self.clip_and_apply([plane.grad for plane in self.planes])
         for plane in self.planes:
@@ -305,9 +291,7 @@ class Step:
         longest = grad_norm if self.clip is None else grad_norm.clamp_max(self.clip.norm)
         accepted = grad_norm.isfinite() & self.accepts(longest)
         if self.clip is not None and self.clip.skip_spikes:
-            numbers = looked_at(grad_norm, self.loss_sum / self.count)
-            accepted = accepted & ~stands_out(numbers, self.recent, self.applied)
-            remember_(self.recent, numbers, self.applied, accepted)
+            accepted = without_spikes_(accepted, grad_norm, self.loss_sum / self.count, self.recent, self.applied)
         if self.clip is not None:
             scale = scale * (self.clip.norm / (grad_norm + 1e-6)).clamp_max(1.0)
         self.applied.add_(accepted)
@@ -352,6 +336,12 @@ def _check(**given: Any) -> None:
         value = given[name]
         if not isinstance(value, kind) and (value is not None or name in ("model", "loss")):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
+
+
+def _require_together(optim: Optimizer, precision: Precision) -> None:
+    if optim.state == "all-bf16" and precision.dtype != torch.bfloat16:
+        name = precision.name
+        raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.pinned import on_host
+from monograph.stream.placement import on_host
 
 RINGS = 2  # sets of G states on the way back from the host: one in use, one coming
 
@@ -39,12 +39,16 @@ class Boundaries:
 
     def put(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
         """Take over micro-batch g's input of a stage; `keep` it for the way back."""
+        # A space of its own for each tensor: whoever reads one input waits for that one alone.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._states[stage, g] = state, space
         self.most_bytes = max(self.most_bytes, self.device_bytes)
         self.lanes.compute(_nothing, writes=[space])  # it was: who reads it waits for what was computed so far
+        # The last stage's input is not taken away: it is the first that the way back wants.
         if keep and self.offloaded and stage != self.last:
             like = self._host.get((stage, g))
+            # Page-locked memory is slow to get, and the next update's inputs have the same shapes: kept until one has
+            # not.
             if like is None or like[0].shape != state.shape or like[0].dtype != state.dtype:
                 label = f"kept input {g} of stage {stage}"
                 like = on_host(state, label, self.device), Space(label, Home.HOST)
@@ -55,12 +59,14 @@ class Boundaries:
         """Let go of a stage's inputs on the device, which its forward pass has read."""
         if stage == self.last or (keep and not self.offloaded):
             return
+        # Dropped when all micro-batches have passed, so that the allocator can give the memory to the next stage.
         for key in [key for key in self._states if key[0] == stage]:
             _, space = self._states.pop(key)
             self.lanes.compute(_nothing, writes=[space])  # its memory is computed with from here on
 
     def fetch(self, stage: int, count: int) -> None:
         """Have the inputs of a stage brought back."""
+        # The first stage reads the batch itself, and the last one's input has never left.
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):

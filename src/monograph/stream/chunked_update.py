@@ -37,6 +37,7 @@ class Chunk(tuple[Stored, int, int]):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane; a buffer may have one number for many elements."""
         stored, begin, end = self
+        # 8-bit moments have one scale for 256 elements; chunks begin at multiples of these.
         block = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // block : -(-end // block)]
 
@@ -47,9 +48,11 @@ class Chunk(tuple[Stored, int, int]):
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
+            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices is some of them.
             slots=slots[begin // whole : end // whole] if matrices else slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
+            # A tensor, as a number would be a constant of the graph, and each chunk would compile one of its own.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
@@ -86,6 +89,7 @@ class StagingBuffers:
 
     def next(self) -> DeviceBuffer:
         """Return the one whose turn it is."""
+        # In turn: the buffer longest unused is the one whose copies home are most likely done.
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
@@ -115,6 +119,7 @@ class ChunkedUpdate:
             gradients: where the stage's gradients are on the device; None: at home.
         """
         self.stage, self.staging_buffers, self.gradients = stage, staging_buffers, gradients
+        # A generator: chunks are fetched as buffers become free, not all at once.
         self._left = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
         self._fetched: list[Fetched] = []
@@ -143,6 +148,7 @@ class ChunkedUpdate:
                 ) from error
             self.begin()
             yield
+        # Copies of these weights in a slot are old from here on, and are fetched again when they are wanted.
         self.stage.version += 1
         if into is not None:
             into.fetch(self.staging_buffers.lanes, [stored for stored in self.stage.stored if stored.on_host])
@@ -160,6 +166,7 @@ class ChunkedUpdate:
             if name == GRADIENT and self.gradients is not None:
                 parts[name] = self.gradients.planes[self.stage.stored.index(stored)].grad[begin:end]
                 spaces += self.gradients.writes
+            # What lives on the device is updated where it is.
             elif name not in parts:
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)

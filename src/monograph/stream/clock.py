@@ -108,6 +108,7 @@ class Clock:
     def run(self, work: Work) -> Any:
         """Pass the time that the work takes; only computing is called, for what it spends and returns."""
         lane = work.mark.lane
+        # What real lanes do: in order on one lane, and after what other lanes have to have done.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
@@ -117,6 +118,7 @@ class Clock:
         else:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
         worked = seconds
+        # There is one disk, however many lanes read and write it.
         if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
             begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
@@ -188,7 +190,9 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     updates.update_part = pretend.update_part  # type: ignore[method-assign]
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
+    # Shapes are all that a schedule depends on; a model of any size is timed in this way without its memory.
     with torch.device("meta"):  # also what is kept on the host
+        # Nothing is on its way at the beginning: the first update is shorter than any later one.
         for _ in range(UPDATES):
             begin, busy, before = clock.now["compute"], dict(clock.busy_s), moved.copy()
             walk.accumulate([None] * micro_batches)

@@ -41,6 +41,7 @@ class HostThread:
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         """Do it when all of `wait` have returned."""
+        # One thread, as lanes are orders; torch uses several for the arithmetic inside of a piece of work.
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
@@ -90,6 +91,7 @@ class Streams:
         """Launch it behind what it waits for; the result of computing is a tensor to come."""
         if work.mark.lane == "host":
             return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
+        # Each lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
             if mark.lane == "host":
@@ -104,6 +106,7 @@ class Streams:
 
     def finish(self) -> None:
         """Wait until host and device have nothing left to do."""
+        # The host first, which waits for streams itself; no stream waits for it.
         self._host.until()
         torch.cuda.synchronize(self.device)
 

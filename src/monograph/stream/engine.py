@@ -74,6 +74,7 @@ class Streamed(Engine):
             lanes: what copies and computes.
         """
         self.placement = placement or Placement()
+        # Refused before anything is moved: half of a model would be elsewhere otherwise.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         layout = Layout(
             device=self.placement.device,
@@ -102,6 +103,7 @@ class Streamed(Engine):
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit, or one when some weights were updated already.
         """
+        # The first window has changed the weights already, and the second one's gradient would be of others.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError("weights that are updated during the backward pass take one window an update")
         super().accumulate(window)
@@ -172,6 +174,8 @@ class Streamed(Engine):
         for each in self.store.stored:
             if each.splits:
                 master = each.master()
+                # Split weights have no fp32 memory that could be written to: they are joined, changed, and split
+                # again.
                 for name, view in each.plane.views(master):
                     view.copy_(weights[name])
                 each.set_master(master)
@@ -180,6 +184,7 @@ class Streamed(Engine):
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
         """In the block the module is what it was made as, at home, its weights in fp32."""
         self._at_rest(step, True)
+        # What is bf16 at home would be called with the rounded weights alone.
         split_ones = [each for each in self.store.stored if each.splits]
         for each in split_ones:
             each.plane.hold(each.plane.state["ema"] if step.holds_average else each.master())

@@ -18,7 +18,7 @@ from monograph.step import Step
 from monograph.step.clip import update_plane
 from monograph.stream.chunked_update import Chunk, cut
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.pinned import on_host
+from monograph.stream.placement import on_host
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
 # Elements of a chunk: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
@@ -45,7 +45,9 @@ class HostUpdate:
     def __init__(self, step: Step, store: Store, lanes: Lanes):
         """Take the host's memory; `step` is the one whose update is made."""
         self.step, self.lanes = step, lanes
+        # On the meta device nothing is computed, but shapes and waits are those of a real run.
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
+        # Memory that does not change, which the captured functions read: each decision is copied into it.
         self.scale, self.lr = (torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2))
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
         self.applied = torch.zeros((), dtype=torch.int64, device=self._host)
@@ -61,6 +63,7 @@ class HostUpdate:
         of_step = self.step.applied, self.step.lr
 
         def say() -> None:
+            # Four numbers in one copy; fp64 holds a count of updates exactly.
             numbers = [number.to(torch.float64) for number in (scale, accepted, *of_step)]
             decision.there.tensor.copy_(torch.stack(numbers))
 
@@ -79,6 +82,8 @@ class HostUpdate:
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
             in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
+            # The gradient is read alone, all other buffers are written: the next gradient may come as soon as it was
+            # read.
             gradient = spaces.pop(GRADIENT)
             self.lanes.host(
                 functools.partial(self._updated, chunk, parts),
@@ -116,6 +121,7 @@ class HostUpdate:
     def _room(self, index: int) -> Decision:
         there = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
         label = f"decision {index}"
+        # Of each decision its own memory: the next may be made while the host still works by this one.
         home = on_host(there, label, self.step.device)
         found = Decision(Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST)))
         self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with

@@ -142,6 +142,7 @@ class Lanes:
     def finish(self) -> None:
         """Return when everything is done; afterwards every space may be read and written by anybody."""
         self.executor.finish()
+        # All lanes are level: marks of before are in every lane's past, and need not be kept.
         newest = {lane: self._happened[lane][lane] for lane in LANES}
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
@@ -159,14 +160,17 @@ class Lanes:
                 waits.append(mark)
                 for other, number in self._known(mark).items():
                     happened[other] = max(happened[other], number)
+        # One found later may imply one found before, by way of a third lane.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
         mark = Mark(lane, happened[lane])
+        # What is known when this is done: whoever waits for it learns all of that without a further wait.
         self._at[mark] = dict(happened)
         self._forget()
         for space in reads:
             space.read[lane] = mark
         for space in writes:
+            # Readers of before have been waited for, and the next writer waits for this one.
             space.written, space.read = mark, {}
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 

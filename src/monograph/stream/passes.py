@@ -33,6 +33,8 @@ class Passes:
         """The first block's input, and what blocks take besides: what the loss calls the model with says of what."""
 
         def called(*args: Any, **kwargs: Any) -> None:
+            # By an exception, so that nothing of the loss behind the call is computed on a stage that has no output
+            # yet.
             raise _Called(args, kwargs)
 
         try:
@@ -73,6 +75,7 @@ class Passes:
         state = state.detach().requires_grad_()
         with self._tracing(planes):
             out = self._blocks(stage, state, further)
+        # The graph of a stage ends at its input: its gradient is handed to the stage before as a tensor.
         out.backward(gradient)
         return _gradient_of(state)
 
@@ -101,6 +104,7 @@ class Passes:
         Raises:
             UsageError: they drew a random number, or wrote a buffer.
         """
+        # Compared, not forbidden: a module may own a dropout of rate 0, and a buffer that it only reads.
         draws, buffers = self._draws(), _written(modules)
         yield
         for before, after in zip(draws, self._draws(), strict=True):
@@ -138,6 +142,7 @@ class Passes:
 
         def ended(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
+            # A captured loss runs this once, when it is traced, and not at each call.
             if not torch.compiler.is_compiling():
                 calls += 1
             return self.model.end(hidden)
@@ -153,9 +158,11 @@ class Passes:
 
 def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     """Which tensor each buffer is, and how often that was written."""
+    # By version and identity: a buffer may be written in place or replaced.
     named = (each for module in modules for each in module.named_buffers())
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 
 def _gradient_of(state: Tensor) -> Tensor:
+    # A micro-batch without targets has no gradient, and the stage before expects one.
     return torch.zeros_like(state) if state.grad is None else state.grad

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
+import resource
 import tempfile
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -14,7 +17,6 @@ from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.stream.lanes import Home
-from monograph.stream.pinned import on_host
 
 When = Literal["sweep", "next forward", "backward"]
 Where = Literal["device", "host"]
@@ -80,6 +82,7 @@ class Placement:
 
     def home(self, stage: int, name: str) -> Home:
         """Where that buffer of that stage lives."""
+        # The device has precedence: a buffer that fits there would only be slower in a file.
         if (stage, name) in self.on_device:
             return Home.DEVICE
         return Home.DISK if name in self.on_disk else Home.HOST
@@ -103,6 +106,7 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
         InputRefused: the host has not so much memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
+        # A copy in any case: on a CPU the device's memory would be the host's own otherwise.
         return tensor.to(placement.device, copy=True)
     if home == Home.DISK:
         found = _mapped(tensor, label, placement.folder)
@@ -131,3 +135,70 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
         ) from error
     finally:
         os.close(handle)
+
+
+# ── page-locked memory ──────────────────────────────────────────────────────────────────────────
+# A copy between a GPU and other memory of the host is staged through a small buffer, and the host waits for it.
+# torch's own allocator of page-locked memory rounds up to a power of two (pytorch/pytorch#95823), which for most planes
+# wastes a third of the host's memory; so pages are mapped at their size, and locked once.
+
+
+class _Locked(mmap.mmap):
+    """Anonymous pages that are locked as long as anybody holds them."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:  # before they are unmapped, or the driver would take the next ones there for them
+            _runtime().cudaHostUnregister(self.address)
+
+
+def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
+    """Memory of the host for a tensor's elements, from which a device copies without staging.
+
+    The arguments and errors are those of `pinned`; where `device` is no GPU it is ordinary memory, and of a device
+    without data it has none.
+    """
+    if device.type == "cuda":
+        return pinned(like, label)
+    return torch.empty(like.shape, dtype=like.dtype, device="meta" if device.type == "meta" else None)
+
+
+def pinned(like: Tensor, label: str) -> Tensor:
+    """Page-locked memory for a tensor's elements, rounded up to pages; zeros.
+
+    Args:
+        like: its shape and dtype count.
+        label: what the memory is for.
+
+    Raises:
+        InputRefused: the system has no more memory, or does not let so much be locked.
+    """
+    size = like.numel() * like.element_size()
+    length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE
+    try:
+        pages = _Locked(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise InputRefused(
+            f"{label} needs {length:,} bytes of the host's memory, and there are no more: keep fewer buffers there "
+            "(on the device, or on disk), or in fewer bits"
+        ) from error
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    error_code = int(_runtime().cudaHostRegister(whole.data_ptr(), length, 0))
+    if error_code:
+        raise InputRefused(_refused(label, length, error_code))
+    pages.address = whole.data_ptr()
+    return whole[:size].view(like.dtype).view(like.shape)
+
+
+def _refused(label: str, length: int, error_code: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    return (
+        f"{label}: {length:,} bytes of the host's memory cannot be locked (CUDA error {error_code}); ulimit -l allows "
+        f"{allowed}: raise it, give the container more memory, or keep fewer buffers on the host"
+    )
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

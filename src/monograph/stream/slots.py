@@ -30,6 +30,7 @@ class DeviceBuffer:
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in held_in_turn:
             for key, tensor in tensors.items():
+                # By dtype as well: weights of one kind are bf16 where they are split, and fp32 elsewhere.
                 at = key, tensor.dtype
                 sizes[at] = max(sizes.get(at, 0), tensor.numel())
         self._memory = {at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()}
@@ -117,6 +118,8 @@ class StageOnDevice:
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """In the block the model's parameters are what is on the device."""
+        # The model's parameters are at home for everybody else: they are pointed at the slot only while the stage
+        # runs.
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
@@ -148,6 +151,7 @@ class Slots:
         """Take the memory."""
         self.lanes = lanes
         first, *middle, last = stages
+        # The last stage of a tied model reads weights of the first, so both are wanted at once.
         ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [[Slot(f"slot of ends {n}", those, device)] for n, those in enumerate(ends)]
         self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
@@ -170,6 +174,7 @@ class Slots:
 
     def claim(self, stage: Stage) -> StageOnDevice:
         """The stage with a slot of its own, whatever is in it."""
+        # If the stage is in a slot already it keeps it, or what is there would be fetched a second time.
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
         pool.remove(slot)

@@ -18,8 +18,7 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, settled, split, trainable
 from monograph.stream.lanes import Home, Space
-from monograph.stream.pinned import on_host
-from monograph.stream.placement import Placement, place
+from monograph.stream.placement import Placement, on_host, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
 AT_ONCE = 2**22  # elements that are rounded or split at once, in some copies of them
@@ -178,8 +177,10 @@ def stored(  # noqa: PLR0913 - what a store is made of
         InputRefused: memory or disk cannot hold it.
     """
     parts = staged(module)
+    # By identity: a tied parameter is one, in the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
     linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
+    # Numbers and starts are those of the resident engine's planes, on which stochastic rounding depends.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
     reached = dict.fromkeys(kinds.values(), 0)
     found, taken = Store(), set[int]()
@@ -199,6 +200,8 @@ def stored(  # noqa: PLR0913 - what a store is made of
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
+            # Autocast rounds the weights of linear layers for its products. What is looked up, or computed with in
+            # fp32, needs all of its bits in each pass, so nothing would be saved.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         found.stages.append(stage)
@@ -246,12 +249,14 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
         plane.state[name] = put(name, plane.state.pop(name))
     plane.grad = put(GRADIENT, plane.grad)
     if splits:
+        # In stretches: a split of the whole plane at once would need several copies of it.
         parts = [split(part) for part in plane.param.split(AT_ONCE)]
         hi, lo = (torch.cat(half) for half in zip(*parts, strict=True))
         put(REST, lo)
     plane.param = put(WEIGHTS, hi if splits else plane.param)
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
+    # One buffer on the device is reason enough to update there: it would have to come home and go back.
     stays = placement.where == "host" and Home.DEVICE not in homes.values()
     return Stored(plane, buffers, start, splits, stays)
 

@@ -57,6 +57,7 @@ class Updates:
     def measure(self, here: StageOnDevice) -> None:
         """Square the stage's gradient, which is complete."""
         for at, (stored, plane) in enumerate(zip(here.stage.stored, here.planes, strict=True)):
+            # Keys in the order of the resident engine's planes and parts, as their sum's bits depend on the order.
             key = stored.plane.number, here.stage.index, at
             square = functools.partial(self.step.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(square, here.writes)
@@ -119,6 +120,7 @@ class Updates:
         scale, accepted = self._decided
         stage = here.stage
         own = [square for key, squares in self._squares.items() if key[1] == stage.index for square in squares]
+        # The whole norm is not known yet; a stage whose own gradient is not finite is refused alone.
         accepted = accepted & (torch.stack(own).sum().sqrt() * scale <= self.step.largest)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
@@ -127,6 +129,7 @@ class Updates:
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
     def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
+        # A copy for each decision costs latency, so none is made where nobody waits for it.
         if any(stored.on_host for stage in stages for stored in stage.stored):
             decision = self.host_update.send(stages[0].index, scale, accepted)
             for stage in stages:
@@ -155,6 +158,7 @@ class Updates:
         """Update as much as is due after one of so many micro-batches."""
         begun, work = self._begun or (None, iter(()))
         if begun:
+            # Rounded up, so that the update is done when the stage's last micro-batch is.
             self._make(islice(work, -(-begun.count // micro_batches)))
 
     def finish_begun(self) -> None:
@@ -167,6 +171,7 @@ class Updates:
 
     def _make(self, work: Iterable[None]) -> None:
         """Update chunks; if that fails nothing can be read or saved any more, as it is half updated."""
+        # Whoever catches the error and goes on would train, or save, a mixture of two updates.
         if self.failed:
             raise self.failed
         try:

@@ -72,6 +72,7 @@ class Walk:
         first, *middle, last = self.store.stages
         gradients: list[Any] = [None for _ in batches]
         in_backward = updates.in_backward and observe is None
+        # The last stage first, as its gradient is what all others are computed from.
         for here in self._visits([last, *reversed(middle), first], back=len(batches)):
             self._prepare_gradients(here)
             for g, batch in enumerate(batches):
@@ -141,6 +142,7 @@ class Walk:
         """
         ready = self._next(order[0], back)()
         for _, following in pairwise([*order, None]):
+            # Asked for before this stage is computed with, so that it comes meanwhile.
             coming = self._next(following, back) if following else None
             yield ready
             if coming is not None:
@@ -153,6 +155,7 @@ class Walk:
         if stage not in self.updates.waiting:
             here = self.slots.fetch(stage)
             return lambda: here
+        # Weights that are updated on the device on their way need no second trip: they go from there to the slot.
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
         return lambda: self._finished(into)
@@ -193,6 +196,7 @@ class Walk:
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
                     self.lanes.compute(plane.grad.zero_, writes=each.writes)
+                # A second window of the same update adds to what the first one left at home.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, each.slot.gradients.space, home.space)
 
