@@ -189,8 +189,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
 
 def other(folder: Path, case: str) -> Callable[[], Any]:
     """What loads a model to write with it, or exports it."""
-    from monograph.run.exports import save
-    from monograph.run.models import load, load_to_export
+    from monograph.run.models import load, load_to_export, save
 
     if case.startswith("generate"):
         return lambda: load(folder / ("adapter" if "adapter" in case else "base"))[0]

@@ -19,7 +19,7 @@ from monograph.measure.roofline import LINK_BYTES_PER_S, LINK_SHARE
 from monograph.measure.tally import ORIGINS
 from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Limits, Plan, plan, streamed
-from monograph.planner.limits import DISK_BYTES_PER_S, HOST_SHARE
+from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
 from monograph.session.planning import REMATS
 from monograph.stream.clock import Link
 

@@ -39,17 +39,17 @@ from monograph.loop import EngineState, train
 from monograph.model.adapter import packed, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
-from monograph.run.exports import save
 from monograph.run.folder import Run
+from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.register import serial
-from monograph.session import story
+from monograph.run.run_index import serial
+from monograph.session import reporting
 from monograph.session.choices import discard, record_parent, write_config, write_tokenizer
 from monograph.stream import Placement, Streamed
-from monograph.sweeps import crew as crews
-from monograph.sweeps.crew import Crew
+from monograph.sweeps import batch as crews
+from monograph.sweeps.batch import Crew
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.members import members_of
+from monograph.sweeps.spec import members_of
 from streamed import flat, other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
@@ -408,7 +408,7 @@ RUN = SETTINGS_OF_RUN | {"train.updates": 3, "train.eval_every": 2, "train.keep"
 @contextmanager
 def commanding(folder: Path) -> Iterator[None]:
     """In the folder, without figures and without a word."""
-    before, story.write_report = os.getcwd(), lambda *_: None
+    before, reporting.write_report = os.getcwd(), lambda *_: None
     os.chdir(folder)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):

@@ -21,7 +21,7 @@ import pytest
 from commands.forked import PROGRAM, CommandServer
 from laws.resumed import LORA, OWN, SETTINGS, cut_back, fingerprint, resume, start
 from monograph.resident import Resident
-from monograph.session.story import Story
+from monograph.session.reporting import Story
 
 pytestmark = pytest.mark.usefixtures("here")
 

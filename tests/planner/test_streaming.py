@@ -16,10 +16,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner import Asked, Limits, plan_anywhere, streamed
-from monograph.planner.stages import META, stages_of
+from monograph.planner.placement_bytes import META, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import ways
-from monograph.planner.tiers import Way
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home
 from monograph.stream.step import StreamedStep

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import Progress, screen
-from monograph.run.crowd import CrowdBlock
+from monograph.run.progress import CrowdBlock
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")

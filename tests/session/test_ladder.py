@@ -21,8 +21,7 @@ from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
 from monograph.session.choices import sized
-from monograph.session.ladder import Ladder
-from monograph.session.rungs import RUNGS, Rung, Unfused, Way, unfuse
+from monograph.session.ladder import RUNGS, Ladder, Rung, Unfused, Way, unfuse
 from monograph.session.session import Session
 from monograph.stream import Streamed
 from numerics import relative_error

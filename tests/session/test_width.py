@@ -139,7 +139,7 @@ def test_from_training_to_transformers(name: str, tmp_path: Path, monkeypatch: p
     """A tied model: the final gain starts at 1/m, and the folder is that of any Llama."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("monograph.session.story.write_report", lambda *_: None)
+    monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu " * 60)
     given = WIDE | {

@@ -19,11 +19,11 @@ from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Un
 from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
+from monograph.run.base import tokenizer_of
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run
-from monograph.run.register import record, serial
-from monograph.run.vocabulary import tokenizer_of
+from monograph.run.run_index import record, serial
 from monograph.session.choices import recorded_parent
 
 

@@ -14,8 +14,8 @@ from monograph.evaluation import Accuracy, Evaluation, evaluate
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
-from monograph.session.subject import Subject, answered, of_folder, of_run, require_finite
-from monograph.session.summary import standard_json
+from monograph.session.evaluated_model import Subject, answered, of_folder, of_run, require_finite
+from monograph.session.reporting import standard_json
 
 # What --json gives, null where it was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")

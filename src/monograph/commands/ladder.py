@@ -15,9 +15,8 @@ from monograph.measure.theme import themed
 from monograph.run.progress import Progress
 from monograph.run.results import results_folder
 from monograph.session import choices
-from monograph.session.ladder import Ladder
-from monograph.session.rungs import RUNGS, Climbed, Rung, Way
-from monograph.session.summary import standard_json
+from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
+from monograph.session.reporting import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
 SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # on a terminal

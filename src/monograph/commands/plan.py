@@ -32,9 +32,9 @@ from monograph.planner import (
 )
 from monograph.planner import precision as best_precision
 from monograph.session.choices import sized
+from monograph.session.new_tokens import planned_words, said
 from monograph.session.planning import asked_of, notes_on, require_room, shape_of
 from monograph.session.ranks import require_one_device
-from monograph.session.tokens import planned_words, said
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42

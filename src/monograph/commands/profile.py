@@ -28,7 +28,7 @@ from monograph.session.planning import notes_on
 from monograph.session.ranks import require_one_device
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
-from monograph.session.warming import prepare
+from monograph.session.warmup import prepare
 from monograph.stream import Streamed
 from monograph.terminal import shell_words
 

@@ -15,18 +15,17 @@ from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
 from monograph.files import is_file
 from monograph.loop import train
-from monograph.run.crowd import CrowdBlock
-from monograph.run.journal import Journals
-from monograph.run.progress import Progress
+from monograph.run.metrics_log import Journals
+from monograph.run.progress import CrowdBlock, Progress
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
-from monograph.session.invocation import command, show
+from monograph.session.ranks import command, show
 from monograph.session.setup import repeatable
-from monograph.sweeps import asked
-from monograph.sweeps.board import Board
-from monograph.sweeps.crew import Crew, go_on
+from monograph.sweeps import spec
+from monograph.sweeps.batch import Crew, go_on
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.verify import verify as verified
+from monograph.sweeps.progress import Board
+from monograph.sweeps.results import verify as verified
 
 EVERY = 10  # updates whose numbers are read together
 
@@ -63,11 +62,11 @@ def _sweep_of(
     """The sweep that is asked for, new or to go on with; also where the launcher started its ranks again."""
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
-    if asked.continued(out, arguments, samples) or (verify is not None and not arguments):
+    if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
-        found = asked.asked(arguments, samples)
+        found = spec.asked(arguments, samples)
         _require_member(verify, len(found.points))
         sweep = Sweep.create(out, *found)
     world.remember("sweep", str(sweep.run.folder.absolute()))

@@ -17,19 +17,17 @@ from monograph.files import entries, exists
 from monograph.loop import train
 from monograph.measure.quantities import counted
 from monograph.run.folder import Run
-from monograph.run.journal import Journal
+from monograph.run.metrics_log import Journal
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import choices, ranks
-from monograph.session.invocation import show
 from monograph.session.planning import notes_on
+from monograph.session.ranks import show
+from monograph.session.reporting import Story, finished, standard_json
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
-from monograph.session.speed import measure_memory
-from monograph.session.story import Story
-from monograph.session.summary import finished, standard_json
-from monograph.session.warming import prepare
+from monograph.session.warmup import measure_memory, prepare
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
 

@@ -18,7 +18,7 @@ from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.files import contents, entries, is_file, is_folder, resolved
 from monograph.run.folder import Run
-from monograph.run.register import checkpoint_named
+from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from monograph.planner.anywhere import plan_anywhere
 from monograph.planner.candidates import Asked, Candidate
-from monograph.planner.choose import Plan, budget, plan
+from monograph.planner.choose import Plan, budget, plan, plan_anywhere
 from monograph.planner.defaults import (
     DEFAULT,
     FINETUNING_RATES,
@@ -21,9 +20,7 @@ from monograph.planner.defaults import (
     updates_for,
     warmup,
 )
-from monograph.planner.limits import HOST_SHARE, Limits
-from monograph.planner.streaming import StreamCandidate, streamed
-from monograph.planner.words import tiers_said, way_said
+from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, streamed, tiers_said, way_said
 
 __all__ = [
     "DEFAULT",

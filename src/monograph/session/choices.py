@@ -22,18 +22,17 @@ from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.files import contents, entries, exists, is_file
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
-from monograph.run.folder import Run
-from monograph.run.follower import Follower
+from monograph.run.base import tokenizer_of
+from monograph.run.folder import Follower, Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, names_run, run_named, shape_in
-from monograph.run.register import SWEEP
+from monograph.run.run_index import SWEEP
 from monograph.run.trust import marked
-from monograph.run.vocabulary import tokenizer_of
 from monograph.session.adapting import KEYS, adapter_params, fixed_lora, require_targets
+from monograph.session.new_tokens import require_no_new, require_tokens
 from monograph.session.planning import require_positions
 from monograph.session.session import Session
-from monograph.session.speed import calibrate, remember
-from monograph.session.tokens import require_no_new, require_tokens
+from monograph.session.warmup import calibrate, remember
 from monograph.session.width import fixed_transfer, same_transfer
 from monograph.terminal import shell_words
 

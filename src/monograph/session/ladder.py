@@ -1,13 +1,14 @@
-"""A ladder: one model on one text, trained and measured on each rung for the same number of tokens."""
+"""The rungs of a ladder: ways to train one model on one text, each different from another one in one thing."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import process_time
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,16 +23,149 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.loop import train
+from monograph.loss import TokenLoss
 from monograph.measure.memory import reset_peak_memory
+from monograph.optim import Plane, planes, trainable
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import choices
-from monograph.session.rungs import ADAPTER_RANK, FEWER, Climbed, Rung, Way, unfuse
 from monograph.session.session import Session
 from monograph.session.setup import make_model, open_corpus, open_session
-from monograph.session.speed import calibrate, peak_bytes
-from monograph.session.warming import prepare
+from monograph.session.warmup import calibrate, peak_bytes, prepare
+from monograph.step import Step
+
+FEWER = 4  # times the rows of a micro-batch, where more of them are accumulated
+ADAPTER_RANK = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train; the defaults are the first rung's."""
+
+    captured: bool = False
+    fused: bool = False
+    precision: str = "fp32"
+    packing: str = "padded"
+    replayed: bool = False
+    accumulated: bool = False
+    remat: str = "none"
+    narrow_state: bool = False
+    adapters: bool = False
+    streamed: bool = False
+
+
+class Rung(NamedTuple):
+    """One thing that is changed.
+
+    Attributes:
+        name: of the rung.
+        change: what it is, in a few words.
+        fields: of the way.
+        over: the rung whose way is changed; None: the last one before it that could be climbed and has None itself.
+    """
+
+    name: str
+    change: str
+    fields: Mapping[str, Any]
+    over: str | None = None
+
+    def after(self, way: Way) -> Way:
+        """The way with the change."""
+        return replace(way, **self.fields)
+
+
+# The first ones make training faster, each over the one before; the others save memory, each on its own.
+RUNGS = (
+    Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
+    Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
+    Rung("fused loss and optimizer", "logits in chunks; one graph updates all parameters", {"fused": True}),
+    Rung("bf16", "train.precision=bf16", {"precision": "bf16"}),
+    Rung("packed", "data.packing=packed", {"packing": "packed"}),
+    Rung("CUDA graphs", "micro-steps are captured once and replayed", {"replayed": True}),
+    Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
+    Rung("accumulation", f"train.micro_batch, {FEWER} times as many micro-steps", {"accumulated": True}, "packed"),
+    Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
+    Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
+    Rung("8-bit state", "optim.name=...:8bit", {"narrow_state": True}, "packed"),
+    Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, "packed"),
+    Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, "packed"),
+)
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """What was measured on a rung.
+
+    Attributes:
+        seconds: of each update that was timed; cpu_seconds: of this process on all cores, which do not count what other
+            programs take.
+        tokens: targets of an update on average.
+        micro_batch: rows.
+        micro_steps: of an update.
+        peak_memory_bytes: of tensors, at the peak of an update: weights, gradients and optimizer state included.
+        train_loss: nats per token, the mean over the last quarter of the updates.
+        held_out: scores after all of them, the same rows on each rung; None where nothing is held out.
+        compile_s: seconds that tracing and compiling took.
+        notes: lines that were announced.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    tokens: float
+    micro_batch: int
+    micro_steps: int
+    peak_memory_bytes: int
+    train_loss: float
+    held_out: Evaluation | None
+    compile_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update, the median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of an update, the median."""
+        return statistics.median(self.cpu_seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Targets a second."""
+        return self.tokens / self.update_s
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """Targets a second of this process's CPU time."""
+        return self.tokens / self.cpu_s
+
+
+class Unfused(Step):
+    """A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds."""
+
+    CAPTURED = ("forward", "evaluate")
+    CAPTURED_BESIDE_BLOCKS = ()
+
+    def laid_out(self) -> list[Plane]:
+        """A plane for each parameter."""
+        kinds, made = self.optim.kinds(self.model), list[Plane]()
+        for name, parameter in trainable(self.model).items():
+            [plane] = planes({name: parameter}, kinds, self.optim.state)
+            plane.number = len(made)
+            made.append(self.begun(plane))
+        return made
+
+
+def unfuse(engine: Resident) -> None:
+    """Give an engine that is not captured yet a step whose loss makes all logits at once, and an unfused update."""
+    step = engine.step
+    loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
+    engine.step = Unfused(
+        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat
+    )
+
 
 RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
 LEAST, MOST, WARM = 8, 1000, 2  # updates of a rung, and those of them that are not timed

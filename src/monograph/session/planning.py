@@ -23,7 +23,7 @@ from monograph.planner import Asked, Candidate, Limits, StreamCandidate
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import lora_of, require_with_lora
 from monograph.session.learning import make_clip, make_optimizer, optimizer_name
-from monograph.session.tokens import Words
+from monograph.session.new_tokens import Words
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")

@@ -12,7 +12,7 @@ from monograph.distributed.checkpoint import newest
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
 from monograph.graph import capture as graph
 from monograph.measure.quantities import counted
-from monograph.run.journal import Journal
+from monograph.run.metrics_log import Journal
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 

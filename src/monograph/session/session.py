@@ -32,7 +32,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.planner import Candidate
 from monograph.resident import Resident
-from monograph.run.adapters import require_base
+from monograph.run.base import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file

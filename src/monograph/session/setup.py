@@ -25,20 +25,19 @@ from monograph.model.llama import Llama
 from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.resident import Resident
-from monograph.run.adapters import digest, recorded, require_base_of
+from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, is_weight_file
-from monograph.run.vocabulary import extended
 from monograph.session import randomness
 from monograph.session.adapting import lora_of, usual_rate
 from monograph.session.learning import make_clip, make_optimizer, optimizer_name
+from monograph.session.new_tokens import said, words_of
 from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
 from monograph.session.ranks import agreed
 from monograph.session.session import Session
-from monograph.session.tokens import said, words_of
-from monograph.session.warming import mixing_rows
+from monograph.session.warmup import mixing_rows
 from monograph.session.width import require_rate, transfer_of
 from monograph.stream import Placement, Streamed
 

@@ -19,10 +19,10 @@ from monograph.data.files import parse_json
 from monograph.errors import InputRefused, UsageError
 from monograph.files import contents, is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.register import SWEEP, runs_in
+from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
 from monograph.session.width import carried
-from monograph.sweeps.members import ORIGIN, Member, described
+from monograph.sweeps.spec import ORIGIN, Member, described
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"

@@ -33,7 +33,7 @@ from monograph.session import choices, randomness
 from monograph.session.learning import make_clip, make_schedule
 from monograph.session.session import Session
 from monograph.session.setup import Made, make_engine, make_model
-from monograph.sweeps.members import ORIGIN, Member
+from monograph.sweeps.spec import ORIGIN, Member
 
 EVALUATIONS = 6  # of each member, where the settings leave it open
 

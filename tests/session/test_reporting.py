@@ -1,4 +1,4 @@
-"""Run: pytest tests/session/test_story.py"""
+"""Run: pytest tests/session/test_reporting.py"""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from monograph import compat
 from monograph.data.tokenizer import Tokenizer
 from monograph.distributed.world import World
 from monograph.resident import Resident
-from monograph.session.opening import Opening
-from monograph.session.story import Story
+from monograph.session.reporting import Opening, Story
 
 
 class Run:

@@ -22,9 +22,9 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.setup import Made
-from monograph.session.speed import seconds_per_update
-from monograph.sweeps.crew import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
-from monograph.sweeps.members import Group, Member
+from monograph.session.warmup import seconds_per_update
+from monograph.sweeps.batch import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.spec import Group, Member
 
 # How many times as long as a member's graphs one of several takes to compile (docs/log.md), and the
 # share of it where the compiler's cache has them (benchmarks/start.py).

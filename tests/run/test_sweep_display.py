@@ -1,4 +1,4 @@
-"""Run: pytest tests/run/test_crowd.py (the live block of many runs)"""
+"""Run: pytest tests/run/test_sweep_display.py (the live block of many runs)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 
 from monograph.run import screen
-from monograph.run.crowd import CrowdBlock
+from monograph.run.progress import CrowdBlock
 from monograph.run.screen import Screen
 
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/run/test_journal.py"""
+"""Run: pytest tests/run/test_metrics_log.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monograph.run.folder import Run
-from monograph.run.journal import PATIENCE, Journal, Journals
+from monograph.run.metrics_log import PATIENCE, Journal, Journals
 from monograph.step import Update
 
 

@@ -1,4 +1,4 @@
-# Run: pytest tests/session/test_attention.py
+# Run: pytest tests/session/test_attention_kernel.py
 """A run's attention kernel: measured on its shapes on a GPU alone, said once, kept by a resume."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import nn
 
 from batches import packed, ragged, tiny_llama
 from monograph.distributed.world import World
-from monograph.session import attention
-from monograph.session.attention import choose_kernel, chosen
+from monograph.session import warmup
+from monograph.session.warmup import choose_kernel, chosen
 
 TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
@@ -32,7 +32,7 @@ def measured(monkeypatch):
         asked.append(shape)
         return dict(TIMES)
 
-    monkeypatch.setattr(attention, "time_kernels", time_kernels)
+    monkeypatch.setattr(warmup, "time_kernels", time_kernels)
     return asked
 
 
@@ -81,6 +81,6 @@ def test_a_resumed_run_keeps_its_kernel_where_it_can_be_run(measured):
 
 
 def test_without_memory_to_measure_in_nothing_changes_and_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(attention, "time_kernels", lambda *shape: {})
+    monkeypatch.setattr(warmup, "time_kernels", lambda *shape: {})
     run = session(tiny_llama())
     assert not choose(run, ragged(2)) and kernels(run.engine.model) == {"torch"}

@@ -1,4 +1,4 @@
-"""Run: pytest tests/session/test_invocation.py"""
+"""Run: pytest tests/session/test_ranks.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from monograph.run.progress import Progress
-from monograph.session.invocation import command, show
+from monograph.session.ranks import command, show
 
 
 def executable(path: Path) -> Path:

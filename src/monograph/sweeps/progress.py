@@ -13,16 +13,15 @@ from monograph.distributed.world import World
 from monograph.evaluation import evaluate_members
 from monograph.measure.quantities import count, counted, duration
 from monograph.measure.sweep_report import write_sweep_report
-from monograph.run.crowd import CrowdBlock
-from monograph.run.progress import Progress
+from monograph.run.progress import CrowdBlock, Progress
 from monograph.session import choices
 from monograph.session.setup import open_corpus, require_possible
 from monograph.sweeps import results
-from monograph.sweeps.crew import Crew
+from monograph.sweeps.batch import Crew
+from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.members import TEXT, Member, groups_of, members_of, short, spread
 from monograph.sweeps.results import Outcome
-from monograph.sweeps.widths import CURVE_ROWS, Timing, lengths
+from monograph.sweeps.spec import TEXT, Member, groups_of, members_of, short, spread
 
 
 class Board:

@@ -1,18 +1,26 @@
-"""A run's tokenizer beside the one of the model that it begins from: the same tokens, and what it has more.
+"""The model that a run begins from, found again and compared: its weights beside adapters, its tokens beside the run's.
 
 Shapes: V rows of the model's embedding.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.files import is_file
+from monograph.graph.inspect import unique_state
+from monograph.graph.lora import Lora
 from monograph.model import adapter, hub
+from monograph.model.adapter import BASE, Adapter
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.recipe import is_weight_file, run_named
@@ -107,3 +115,60 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= LONGEST else text[:LONGEST] + "...")
+
+
+def lora_of(saved: Mapping[str, Any]) -> Lora:
+    """The adapters that a recipe records."""
+    targets = saved["targets"]
+    changed = {
+        "targets": targets if isinstance(targets, str) else tuple(targets),
+        "tokens": tuple(saved.get("tokens", ())),
+    }
+    return Lora(**{**saved, **changed})
+
+
+def recorded(lora: Lora) -> dict[str, Any]:
+    """The same as JSON gives it back."""
+    values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
+    tokens = {"tokens": list(values.pop("tokens"))}
+    return values | (tokens if lora.tokens else {})  # which no run had before rows of tokens were trained
+
+
+def digest(module: nn.Module) -> str:
+    """SHA-256 of a base's weights, in hex: of names, shapes and numbers, which are the same in bf16 and fp32."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(unique_state(module).items()):
+        found.update(f"{name} {list(tensor.shape)} ".encode())
+        found.update(_bytes(tensor))
+    return found.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    wide = tensor.detach().float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.detach()
+    return wide.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def require_base_of(adapter: Adapter, base_sha256: str) -> None:
+    """The base of a stored adapter must have the weights that it was trained beside, where its folder says which.
+
+    Raises:
+        InputRefused: it has others.
+    """
+    if adapter.weights_sha256 not in (None, base_sha256):
+        raise InputRefused(
+            f"{adapter.folder}: this adapter was trained beside other weights than those of {adapter.base}: write the "
+            f"folder of its own base into adapter_config.json, or, to put it beside these all the same, remove {BASE}"
+        )
+
+
+def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:
+    """The base must still be what a run's adapters were trained beside.
+
+    Raises:
+        InputRefused: it is not.
+    """
+    if found != wanted:
+        raise InputRefused(
+            f"{init}: its weights are not those that the adapters of {folder} were trained beside: put them back, or "
+            "start a new run"
+        )

@@ -1,4 +1,4 @@
-"""Run: pytest tests/sweeps/test_widths.py (how many at once and how long, from times that a test makes up)"""
+"""Run: pytest tests/sweeps/test_concurrency.py (how many at once and how long, from times that a test makes up)"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.planner.width import Timed
 from monograph.run.progress import Progress
-from monograph.sweeps.members import Group, groups_of, members_of
-from monograph.sweeps.widths import Timing, lengths
+from monograph.sweeps.concurrency import Timing, lengths
+from monograph.sweeps.spec import Group, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/sweeps/test_crew.py (members that train at once: windows, seats, engines that are filled anew)"""
+"""Run: pytest tests/sweeps/test_batch.py (members that train at once: windows, seats, engines that are filled anew)"""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from monograph.run.progress import Progress
 from monograph.session.choices import write_config
 from monograph.session.learning import make_schedule
 from monograph.session.setup import make_engine, make_model
-from monograph.sweeps import crew
-from monograph.sweeps.crew import Crew
-from monograph.sweeps.members import Member, members_of
+from monograph.sweeps import batch
+from monograph.sweeps.batch import Crew
+from monograph.sweeps.spec import Member, members_of
 
 UPDATES = 6
 KEYS: dict[str, Any] = {
@@ -55,9 +55,9 @@ def members(points: list[dict[str, Any]] = POINTS, **keys: Any) -> list[Member]:
 
 
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> Crew:
-    made = crew.of_length(crew.models_of(these, text, describe()), UPDATES)
+    made = batch.of_length(batch.models_of(these, text, describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
-    return crew.crew_of(these, runs, made, text, crew.engine_of(made, several, torch.device("cpu")))
+    return batch.crew_of(these, runs, made, text, batch.engine_of(made, several, torch.device("cpu")))
 
 
 def losses(trained: Crew, updates: int = UPDATES) -> list[list[float]]:
@@ -67,7 +67,7 @@ def losses(trained: Crew, updates: int = UPDATES) -> list[list[float]]:
 
 def alone(member: Member, text: Corpus) -> list[float]:
     """As `monograph train` would train it: its own engine, its own order of rows."""
-    made = crew.of_length([make_model(member.settings, text, describe())], UPDATES)
+    made = batch.of_length([make_model(member.settings, text, describe())], UPDATES)
     engine = make_engine(made[0], torch.device("cpu"))
     engine.step.schedule = make_schedule(made[0].settings, UPDATES)
     batches = text.batches(128, seed=member.settings.train.seed)
@@ -105,18 +105,18 @@ def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus) -> No
     """Bits, and nothing is compiled again: other weights and another rate in an engine that has trained before."""
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
     first, other, second = (
-        crew.of_length([make_model(these[index].settings, text, describe())], UPDATES) for index in (0, 2, 3)
+        batch.of_length([make_model(these[index].settings, text, describe())], UPDATES) for index in (0, 2, 3)
     )
     engine = make_engine(first[0], torch.device("cpu"))
-    crew.schedule(engine, first)
+    batch.schedule(engine, first)
     batches = [text.batches(128, seed=seed) for seed in (0, 1, 1)]
     assert engine.capture(next(batches[2]), backend="aot_eager") is None
     list(train(engine, batches[0], UPDATES))
     state, graphs = copied(engine.state()), compat.captured_graphs()
-    assert not crew.refill(engine, make_engine(other[0], torch.device("cpu"))), "another decay is another graph"
+    assert not batch.refill(engine, make_engine(other[0], torch.device("cpu"))), "another decay is another graph"
     assert all(torch.equal(tensor, state.model[name]) for name, tensor in engine.state().model.items())
-    assert crew.refill(engine, make_engine(second[0], torch.device("cpu")))
-    crew.schedule(engine, second)
+    assert batch.refill(engine, make_engine(second[0], torch.device("cpu")))
+    batch.schedule(engine, second)
     assert engine.index == 0 and int(engine.step.tokens) == 0
     found = [float(update.loss) for update in train(engine, batches[1], UPDATES)]
     assert compat.captured_graphs() == graphs and found == pytest.approx(alone(these[3], text), rel=1e-5)
@@ -139,7 +139,7 @@ def test_a_crew_goes_on_where_it_stood(runs: list[Run], text: Corpus, tmp_path: 
     first.sessions[0].save()  # as if killed between two members
     first.close()
     again = mustered(these, runs, text)
-    assert crew.go_on(again, {}, Progress()) == 2 and again.engine.index == 2
+    assert batch.go_on(again, {}, Progress()) == 2 and again.engine.index == 2
     assert losses(again) == [each[2:] for each in expected]
     again.close()
 
@@ -162,7 +162,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
     kept = first.engine.member_state(1).model  # type: ignore[attr-defined]
     first.close()
     again = mustered(these, runs, text)
-    assert crew.go_on(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
+    assert batch.go_on(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
     before = [p.clone() for p in again.sessions[1].engine.model.parameters()]
     losses(again)
     after = list(again.sessions[1].engine.model.parameters())
@@ -175,7 +175,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
 def test_nothing_to_go_on_from(runs: list[Run], text: Corpus) -> None:
     together = mustered(members(), runs, text)
     runs[0].log({"update": 1, "train_loss": 9.0})
-    assert crew.go_on(together, {}, Progress()) == 0 and runs[0].rows() == []
+    assert batch.go_on(together, {}, Progress()) == 0 and runs[0].rows() == []
     together.close()
 
 

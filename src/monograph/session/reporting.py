@@ -1,4 +1,4 @@
-"""What a run shows and hands over: the held-out curve, samples as they get better, figures, the last lines."""
+"""A run's summary: found again when the run has ended, and as JSON."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import math
 import statistics
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from monograph import compat
+from monograph.data.chat import stop_ids
+from monograph.data.corpus import Corpus
 from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
-from monograph.files import contents, exists
+from monograph.files import contents, exists, is_folder
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import reset_peak_memory
@@ -24,14 +26,79 @@ from monograph.measure.python_lines import accepted_share
 from monograph.measure.quantities import counted, duration, memory
 from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import updates_for
+from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.adapting import adapter_params
 from monograph.session.choices import most_updates
-from monograph.session.invocation import show
-from monograph.session.opening import opening_of
+from monograph.session.ranks import show
 from monograph.session.session import Session
+
+
+def finished(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
+    last: dict[str, Any] = {}
+    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
+        last = next(reversed(run.rows()), {})
+    summary: dict[str, Any] | None = last.get("summary")
+    if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
+        return None
+    return summary
+
+
+def standard_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null for NaN and infinities, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+STDLIB_PROMPT = "def read(self, size"
+_SHOWN_CHARS = 40
+
+
+class Opening(NamedTuple):
+    """Where samples begin.
+
+    Attributes:
+        text: what is shown before what the model writes.
+        begun: the text or the ids that it goes on from.
+        stop: ids that end what it writes, beside the end of a text.
+        arguments: what `monograph generate` is told to do the like.
+    """
+
+    text: str
+    begun: str | list[int]
+    stop: tuple[int, ...]
+    arguments: tuple[str, ...]
+
+
+def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
+    """As much of the held-out text, or of the training text, as leaves a model room to go on."""
+    rows = corpus.held_out if len(corpus.held_out) else corpus.train
+    # Half of the positions, or what the first token of a document and one that is written leave of two or three.
+    room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
+    if rows.conversations:
+        ids = rows.first_prompt()
+        ids = ids if room is None else ids[-max(1, room) :]
+        asked = corpus.tokenizer.decode(ids).strip()
+        if len(asked) > _SHOWN_CHARS:  # whole words of its end
+            asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
+    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
+    python = corpus.name == "stdlib"
+    text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
+    text = _shortened(corpus, text, room)
+    prompt = _shortened(corpus, "class Cache:", room) if python else text
+    dashes = ("--",) if prompt.startswith("-") else ()  # or it would be taken for an option
+    return Opening(text, text, (), (*dashes, prompt))
+
+
+def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
+    while room is not None and len(corpus.tokenizer.encode(text)) > room:
+        text = text[: len(text) // 2]
+    return text
+
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
