@@ -61,7 +61,8 @@ from monograph.model.hub import mapped_model, save_model
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial
-from monograph.session.choices import parent_named, recorded_parent, write_config
+from monograph.run.writing import recorded_parent
+from monograph.session.recorded import parent_named, write_config
 from monograph.sweeps.folder import Sweep
 
 DEEP = "[" * 3000 + "]" * 3000

@@ -91,7 +91,7 @@ def test_what_runs_a_file_knows_who_named_it() -> None:
     reads = {
         file for file, path in by_file.items() if imports(path, "load", "monograph.config", "monograph.config.sources")
     }
-    assert reads == {"config/__init__.py", "config/recorded.py", "cli/typed.py", "sweeps/spec.py", "sweeps/folder.py"}
+    assert reads == {"config/__init__.py", "session/recorded.py", "cli/typed.py", "sweeps/spec.py", "sweeps/folder.py"}
     for file in ("cli/typed.py", "sweeps/spec.py"):
         assert "hold_to_its_run" in compiled(by_file[file])
     with pytest.raises(TypeError, match="run"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monograph.run.folder import Run
-from monograph.run.metrics_log import PATIENCE, Journal, Journals
+from monograph.run.metrics_log import PATIENCE, MetricsLog, MetricsLogs
 from monograph.step import Update
 
 
@@ -28,7 +28,7 @@ def update(index: int, skipped: int = 0, loss: float = 2.5) -> Update:
 
 
 def test_a_row_per_update_with_what_the_caller_adds(run: Run) -> None:
-    journal = Journal(run, every=1)
+    journal = MetricsLog(run, every=1)
     assert journal.add(update(0), {"wall_s": 3.0})
     assert run.rows() == [
         {
@@ -38,7 +38,7 @@ def test_a_row_per_update_with_what_the_caller_adds(run: Run) -> None:
 
 
 def test_rows_are_written_every_so_often_and_at_a_flush(run: Run) -> None:
-    journal = Journal(run, every=3)
+    journal = MetricsLog(run, every=3)
     written = [journal.add(update(index), {}) for index in range(7)]
     assert written == [False, False, True, False, False, True, False] and len(run.rows()) == 6
     journal.flush()
@@ -48,20 +48,20 @@ def test_rows_are_written_every_so_often_and_at_a_flush(run: Run) -> None:
 
 
 def test_a_note_comes_after_the_updates_before_it(run: Run) -> None:
-    journal = Journal(run, every=9)
+    journal = MetricsLog(run, every=9)
     journal.add(update(0), {})
     journal.note({"update": 1, "eval_loss": 2.0})
     assert ["train_loss" in row for row in run.rows()] == [True, False]
 
 
 def test_a_loss_that_is_not_finite_is_json_all_the_same(run: Run) -> None:
-    Journal(run, every=1).add(update(0, skipped=1, loss=float("nan")), {})
+    MetricsLog(run, every=1).add(update(0, skipped=1, loss=float("nan")), {})
     row = json.loads(run.metrics.read_text())
     assert row["train_loss"] is None and row["skipped"] is True
 
 
 def test_many_skipped_updates_in_a_row_are_no_accident_and_single_ones_are(run: Run) -> None:
-    journal = Journal(run, every=1)
+    journal = MetricsLog(run, every=1)
     for index in range(3 * PATIENCE):
         journal.add(update(index, skipped=(index + 1) // 2), {})
         assert not journal.is_lost
@@ -76,10 +76,10 @@ def test_many_skipped_updates_in_a_row_are_no_accident_and_single_ones_are(run: 
 @pytest.mark.parametrize("stopped_at", [0, 5, 11, PATIENCE + 9])
 def test_a_resumed_journal_counts_on(run: Run, stopped_at: int) -> None:
     """One skipped update at the start, then, after ten, every one: the same end with or without an interruption."""
-    journal, index = Journal(run, every=1), 0
+    journal, index = MetricsLog(run, every=1), 0
     while not journal.is_lost:
         if index == stopped_at:
-            journal = Journal(run, every=1)
+            journal = MetricsLog(run, every=1)
         journal.add(update(index, skipped=1 if index < 10 else index - 8), {})
         index += 1
     assert index == PATIENCE + 10 == journal.last["update"]
@@ -103,14 +103,14 @@ def runs(tmp_path: Path) -> list[Run]:
 
 
 def test_each_member_has_rows_of_its_own(runs: list[Run], tmp_path: Path) -> None:
-    journals = Journals(runs, every=2)
+    journals = MetricsLogs(runs, every=2)
     assert [journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), {"wall_s": 1.0}) for i in range(3)] == [
         False, True, False,
     ]  # fmt: skip
     journals.flush()
     journals.flush()
     for index, run in enumerate(runs):
-        alone = Journal(Run.create(tmp_path / f"alone-{index}"), every=1)
+        alone = MetricsLog(Run.create(tmp_path / f"alone-{index}"), every=1)
         for number in range(3):
             alone.add(update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), {"wall_s": 1.0})
         assert run.rows() == alone.run.rows(), "the rows that it would have written alone"
@@ -125,7 +125,7 @@ def update_of(several: Update, index: int) -> Update:
 
 
 def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]) -> None:
-    journals = Journals(runs, every=1)
+    journals = MetricsLogs(runs, every=1)
     for index in range(5 + PATIENCE):
         journals.add(together(index, (0, max(0, index - 4), 0), (1.0, 2.0, 3.0)), {})
         assert journals.diverged() == ([1] if index == 4 + PATIENCE else [])
@@ -133,7 +133,7 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
     journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), {})
     assert [run.rows()[-1]["update"] for run in runs] == [6 + PATIENCE, 5 + PATIENCE, 6 + PATIENCE]
     assert runs[1].rows()[-1] == {"update": 5 + PATIENCE, "diverged": 5}
-    assert Journals(runs, every=1).ended == {1: 5} and Journals(runs, every=1).diverged() == []
+    assert MetricsLogs(runs, every=1).ended == {1: 5} and MetricsLogs(runs, every=1).diverged() == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
     ],
 )
 def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(runs: list[Run], loss: float, skips: int, lost: bool) -> None:
-    journals = Journals(runs[:2], every=1)
+    journals = MetricsLogs(runs[:2], every=1)
     for index in range(12):
         last_ones = max(0, index + 1 - (12 - skips))
         journals.add(together(index, (last_ones, 0), (loss if index == 11 else 2.0, 2.0)), {})
@@ -157,5 +157,5 @@ def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(runs: list[Run], loss:
 
 
 def test_one_model_is_an_ensemble_of_one(runs: list[Run]) -> None:
-    journals = Journals(runs[:1], every=1)
+    journals = MetricsLogs(runs[:1], every=1)
     assert journals.add(update(0), {}) and runs[0].rows()[0]["train_loss"] == 2.5

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from monograph.run import screen
-from monograph.run.progress import CrowdBlock
+from monograph.run.progress import SweepDisplay
 from monograph.run.screen import Screen
 
 
@@ -22,7 +22,7 @@ def test_elsewhere_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(screen, "SPEAK_S", 0.0)
     monkeypatch.setattr(screen, "REDRAW_S", 0.01)
     stream = io.StringIO()
-    with CrowdBlock(Screen(stream), 200, lambda: ["lr", "1"], done=50) as block:
+    with SweepDisplay(Screen(stream), 200, lambda: ["lr", "1"], done=50) as block:
         block.update(100, "12 k tok/s")
         block.note("SIGINT: saving after this update")
         while "50 %" not in stream.getvalue():
@@ -34,7 +34,7 @@ def test_elsewhere_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch)
 def test_on_a_terminal_the_table_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     table = ["lr   bits/byte", "1e-3"]
-    block = CrowdBlock(Screen(Terminal()), 100, lambda: table)
+    block = SweepDisplay(Screen(Terminal()), 100, lambda: table)
     table[1] = "1e-3   2.500"
     assert "2.500" not in "".join(line.plain for line in block._region())
     block.retell()
@@ -44,13 +44,13 @@ def test_on_a_terminal_the_table_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_long_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = CrowdBlock(Screen(Terminal()), 1, lambda: [str(i) for i in range(500)])
+    block = SweepDisplay(Screen(Terminal()), 1, lambda: [str(i) for i in range(500)])
     region = block._region()
     assert len(region) <= block._screen.height and region[-1].plain.strip() == "..."
 
 
 def test_nothing_to_do() -> None:
     stream = io.StringIO()
-    with CrowdBlock(Screen(stream), 0, list):
+    with SweepDisplay(Screen(stream), 0, list):
         pass
     assert not stream.getvalue()

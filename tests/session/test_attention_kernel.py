@@ -19,8 +19,8 @@ TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
 def session(model, device="cuda", kernel=None, micro_batch=2):
     engine = SimpleNamespace(step=SimpleNamespace(device=torch.device(device)), model=model, micro_batch=micro_batch)
-    settings = SimpleNamespace(train=SimpleNamespace(precision="fp8"))
-    return SimpleNamespace(engine=engine, settings=settings, kernel=kernel, world=World())
+    plan = SimpleNamespace(precision="fp8")
+    return SimpleNamespace(engine=engine, plan=plan, kernel=kernel, world=World())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from monograph import compat
 from monograph.data.tokenizer import Tokenizer
 from monograph.distributed.world import World
 from monograph.resident import Resident
-from monograph.session.reporting import Opening, Story
+from monograph.session.reporting import Opening, Reporter
 
 
 class Run:
@@ -25,9 +25,9 @@ class Run:
         self.spent_s, self.recent_s = 0.0, seconds_per_update
         while (update := round(self.spent_s / seconds_per_update)) < self.updates:
             self.spent_s += seconds_per_update
-            Story.keep_time(self, update + 1)  # type: ignore[arg-type]
+            Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
 
-    _too_late = Story._too_late
+    _too_late = Reporter._too_late
 
     def shorten(self, updates: int) -> None:
         self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]
@@ -49,7 +49,7 @@ def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:
     run = Run(0.09)
     run.spent_s, run.recent_s, run.cooled = 72.0, 0.3, None
-    Story.keep_time(run, 800)  # type: ignore[arg-type]
+    Reporter.keep_time(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
 
 
@@ -59,12 +59,10 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     engine = Resident(tiny_llama(num_hidden_layers=4, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
     assert engine.capture(packed(6), "eager", "blocks") is None
     graphs = compat.captured_graphs()
-    settings = SimpleNamespace(train=SimpleNamespace(seed=0))
-    session = SimpleNamespace(
-        engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), settings=settings, world=World()
-    )
+    plan = SimpleNamespace(seed=0)
+    session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World())
     telling = SimpleNamespace(session=session, _writes=True, opening=Opening("alpha", "alpha", (), ()))
-    assert Story._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
+    assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()
     assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"

@@ -19,11 +19,11 @@ from monograph.ensemble import Ensemble
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.choices import write_config
-from monograph.session.learning import make_schedule
-from monograph.session.setup import make_engine, make_model
+from monograph.session.recorded import write_config
+from monograph.session.resolve import resolve
+from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.sweeps import batch
-from monograph.sweeps.batch import Crew
+from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.spec import Member, members_of
 
 UPDATES = 6
@@ -51,25 +51,33 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
 
 
 def members(points: list[dict[str, Any]] = POINTS, **keys: Any) -> list[Member]:
-    return members_of(load(None, KEYS | keys, {}), points)
+    found = members_of(load(None, KEYS | keys, {}), points)
+    for member in found:
+        member.plan = resolve(member.settings, describe())
+    return found
 
 
-def mustered(these: list[Member], runs: list[Run], text: Corpus) -> Crew:
+def built(member: Member, text: Corpus) -> list[BuiltRun]:
+    assert member.plan
+    return batch.of_length([build_run(member.plan, text, describe())], UPDATES)
+
+
+def mustered(these: list[Member], runs: list[Run], text: Corpus) -> MemberBatch:
     made = batch.of_length(batch.models_of(these, text, describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
-    return batch.crew_of(these, runs, made, text, batch.engine_of(made, several, torch.device("cpu")))
+    return batch.batch_of(these, runs, made, text, batch.engine_of(made, several, torch.device("cpu")))
 
 
-def losses(trained: Crew, updates: int = UPDATES) -> list[list[float]]:
+def losses(trained: MemberBatch, updates: int = UPDATES) -> list[list[float]]:
     found = [torch.atleast_1d(u.loss).tolist() for u in train(trained.engine, trained.windows, updates)]
     return [list(member) for member in zip(*found, strict=True)]
 
 
 def alone(member: Member, text: Corpus) -> list[float]:
     """As `monograph train` would train it: its own engine, its own order of rows."""
-    made = batch.of_length([make_model(member.settings, text, describe())], UPDATES)
+    made = built(member, text)
     engine = make_engine(made[0], torch.device("cpu"))
-    engine.step.schedule = make_schedule(made[0].settings, UPDATES)
+    engine.step.schedule = made[0].plan.schedule(UPDATES)
     batches = text.batches(128, seed=member.settings.train.seed)
     found = [float(update.loss) for update in train(engine, batches, UPDATES)]
     batches.close()
@@ -104,9 +112,7 @@ def test_members_of_one_seed_read_the_same_rows(runs: list[Run], text: Corpus) -
 def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(text: Corpus) -> None:
     """Bits, and nothing is compiled again: other weights and another rate in an engine that has trained before."""
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
-    first, other, second = (
-        batch.of_length([make_model(these[index].settings, text, describe())], UPDATES) for index in (0, 2, 3)
-    )
+    first, other, second = (built(these[index], text) for index in (0, 2, 3))
     engine = make_engine(first[0], torch.device("cpu"))
     batch.schedule(engine, first)
     batches = [text.batches(128, seed=seed) for seed in (0, 1, 1)]

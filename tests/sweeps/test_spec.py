@@ -9,7 +9,7 @@ import pytest
 from monograph.config import load
 from monograph.errors import UsageError
 from monograph.run.folder import Run
-from monograph.session.choices import write_config
+from monograph.session.recorded import write_config
 from monograph.sweeps import spec
 
 SHAPE = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
@@ -27,21 +27,21 @@ def begun(name: str, **values: object) -> Run:
 
 
 def test_axes_and_values() -> None:
-    found = spec.asked([*SHAPE, "optim.lr=1e-3,1e-2", "train.seed=0..2", "optim.eps=1e-9"], None)
+    found = spec.spec_of([*SHAPE, "optim.lr=1e-3,1e-2", "train.seed=0..2", "optim.eps=1e-9"], None)
     assert len(found.points) == 6 and found.points[4] == {"optim.lr": 1e-2, "train.seed": 1}
     assert found.settings.optim.eps == 1e-9 and found.target is None
     assert found.settings.optim.lr == 1e-3, "an axis' first value stands for it in what all members share"
 
 
 def test_without_an_axis_rates_about_the_known_one_and_two_seeds() -> None:
-    found = spec.asked([*SHAPE, "optim.lr=0.01"], None)
+    found = spec.spec_of([*SHAPE, "optim.lr=0.01"], None)
     rates = [point["optim.lr"] for point in found.points[::2]]
     assert rates == [0.01 * 2.0**step for step in range(-4, 4)] and {p["train.seed"] for p in found.points} == {0, 1}
-    assert spec.asked(["model.preset=nano"], None).points[8]["optim.lr"] == 6e-3, "nano's, for Muon"
+    assert spec.spec_of(["model.preset=nano"], None).points[8]["optim.lr"] == 6e-3, "nano's, for Muon"
 
 
 def test_a_fresh_machine_sweeps_the_default_models_proxy() -> None:
-    found = spec.asked([], None)
+    found = spec.spec_of([], None)
     assert len(found.points) == 16
     narrow, wide = found.settings, found.target
     assert wide and (wide.model.preset, wide.optim.transfer) == ("micro", "width:96")
@@ -54,7 +54,7 @@ def test_the_newest_run_is_what_is_tuned() -> None:
     run = begun("b", model__preset="micro", data__sequence_length=64, optim__name="adamw", optim__lr=3e-3,
                 train__updates=777, optim__warmup_updates=9, train__micro_batch=3)  # fmt: skip
     run.tokenizer.write_text("{}")
-    found = spec.asked([], None)
+    found = spec.spec_of([], None)
     assert found.settings.data.sequence_length == 64 and found.settings.optim.name == "adamw"
     assert found.settings.data.tokenizer == str(run.tokenizer)
     assert (found.settings.train.updates, found.settings.train.micro_batch) == (None, "auto")
@@ -64,16 +64,16 @@ def test_the_newest_run_is_what_is_tuned() -> None:
 def test_a_sweep_is_not_the_newest_run_and_what_has_no_narrower_shape_is_tuned_itself() -> None:
     begun("a", model__preset="nano")
     (begun("b", model__preset="micro").folder / "sweep.json").write_text("{}")
-    found = spec.asked([], None)
+    found = spec.spec_of([], None)
     assert found.settings.model.preset == "nano" and found.target is None and found.settings.model.hidden_size is None
 
 
 def test_transfer_is_asked_for() -> None:
-    found = spec.asked(["model.preset=micro", "optim.transfer=width", "optim.lr=1e-3,1e-2"], None)
+    found = spec.spec_of(["model.preset=micro", "optim.transfer=width", "optim.lr=1e-3,1e-2"], None)
     assert found.target and found.target.optim.transfer == "width:96"
     assert found.settings.model.hidden_size == 96 and found.settings.optim.transfer == "none"
     with pytest.raises(UsageError, match="no narrower model keeps the ratios"):
-        spec.asked(["model.preset=nano", "optim.transfer=width"], None)
+        spec.spec_of(["model.preset=nano", "optim.transfer=width"], None)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_transfer_is_asked_for() -> None:
 )
 def test_what_cannot_be_asked(arguments: list[str], samples: int | None, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        spec.asked(arguments, samples)
+        spec.spec_of(arguments, samples)
 
 
 def test_a_sweep_that_is_there_is_gone_on_with(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
     return f"{gibibytes(candidate.peak_memory_bytes - limit)} too large"
 
 
-def plan_anywhere(
+def streamed_or_resident(
     asked: Asked,
     device: Device,
     peak_flops: Mapping[str, float],

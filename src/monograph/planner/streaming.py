@@ -305,7 +305,7 @@ def _fewer(rows: int) -> list[int]:
     return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)
 
 
-def way_said(candidate: StreamCandidate) -> str:
+def describe_way(candidate: StreamCandidate) -> str:
     """How stages are cut, and when and where they are updated."""
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
@@ -316,7 +316,7 @@ def way_said(candidate: StreamCandidate) -> str:
     return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
 
 
-def tiers_said(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
+def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
     """(label, text) of what lies on the host and in files, and of the way."""
     for tier in ("host", "disk"):
         if parts := candidate.tiers[tier]:
@@ -324,4 +324,4 @@ def tiers_said(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
             moved = f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
             yield tier, f"{gibibytes(candidate.total(tier))}: {each}{moved}"
     limit = f"; limited by {candidate.bottleneck}" if candidate.bottleneck else ""
-    yield "stream", f"{way_said(candidate)}; {candidate.device_share:.0%} stay on the device{limit}"
+    yield "stream", f"{describe_way(candidate)}; {candidate.device_share:.0%} stay on the device{limit}"

@@ -16,11 +16,11 @@ from monograph.step import Update
 PATIENCE = 20
 
 
-class Journal:
+class MetricsLog:
     """Collects updates and writes them `every` updates, so that the device is waited for that often only."""
 
     def __init__(self, run: Run, every: int):
-        """A journal of `run`; what a resumed run's metrics hold already is read back."""
+        """The log of `run`; what a resumed run's metrics hold already is read back."""
         self.run, self.every = run, every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         rows = [row for row in run.rows() if "skipped" in row]
@@ -72,12 +72,12 @@ class Journal:
         self.run.log(row)
 
 
-class Journals:
-    """The journals of models that train at once: their tensors are read together."""
+class MetricsLogs:
+    """The logs of models that train at once: their tensors are read together."""
 
     def __init__(self, runs: Sequence[Run], every: int):
-        """Journals of `runs`, in the order of the members; see `Journal`. `ended` is read back too."""
-        self.journals, self.every = [Journal(run, every) for run in runs], every
+        """MetricsLogs of `runs`, in the order of the members; see `MetricsLog`. `ended` is read back too."""
+        self.logs, self.every = [MetricsLog(run, every) for run in runs], every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         self.ended = {i: row["diverged"] for i, run in enumerate(runs) for row in run.rows() if "diverged" in row}
 
@@ -94,9 +94,9 @@ class Journals:
             return
         found, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
         self.pending.clear()
-        for index, journal in enumerate(self.journals):
+        for index, log in enumerate(self.logs):
             if index not in self.ended:
-                journal.write([members[index] for members in found], extras)
+                log.write([members[index] for members in found], extras)
 
     def diverged(self, of: int | None = None) -> list[int]:
         """Members of which many updates in a row were not finite, each told once; nothing of them is written any more.
@@ -107,12 +107,12 @@ class Journals:
             of: at the end of their run, how many updates it had. There is no other update to wait for: members whose
                 loss is not finite, or that learned nothing in half of the run or more, have diverged as well.
         """
-        going = [i for i in range(len(self.journals)) if i not in self.ended]
-        lost = [i for i in going if self.journals[i].is_lost or (of and self.journals[i].has_lost(of))]
+        going = [i for i in range(len(self.logs)) if i not in self.ended]
+        lost = [i for i in going if self.logs[i].is_lost or (of and self.logs[i].has_lost(of))]
         for index in lost:
-            journal = self.journals[index]
-            self.ended[index] = journal.last["update"] - journal.streak
-            journal.run.log({"update": journal.last["update"], "diverged": self.ended[index]})
+            log = self.logs[index]
+            self.ended[index] = log.last["update"] - log.streak
+            log.run.log({"update": log.last["update"], "diverged": self.ended[index]})
         return lost
 
 

@@ -203,7 +203,7 @@ def _labelled(label: str, text: str) -> Text:
     return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
 
 
-class CrowdBlock:
+class SweepDisplay:
     """A context manager. On a terminal bar and table are redrawn in place; elsewhere there is a line now and then.
 
     Work is counted in updates of one member; `table` gives the lines as they stand, and is asked only when told so.
@@ -215,7 +215,7 @@ class CrowdBlock:
         self._since_s = monotonic()
         self._live = screen.live(self._region, self._spoken)
 
-    def __enter__(self) -> CrowdBlock:
+    def __enter__(self) -> SweepDisplay:
         self._since_s = monotonic()
         self._live.__enter__()
         return self

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monograph.config.recorded import run_settings, strange_text
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
 from monograph.data.tokenizer import Tokenizer
@@ -23,13 +22,14 @@ from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
+from monograph.session.recorded import run_settings, strange_text
 
 LONGEST_ROW = 4096
 _READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model, how it computes and how it reads text; of a run also the text that was held out."""
 
     module: nn.Module
@@ -59,12 +59,12 @@ def require_finite(loss: float, name: str, text: str) -> None:
         raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
 
 
-def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
+def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
     """A run's newest sound model; see `load_trained`."""
     settings = run_settings(run)
     precision = Precision(settings.train.precision)  # the run's own, or the figures differ
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
-    return Subject(
+    return EvaluatedModel(
         module,
         loss,
         tokenizer,
@@ -77,15 +77,15 @@ def of_run(run: Run, warn: Callable[[str], None]) -> Subject:
     )
 
 
-def of_folder(folder: str, warn: Callable[[str], None]) -> Subject:
+def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
     """The model of a Hugging Face folder or weight file."""
     model, tokenizer = load(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
-    return Subject(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
+    return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
 
 
 def answered(
-    subject: Subject, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
+    subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
 ) -> tuple[list[Answer], Accuracy]:
     """What a model answers; see `evaluation.choose`.
 

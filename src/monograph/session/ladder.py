@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monograph import planner
-from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle, default_device, describe, synchronize
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
@@ -26,12 +24,14 @@ from monograph.loop import train
 from monograph.loss import TokenLoss
 from monograph.measure.memory import reset_peak_memory
 from monograph.optim import Plane, planes, trainable
+from monograph.planner import defaults
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session import choices
+from monograph.session.plan import Length, Plan
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import make_model, open_corpus, open_session
+from monograph.session.setup import build_run, open_corpus, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
 from monograph.step import Step
 
@@ -180,7 +180,7 @@ class Ladder:
     """The rungs of one model on one text.
 
     Attributes:
-        settings: every value fixed but what rungs change and how long they are.
+        plan: every value decided but what rungs change and how long they are.
         texts: the same text, its documents "packed" into rows or "padded", a row each.
         params: parameters of the model.
         folder: the ladder's, in which nothing of a rung is written.
@@ -188,7 +188,7 @@ class Ladder:
         updates: of each rung; fixed by the first one that is climbed, by the time that one takes.
     """
 
-    settings: Settings
+    plan: Plan
     texts: Mapping[str, Corpus]
     params: int
     folder: Path
@@ -197,64 +197,61 @@ class Ladder:
     machine: Device = field(default_factory=describe)
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path, progress: Progress) -> Ladder:
+    def of(cls, plan: Plan, folder: Path, progress: Progress) -> Ladder:
         """Read the text in both forms and let the planner fix what is open.
 
         Raises:
             UsageError: settings that no rung can have.
         """
-        if settings.optim.name.endswith(":all-bf16"):
-            raise UsageError(f"optim.name = {settings.optim.name} keeps no fp32 weights, and a ladder begins in fp32")
-        given = [key for key in OWN if settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
+        if plan.optimizer.endswith(":all-bf16"):
+            raise UsageError(f"optim.name = {plan.optimizer} keeps no fp32 weights, and a ladder begins in fp32")
+        given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
-        train = settings.train
-        most = train.updates or (max(1, train.tokens // int(train.tokens_per_update)) if train.tokens else None)
-        settings = settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
-        forms = {form: settings.resolve({"data.packing": form}, "ladder") for form in ("packed", "padded")}
-        texts = {form: open_corpus(each, progress) for form, each in forms.items()}
-        made = make_model(settings, texts["packed"], describe())
-        if made.settings.train.memory == "stream":
+        machine, scope = describe(), plan.compile
+        settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
+        texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
+        built = build_run(resolve(settings, machine), texts["packed"], machine)
+        if built.plan.memory == "stream":
             raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
         # What one graph holds is not left to the plan, which knows how fast earlier runs were.
-        scope = train.compile if train.compile in GRAPHS else planner.scopes(len(blocks(made.model)))[0]
-        fixed = made.settings.resolve({"train.compile": scope}, "ladder")
-        return cls(fixed, texts, parameter_count(made.model), folder, most)
+        scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
+        fixed = replace(built.plan, compile=scope)
+        return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
-    def settings_of(self, way: Way) -> Settings:
-        """The settings of a way: an update has as many tokens on each, for which padded rows must be more."""
-        train, length = self.settings.train, self.settings.data.sequence_length
-        rows = int(train.tokens_per_update) // length
-        micro = min(int(train.micro_batch), rows)
+    def plan_of(self, way: Way) -> Plan:
+        """The plan of a way: an update has as many tokens on each, for which padded rows must be more."""
+        rows, scope = self.plan.rows, self.plan.compile
+        micro = min(self.plan.micro_batch, rows)
         if way.packing == "padded":
             rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
         by_block = way.streamed or way.remat == "offload"
-        fixed = {
-            "train.compile": "none" if not way.captured else "blocks" if by_block else train.compile,
+        fixed: dict[str, Any] = {
+            "train.compile": "none" if not way.captured else "blocks" if by_block else scope,
             "train.precision": way.precision,
             "train.remat": way.remat,
             "train.micro_batch": max(1, micro // FEWER) if way.accumulated else micro,
-            "train.tokens_per_update": rows * length,
+            "train.tokens_per_update": rows * self.plan.sequence_length,
             "train.memory": "stream" if way.streamed else "device",
             "data.packing": way.packing,
         }
         if way.narrow_state:
-            fixed["optim.name"] = self.settings.optim.name.partition(":")[0] + ":8bit"
+            fixed["optim.name"] = self.plan.optimizer.partition(":")[0] + ":8bit"
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
-        return self.settings.resolve(fixed, "ladder")
+        return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Why this machine or text cannot climb the rung, None if nothing is known that hinders it."""
-        settings, on_cpu = self.settings, self.machine.type == "cpu"
+        plan, on_cpu = self.plan, self.machine.type == "cpu"
         hinders: dict[str, tuple[bool, str | None]] = {
             "compiled": (on_cpu, compiler_obstacle()),
             "bf16": (not self.machine.has_bf16, "this device has no bf16 arithmetic"),
             "CUDA graphs": (on_cpu or not way.captured, "no CUDA device" if on_cpu else "nothing is compiled"),
             "fp8": (True, Precision(way.precision).obstacle(self.machine)),
-            "accumulation": (int(settings.train.micro_batch) == 1, "a micro-batch has one row already"),
+            "accumulation": (plan.micro_batch == 1, "a micro-batch has one row already"),
             "offload": (on_cpu, "a CPU's memory is the host's"),
-            "8-bit state": (settings.optim.name.endswith(":8bit"), "all rungs have it: optim.name"),
+            "8-bit state": (plan.optimizer.endswith(":8bit"), "all rungs have it: optim.name"),
             "adapters": (True, self._no_adapters()),
             "streaming": (on_cpu, "a CPU's memory is the host's"),
         }
@@ -262,9 +259,9 @@ class Ladder:
         return why if hindered else None
 
     def _no_adapters(self) -> str | None:
-        if self.settings.lora.rank:
+        if self.plan.recipe.lora:
             return "all rungs have them: lora.rank"
-        return None if self.settings.model.init else "model.init names no weights that could be frozen"
+        return None if self.plan.recipe.init else "model.init names no weights that could be frozen"
 
     def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
         """Train and measure one rung.
@@ -293,7 +290,7 @@ class Ladder:
     def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
         device, notes = default_device(), list[str]()
         run, text = Run(self.folder), self.texts[way.packing]
-        session = open_session(run, self.settings_of(way), text, device, progress)
+        session = open_session(run, self.plan_of(way), text, device, progress)
         engine = session.engine
         try:
             if not way.fused:
@@ -308,8 +305,7 @@ class Ladder:
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
                 self.updates = max(LEAST, min(int(RUNG_S / calibrate(session)), self.most or MOST))
-            session.settings = choices.of_length(session.settings, self.updates)
-            session.length = self.updates
+            session.plan = resolve(session.plan, self.machine, Length(self.updates))
             engine.step.schedule = session.schedule()
             reset_peak_memory(device)
             return self._trained(session, notes, progress)

@@ -17,7 +17,7 @@ AUTO = "auto"
 MOST_SHOWN = 6  # tokens
 
 
-class Words(NamedTuple):
+class NewTokens(NamedTuple):
     """The tokens of a run that begins from a model.
 
     Attributes:
@@ -53,7 +53,7 @@ class Words(NamedTuple):
         return self.stored
 
 
-def words_of(settings: Settings, tokenizer: Tokenizer | None = None) -> Words | None:
+def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> NewTokens | None:
     """What is known of a run's tokens, None of a new model.
 
     Args:
@@ -74,17 +74,17 @@ def words_of(settings: Settings, tokenizer: Tokenizer | None = None) -> Words | 
         tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
     vocabulary = None if _is_function(base) else compared(tokenizer, base)
     stored = read_adapter(adapter).lora.tokens if adapter else None
-    return Words(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
+    return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
 
 
-def planned_words(settings: Settings) -> Words | None:
+def planned_tokens(settings: Settings) -> NewTokens | None:
     """The same for a plan, which needs no tokenizer: what is not there, or not read here, is not known.
 
     Raises:
-        InputRefused, UsageError: as `words_of`, of a tokenizer that is named.
+        InputRefused, UsageError: as `new_tokens_of`, of a tokenizer that is named.
     """
     try:
-        return words_of(settings)
+        return new_tokens_of(settings)
     except InputRefused:
         if settings.data.tokenizer != AUTO:
             raise
@@ -95,12 +95,12 @@ def require_tokens(settings: Settings) -> None:
     """Refuse, before any text is read, a tokenizer that is not the base's and tokens that are none.
 
     Raises:
-        InputRefused, UsageError: as `words_of`.
+        InputRefused, UsageError: as `new_tokens_of`.
     """
     init, named = settings.model.init, settings.data.tokenizer
     its_own = init is not None and not _is_function(init) and str(own_file(init)) == named
     if not its_own or settings.lora.tokens is not None:
-        words_of(settings)
+        new_tokens_of(settings)
 
 
 def require_no_new(settings: Settings, parent: str) -> None:
@@ -110,33 +110,33 @@ def require_no_new(settings: Settings, parent: str) -> None:
         InputRefused: it is not the parent's, by the first id that differs.
         UsageError: it has more tokens.
     """
-    words = words_of(settings.resolve({"model.init": parent}, "--from"))
-    if words and words.vocabulary and (new := words.vocabulary.new(words.vocabulary.all)):
+    tokens = new_tokens_of(settings.resolve({"model.init": parent}, "--from"))
+    if tokens and tokens.vocabulary and (new := tokens.vocabulary.new(tokens.vocabulary.all)):
         raise UsageError(
             f"{settings.origins['data.tokenizer']}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
             f"no row for, nor an optimizer's state: --from goes on with both; start anew with model.init={parent}"
         )
 
 
-def said(settings: Settings, words: Words | None, rows: int) -> tuple[str, ...]:
+def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
     """What `train` and `plan` say of the tokens of a run whose base has so many rows; nothing where all is as usual."""
-    if words is None:
+    if tokens is None:
         return ()
-    lines, new, adapted = list[str](), words.new(rows), settings.lora.rank is not None or words.stored is not None
+    lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None
     if new:
         begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
         trained = f" and {'is' if len(new) == 1 else 'are'} trained beside the adapters" if adapted else ""
-        lines.append(f"{counted(len(new), 'new token')}: {_some(words, new)}; {begin}{trained}")
-    if others := [index for index in words.trained(rows) if adapted and index not in new]:
-        lines.append(f"{counted(len(others), 'token')} with rows beside the adapters: {_some(words, others)}")
-    if words.vocabulary and words.vocabulary.own is None:
+        lines.append(f"{counted(len(new), 'new token')}: {_some(tokens, new)}; {begin}{trained}")
+    if others := [index for index in tokens.trained(rows) if adapted and index not in new]:
+        lines.append(f"{counted(len(others), 'token')} with rows beside the adapters: {_some(tokens, others)}")
+    if tokens.vocabulary and tokens.vocabulary.own is None:
         base = settings.model.init
         lines.append(f"{base} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are")
     return tuple(lines)
 
 
-def _some(words: Words, ids: Sequence[int]) -> str:
-    texts = words.tokenizer.texts()
+def _some(tokens: NewTokens, ids: Sequence[int]) -> str:
+    texts = tokens.tokenizer.texts()
     more = f" and {len(ids) - MOST_SHOWN} more" if len(ids) > MOST_SHOWN else ""
     return ", ".join(texts[index] for index in ids[:MOST_SHOWN]) + more
 

@@ -1,4 +1,8 @@
-"""How this program was called, so that the commands it prints work as they stand, in the same folder."""
+"""One run by several processes: how they were started, which folder is theirs, and how they end alike.
+
+Rank 0 decides, prints and writes; the others do the same work and keep silent. They all see one folder. How this
+program was called is known here too, so that the commands that it prints work as they stand, in the same folder.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from monograph.config import Settings
-from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
 from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
@@ -22,7 +25,8 @@ from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import wait_until_free
-from monograph.session.choices import discard
+from monograph.run.writing import discard
+from monograph.session.recorded import run_settings
 from monograph.terminal import shell_words
 
 
@@ -101,28 +105,13 @@ def require_launched(settings: Settings, own: Place | None) -> None:
         )
 
 
-def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices for what one does on one.
-
-    Raises:
-        UsageError: naming the command.
-    """
-    if settings.train.parallel != "none":
-        origin = settings.origins.get("train.parallel", "default")
-        raise UsageError(
-            f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
-            f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
-        )
-
-
 def progress_of(world: World) -> Progress:
     """What a person sees; of all ranks but one that is nothing."""
     return Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
 
 
-def again(world: World, run: Run, settings: Settings) -> str:
+def again(world: World, run: Run, parallel: str) -> str:
     """The command line that goes on with a run in the way in which it trains now, which may not be its file's."""
-    parallel = settings.train.parallel
     same = run_settings(run, runs_code=False).train.parallel == parallel
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
@@ -132,7 +121,7 @@ def again(world: World, run: Run, settings: Settings) -> str:
     return " ".join([TORCHRUN.format(launched), "--resume", shell_words(run.handle), *changed])
 
 
-def said(world: World) -> str:
+def ranks_said(world: World) -> str:
     """How many ranks there are, for the first line."""
     return "" if world.alone else f", {world.size} ranks"
 

@@ -1,4 +1,4 @@
-"""A run's summary: found again when the run has ended, and as JSON."""
+"""What a run shows and hands over: the held-out curve, samples, figures, a summary, the last lines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from monograph.measure.report import write_report
 from monograph.measure.yardsticks import yardsticks
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.planner import updates_for
+from monograph.planner.defaults import most_updates, updates_for
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
-from monograph.session.adapting import adapter_params
-from monograph.session.choices import most_updates
 from monograph.session.ranks import show
 from monograph.session.session import Session
 
@@ -110,8 +108,8 @@ LARGEST_YARDSTICK_BYTES = 64_000_000
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
 
 
-class Story:
-    """The telling of one run."""
+class Reporter:
+    """Shows one run while it trains, and says at its end what came of it."""
 
     def __init__(self, session: Session, progress: Progress):
         """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run told."""
@@ -124,7 +122,7 @@ class Story:
         self.recompiles = 0
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
-        self.averaged = session.settings.optim.ema != "none"
+        self.averaged = session.plan.averaged
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
@@ -133,8 +131,8 @@ class Story:
 
     def block(self) -> TrainingBlock:
         """The live block, with what an earlier process of the run showed."""
-        updates, settings = self.session.updates, self.session.settings
-        tokens = updates * int(settings.train.tokens_per_update)
+        updates = self.session.updates
+        tokens = updates * self.session.plan.tokens_per_update
         block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
         for row in self.rows:
             if row.get("eval_bits_per_byte") is not None:
@@ -157,7 +155,7 @@ class Story:
     @property
     def _tokens(self) -> float:
         """Of an update: targets, or of conversations all that could be."""
-        return self.session.corpus.stats.packed_share * int(self.session.settings.train.tokens_per_update)
+        return self.session.corpus.stats.packed_share * self.session.plan.tokens_per_update
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
         """Score held-out rows, note it, show it."""
@@ -226,13 +224,15 @@ class Story:
         progress.gap()
         promised = ""
         if session.budget_s:
-            ended = session.length >= most_updates(session)  # the text, and not the time
+            ended = session.plan.updates >= most_updates(
+                session.corpus.train.per_epoch, session.batches.rows_per_window
+            )  # the text, and not the time
             promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
-        if session.planned:
-            needed += f" ({memory(session.planned.peak_memory_bytes)} planned)"
+        if session.plan.expected:
+            needed += f" ({memory(session.plan.expected.peak_memory_bytes)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(self._skipped(rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
@@ -249,9 +249,9 @@ class Story:
         last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
         rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
         rate = statistics.median(rates) if rates else None
-        config, peak = session.model_config, machine.peak_flops.get(session.settings.train.precision)
+        config, peak = session.model_config, machine.peak_flops.get(session.plan.precision)
         peak = peak * session.world.size if peak else None
-        length, adapters = session.settings.data.sequence_length, adapter_params(session)
+        length, adapters = session.plan.sequence_length, session.adapter_params
         use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
         return {
             "schema": "monograph.train/1",
@@ -272,7 +272,7 @@ class Story:
             "graph_breaks": None if session.eager_reason else compat.graph_breaks(),
             "recompiles": None if session.eager_reason else self.recompiles,
             "device": machine.name,
-            "dtype": session.settings.train.precision,
+            "dtype": session.plan.precision,
             "params": session.params,
             "passed_over": session.corpus.stats.skipped,
         }
@@ -324,7 +324,7 @@ class Story:
         if not self._writes:
             return []
         training, step = engine.model.training, engine.step
-        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.settings.train.seed)
+        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
         with step.averaged(), step.assembled() as model, graph.set_aside(step):
             if not isinstance(model, Llama) or not self.session.world.leads:
                 return []

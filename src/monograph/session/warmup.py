@@ -1,4 +1,4 @@
-"""Which kernel computes a run's attention on a GPU: measured once, said in one line, and kept by a resume."""
+"""What comes before the first update: a trial step, the choice of a kernel, the capture, and how long the run is."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from monograph.loss import Batch
 from monograph.measure.calibration import Calibration, peak_flops
 from monograph.measure.footprint import Work
 from monograph.measure.memory import LiveBytes, peak_memory_bytes
-from monograph.measure.quantities import counted
+from monograph.measure.quantities import count, counted, duration
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.ops.attention_kernels import compared, fastest, time_kernels
+from monograph.planner import StreamCandidate, defaults
+from monograph.planner.streaming import describe_tiers
 from monograph.resident import Resident
 from monograph.run.base import lora_of
 from monograph.run.progress import Progress
-from monograph.session.planning import asked_of
+from monograph.session.plan import Length
+from monograph.session.resolve import asked_of, resolve
 from monograph.session.session import Session
 from monograph.stream import Streamed
 
@@ -46,7 +49,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         (config.num_attention_heads, config.num_key_value_heads),
         length,
         config.head_dim,
-        Precision(session.settings.train.precision).dtype,
+        Precision(session.plan.precision).dtype,
         engine.step.device,
     )
     session.kernel = session.world.agreed(chosen(times, session.kernel))
@@ -82,7 +85,7 @@ def calibrate(session: Session) -> float:
 def seconds_per_update(engine: Resident, update: Callable[[], object], world: World | None = None) -> float:
     """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
 
-    A run that is planned too long cools down in time (`Story.keep_time`); one planned too short would waste its time.
+    A run that is planned too long cools down in time (`Reporter.keep_time`), one planned too short would waste it.
 
     Args:
         engine: whose counters stay as they are.
@@ -142,12 +145,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def remember(session: Session, seconds: float) -> None:
     """Keep what an update takes on this machine, so that the next plan knows it."""
-    engine, settings = session.engine, session.settings
+    engine = session.engine
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
         return
     machine, rows = describe(), session.batches.rows_per_window
-    tokens = lora_of(session.recipe.lora).tokens if session.recipe.lora else ()
-    asked = asked_of(settings, engine.model.config, machine, tokens)
+    tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
+    asked = asked_of(session.plan, engine.model.config, machine, tokens)
     work = Work(
         asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
         asked.remats[0], rows, asked.packed, asked.clip, machine.type, asked.lora,
@@ -156,12 +159,12 @@ def remember(session: Session, seconds: float) -> None:
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
-BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def mixing_rows(model: nn.Module) -> list[str]:
     """Names of the layers that normalise over the rows of a micro-batch."""
-    return [name for name, module in model.named_modules() if isinstance(module, BATCH_STATISTICS)]
+    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_STATISTICS)]
 
 
 def prepare(session: Session, progress: Progress) -> None:
@@ -171,7 +174,7 @@ def prepare(session: Session, progress: Progress) -> None:
 
 
 def _prepare(session: Session, progress: Progress) -> None:
-    engine, train = session.engine, session.settings.train
+    engine, scope = session.engine, session.plan.compile
     window = next(session.open_batches(0))
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
@@ -191,17 +194,50 @@ def _prepare(session: Session, progress: Progress) -> None:
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
     choose_kernel(session, window, progress)
-    if train.compile == "none":
+    if scope == "none":
         session.eager_reason = "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
-        scope: graph.Scope = "blocks" if train.compile == "blocks" else "whole"
         with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
             began = clock()
-            session.eager_reason = engine.capture(window, scope=scope)
+            session.eager_reason = engine.capture(window, scope="blocks" if scope == "blocks" else "whole")
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
+
+
+def fix_length(session: Session, progress: Progress) -> None:
+    """Decide how many updates the run has: as given, as its epochs have, or as its minutes allow; and say so."""
+    plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
+    per_epoch = session.corpus.train.per_epoch
+    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)
+    if not updates:
+        with progress.stage("calibrate", "a few updates, thrown away") as stage:
+            seconds = calibrate(session)
+            stage.result = f"{seconds * 1000:.0f} ms each"
+        remember(session, seconds)
+        given_s = 60 * plan.minutes
+        session.budget_s = given_s if plan.minutes_given else defaults.default_seconds(plan.minutes, seconds)
+        if session.budget_s > given_s:
+            longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
+            progress.line("time", f"{longer}: what a good first model needs on this machine")
+        most = defaults.most_updates(per_epoch, rows)
+        updates = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        lasting = f", about {duration(session.budget_s)}"
+        if updates >= most:
+            lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
+    plan = session.plan = resolve(plan, describe(), Length(updates))
+    session.engine.step.schedule = session.schedule()
+    adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
+    progress.line(
+        "plan",
+        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {plan.tokens_per_update:,} "
+        f"tokens = {count(updates * plan.tokens_per_update)}, {counted(rows, 'row')} of {plan.sequence_length}, "
+        f"{plan.precision}{lasting}",
+    )
+    if isinstance(plan.expected, StreamCandidate):
+        for label, text in describe_tiers(plan.expected):
+            progress.line(label, text)

@@ -17,7 +17,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
-from monograph.device import Device
+from monograph.device import Device, describe
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.files import entries
@@ -29,11 +29,13 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
-from monograph.session import choices, randomness
-from monograph.session.learning import make_clip, make_schedule
-from monograph.session.session import Session
-from monograph.session.setup import Made, make_engine, make_model
-from monograph.sweeps.spec import ORIGIN, Member
+from monograph.run.writing import write_tokenizer
+from monograph.session.plan import Length
+from monograph.session.recorded import write_config
+from monograph.session.resolve import resolve
+from monograph.session.session import Session, seed_all
+from monograph.session.setup import BuiltRun, build_run, make_engine
+from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # of each member, where the settings leave it open
 
@@ -91,12 +93,12 @@ class Windows:
         """Members of one seed share what reads their rows from here on."""
         by_seed: dict[int, Batches] = {}
         for session in sessions:
-            shared = by_seed.setdefault(session.settings.train.seed, session.batches)
+            shared = by_seed.setdefault(session.plan.seed, session.batches)
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
         self._sources = list(by_seed.values())
-        self._which = [list(by_seed).index(session.settings.train.seed) for session in sessions]
+        self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
 
     @property
     def each(self) -> bool:
@@ -122,7 +124,7 @@ def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
 
 
 @dataclass
-class Crew:
+class MemberBatch:
     """What trains a round.
 
     Attributes:
@@ -144,7 +146,7 @@ class Crew:
         # Each keeps the one before as well, or a crash between two members would leave no update that all have.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
-                randomness.seed(session.settings.train.seed)
+                seed_all(session.plan.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
     def freeze(self, ended: dict[int, int]) -> None:
@@ -158,7 +160,7 @@ class Crew:
         self.windows.close()
 
 
-def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[Made]:
+def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
     """The members' models, and their settings with every value fixed but those that follow from the run's length.
 
     What the planner chooses it chooses once, for the first of them.
@@ -166,16 +168,18 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
     Raises:
         OutOfDeviceMemory: not even one member fits.
     """
-    first = make_model(members[0].settings, text, machine)
-    return [first, *(make_model(first.settings.resolve(m.knobs, ORIGIN), text, machine) for m in members[1:])]
+    plans = [member.plan for member in members if member.plan]
+    first = build_run(plans[0], text, machine)
+    return [first, *(build_run(plan, text, machine, like=first.plan) for plan in plans[1:])]
 
 
-def of_length(made: Sequence[Made], updates: int) -> list[Made]:
+def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     """The same, trained for so many updates."""
-    return [one._replace(settings=choices.of_length(one.settings, updates, EVALUATIONS)) for one in made]
+    length = Length(updates, EVALUATIONS)
+    return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
 
 
-def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Resident:
+def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Resident:
     """The engine of these models: the ordinary one for one of them, an ensemble for more.
 
     Args:
@@ -189,23 +193,23 @@ def engine_of(made: Sequence[Made], each: bool, device: torch.device) -> Residen
     """
     if len(made) == 1:
         return make_engine(made[0], device)
-    settings = made[0].settings
+    plan = made[0].plan
     return Ensemble(
         [settle(one.model, device).to(device) for one in made],
-        [{"seed": one.settings.train.seed} for one in made],
+        [{"seed": one.plan.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.
-        optim=[replace(one.optimizer, seed=0) for one in made],
-        clip=make_clip(settings),
-        precision=Precision(settings.train.precision),
-        micro_batch=int(settings.train.micro_batch),
+        optim=[replace(one.plan.optim, seed=0) for one in made],
+        clip=plan.clip,
+        precision=Precision(plan.precision),
+        micro_batch=plan.micro_batch,
         each=each,
     )
 
 
-def schedule(engine: Resident, made: Sequence[Made]) -> None:
+def schedule(engine: Resident, made: Sequence[BuiltRun]) -> None:
     """Give each member the schedule that its settings name; their number of updates is fixed."""
-    found = [make_schedule(one.settings, int(one.settings.train.updates or 0)) for one in made]
+    found = [one.plan.schedule(one.plan.updates) for one in made]
     if isinstance(engine, Ensemble):
         engine.step.schedules = found
     else:
@@ -228,26 +232,25 @@ def refill(engine: Resident, fresh: Resident) -> bool:
     return True
 
 
-def crew_of(
-    members: Sequence[Member], runs: Sequence[Run], made: Sequence[Made], text: Corpus, engine: Resident
-) -> Crew:
+def batch_of(
+    members: Sequence[Member], runs: Sequence[Run], made: Sequence[BuiltRun], text: Corpus, engine: Resident
+) -> MemberBatch:
     """Sessions of members at their runs' beginning; their settings and tokenizer are written where they are not yet."""
     schedule(engine, made)
     sessions = []
     for number, (run, each) in enumerate(zip(runs, made, strict=True)):
         if not run.begun:
-            choices.write_tokenizer(run, text.tokenizer)
-            choices.write_config(run, each.settings)
+            write_tokenizer(run, text.tokenizer)
+            write_config(run, each.plan.settings)
         own: Any = Seat(engine, number) if isinstance(engine, Ensemble) else engine
-        train, size = each.settings.train, int(each.settings.train.tokens_per_update)
-        batches = text.batches(size, seed=train.seed, pin=engine.step.device.type == "cuda")
-        session = Session(run, each.settings, each.recipe, text, own, batches, planned=each.planned)
-        session.length = int(train.updates or 0)
+        plan = each.plan
+        batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
+        session = Session(run, plan, text, own, batches)
         sessions.append(session)
-    return Crew(list(members), engine, sessions, Windows(sessions))
+    return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
 
-def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
+def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
     """Take the members up where all of them stood last; the update, 0 where there is none.
 
     A member that had diverged by then has its last checkpoint, and stays as it is.
@@ -255,36 +258,36 @@ def go_on(crew: Crew, ended: dict[int, int], progress: Progress) -> int:
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
     """
-    update = _common(crew, ended)
+    update = _common(batch, ended)
     if not update:
-        for session in crew.sessions:
+        for session in batch.sessions:
             session.run.truncate_metrics(0)
         return 0
     lost = {place: at for place, at in ended.items() if at <= update}
-    for place, session in enumerate(crew.sessions):
+    for place, session in enumerate(batch.sessions):
         session.restore(_checkpoint(session, None if place in lost else update), progress)
         if place in lost:  # its place in a window stays, whatever it reads there
             session.run.log({"update": update, "diverged": lost[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
-    crew.engine.step.index = update
-    if isinstance(crew.engine, Ensemble):
-        rows = crew.sessions[0].batches.rows_per_window
-        crew.engine.step.members.draw.fill_(update * -(-rows // (crew.engine.micro_batch or rows)))
-    crew.windows = Windows(crew.sessions)
-    crew.freeze(lost)
+    batch.engine.step.index = update
+    if isinstance(batch.engine, Ensemble):
+        rows = batch.sessions[0].batches.rows_per_window
+        batch.engine.step.members.draw.fill_(update * -(-rows // (batch.engine.micro_batch or rows)))
+    batch.windows = Windows(batch.sessions)
+    batch.freeze(lost)
     return update
 
 
-def _common(crew: Crew, ended: dict[int, int]) -> int:
+def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
     """The newest update of which every member that had not diverged by then has a sound checkpoint."""
     saved = [
         {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
-        for session in crew.sessions
+        for session in batch.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
         going = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
-        if going and all(update in saved[place] and _sound(crew.sessions[place], update) for place in going):
+        if going and all(update in saved[place] and _sound(batch.sessions[place], update) for place in going):
             return update
     return 0
 

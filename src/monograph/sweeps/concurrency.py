@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from monograph import compat, planner
-from monograph.config import Settings
-from monograph.config.keys import DEFAULT_MINUTES
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle
 from monograph.ensemble import Ensemble
@@ -17,13 +15,14 @@ from monograph.evaluation import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
 from monograph.measure.quantities import counted, duration
+from monograph.planner import defaults
 from monograph.planner.width import Timed, choose, next_width, rounds, update_s
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.setup import Made
+from monograph.session.setup import BuiltRun
 from monograph.session.warmup import seconds_per_update
-from monograph.sweeps.batch import EVALUATIONS, Crew, crew_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.spec import Group, Member
 
 # How many times as long as a member's graphs one of several takes to compile (docs/log.md), and the
@@ -50,7 +49,7 @@ class Timing:
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
         self.most, self.refused, self.dearer = len(group.members), "", DEARER
-        self.kept: dict[int, tuple[list[Made], Resident]] = {}
+        self.kept: dict[int, tuple[list[BuiltRun], Resident]] = {}
 
     def measure(self, updates: int, progress: Progress) -> None:
         """Time every width that the planner wants to know for runs of so many updates.
@@ -87,7 +86,7 @@ class Timing:
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
 
-    def crew(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> Crew:
+    def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
         """Members of a round, ready to train from their beginning.
 
         The first ones have the engine that was timed; who comes alone after them takes it over. Another round of
@@ -96,28 +95,28 @@ class Timing:
         size, first = len(members), members[0] is self.group.members[0]
         if first and size in self.kept:
             made, engine = self.kept[size]
-            return crew_of(members, runs, of_length(made, updates), self.text, engine)
+            return batch_of(members, runs, of_length(made, updates), self.text, engine)
         made = of_length(models_of(members, self.text, self.machine), updates)
         engine = engine_of(made, several(made), self.device)
         if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
-            capture(engine, first_window(made, self.text), made[0].settings, progress)
+            capture(engine, first_window(made, self.text), made[0].plan.compile, progress)
             self.kept |= {1: (made, engine)} if size == 1 else {}
-        return crew_of(members, runs, made, self.text, engine)
+        return batch_of(members, runs, made, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> Timed:
         members = self.group.members[:width]
         made = models_of(members, self.text, self.machine)
         for line in made[0].notes if width == 1 else ():
             progress.line("tokens", line)
-        if width == 1 and (plan := made[0].planned):
+        if width == 1 and (plan := made[0].plan.expected):
             free = planner.budget(self.machine)
             self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
         window = first_window(made, self.text)
         engine = engine_of(made, several(made), self.device)
         began, cached = clock(), compat.graphs_from_cache()
-        capture(engine, window, made[0].settings, progress)
+        capture(engine, window, made[0].plan.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             self.dearer = DEARER / CACHED  # as the graph of several, of which nothing is known, may not be there
@@ -131,13 +130,13 @@ class Timing:
         return Timed(seconds, compile_s)
 
 
-def capture(engine: Resident, window: Batch, settings: Settings, progress: Progress) -> None:
+def capture(engine: Resident, window: Batch, scope: str, progress: Progress) -> None:
     """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
     size = engine.size if isinstance(engine, Ensemble) else 1
-    if settings.train.compile == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
+    if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
         return
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
-    by_block = settings.train.compile == "blocks" and not isinstance(engine, Ensemble)
+    by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model):
         reason = engine.capture(window, scope="blocks" if by_block else "whole")
         stage.result = reason or "0 graph breaks"
@@ -160,28 +159,27 @@ def timed_update(engine: Resident, window: Batch) -> float:
     return seconds
 
 
-def several(made: Sequence[Made]) -> bool:
+def several(made: Sequence[BuiltRun]) -> bool:
     """Whether the members have different seeds, and so windows of their own."""
-    return len({one.settings.train.seed for one in made}) > 1
+    return len({one.plan.seed for one in made}) > 1
 
 
-def first_window(made: Sequence[Made], text: Corpus) -> Batch:
+def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
     """The first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for one in made if several(made) else made[:1]:
-        batches = text.batches(int(one.settings.train.tokens_per_update), seed=one.settings.train.seed)
+        batches = text.batches(one.plan.tokens_per_update, seed=one.plan.seed)
         windows.append(next(batches))
         batches.close()
     return stacked(windows, range(len(windows))) if several(made) else windows[0]
 
 
-def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, progress: Progress) -> list[int]:
+def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
     """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
 
     Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
     `least_tokens`.
     """
-    train = settings.train
     for timing in timings:
         if given := _given(timing):
             timing.measure(given, progress)
@@ -189,7 +187,8 @@ def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, pr
     open_ended = [timing for timing in timings if not _given(timing)]
     if not open_ended:
         return [_given(timing) for timing in timings]
-    budget_s = planner.UPDATES_SHARE * 60 * (train.minutes or DEFAULT_MINUTES)
+    minutes = open_ended[0].group.plan.minutes
+    budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
         timing.measure(1, progress)  # one member, whatever the length
     per_token_s, beside_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
@@ -202,33 +201,28 @@ def lengths(timings: Sequence[Timing], settings: Settings, least_tokens: int, pr
     tokens = _tokens_in(budget_s, per_token_s, beside_s)
     if tokens < least_tokens:
         longer = duration(least_tokens * per_token_s + beside_s)
-        progress.line("time", f"{longer} instead of {train.minutes:g} min: what a rate can be judged by")
+        progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
     found = []
     for timing in timings:
-        found.append(_given(timing) or planner.updates_for(tokens, _size(timing), _most(timing)))
+        found.append(
+            _given(timing)
+            or defaults.updates_for(
+                tokens, _size(timing), defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows)
+            )
+        )
     return found
 
 
 def _given(timing: Timing) -> int:
     """Updates that the group's own settings name; 0 where they name a time."""
-    train = timing.group.settings.train
-    if train.updates:
-        return train.updates
-    size = int(train.tokens_per_update)
-    if train.tokens:
-        return max(1, round(train.tokens / size))
-    rows = timing.text.train.per_epoch * (train.epochs or 0)
-    return -(-rows // (size // timing.group.settings.data.sequence_length)) if rows else 0
+    plan = timing.group.plan
+    rows = timing.text.train.per_epoch * (plan.epochs or 0)
+    return plan.updates or -(-rows // plan.rows)
 
 
 def _size(timing: Timing) -> int:
-    return int(timing.group.settings.train.tokens_per_update)
-
-
-def _most(timing: Timing) -> int:
-    rows = _size(timing) // timing.group.settings.data.sequence_length
-    return planner.MOST_EPOCHS * -(-timing.text.train.per_epoch // rows)
+    return timing.group.plan.tokens_per_update
 
 
 def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:

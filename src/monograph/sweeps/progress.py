@@ -13,18 +13,19 @@ from monograph.distributed.world import World
 from monograph.evaluation import evaluate_members
 from monograph.measure.quantities import count, counted, duration
 from monograph.measure.sweep_report import write_sweep_report
-from monograph.run.progress import CrowdBlock, Progress
-from monograph.session import choices
-from monograph.session.setup import open_corpus, require_possible
+from monograph.run.progress import Progress, SweepDisplay
+from monograph.session.requirements import require_possible
+from monograph.session.resolve import resolve
+from monograph.session.setup import open_corpus
 from monograph.sweeps import results
-from monograph.sweeps.batch import Crew
+from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.results import Outcome
-from monograph.sweeps.spec import TEXT, Member, groups_of, members_of, short, spread
+from monograph.sweeps.spec import Member, groups_of, members_of, short, spread
 
 
-class Board:
+class SweepProgress:
     """One sweep, told while it goes on.
 
     Attributes:
@@ -52,10 +53,10 @@ class Board:
         return [results.outcome(self.sweep, member) for member in self.members]
 
     @property
-    def crews(self) -> list[tuple[Timing, int, list[Member]]]:
+    def batches(self) -> list[tuple[Timing, int, list[Member]]]:
         """The rounds of this rank: of which group, for how many updates, with which members."""
         pairs = zip(self.timings, self.updates, strict=True)
-        found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.crews()]
+        found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
         return found[self.world.rank :: self.world.size]
 
     @property
@@ -83,7 +84,7 @@ class Board:
         """
         for member in self.members:
             require_possible(member.settings, machine)
-            member.settings = choices.sized(member.settings)
+            member.plan = resolve(member.settings, machine)
         pairs = zip(self.groups, self._texts(), strict=True)
         self.timings = [Timing(group, text, device, machine) for group, text in pairs]
         known = self.sweep.record.get("groups")
@@ -92,9 +93,7 @@ class Board:
                 group.rounds, group.why = of["rounds"], of["why"]
             self.updates = [of["updates"] for of in known]
         else:
-            self.updates = lengths(
-                self.timings, self.sweep.settings, self.sweep.record.get("least_tokens", 0), self.progress
-            )
+            self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
             spread(self.groups, self.world.size)
             self.sweep.record["groups"] = [
                 {"rounds": group.rounds, "updates": updates, "why": group.why}
@@ -107,15 +106,13 @@ class Board:
         """Of each group, each opened once."""
         texts: dict[str, Corpus] = {}
         for group in self.groups:
-            values = group.settings.values()
-            key = repr([values[name] for name in TEXT])
-            if key not in texts:
-                texts[key] = open_corpus(group.settings, self.progress)
-        return [texts[repr([group.settings.values()[name] for name in TEXT])] for group in self.groups]
+            if (key := repr(group.plan.reading)) not in texts:
+                texts[key] = open_corpus(group.plan.reading, self.progress)
+        return [texts[repr(group.plan.reading)] for group in self.groups]
 
     def _tell_plan(self) -> None:
         for group, updates in zip(self.groups, self.updates, strict=True):
-            size = int(group.settings.train.tokens_per_update)
+            size = group.plan.tokens_per_update
             seconds = group.compile_s + updates * group.update_s + group.held_out_s
             self.progress.line(
                 "plan",
@@ -123,11 +120,11 @@ class Board:
                 f"{count(updates * size)} each; {group.why}{', about ' + duration(seconds) if seconds else ''}",
             )
 
-    def block(self) -> CrowdBlock:
+    def block(self) -> SweepDisplay:
         """The live bar and table."""
-        per_member = {member.index: updates for _, updates, members in self.crews for member in members}
+        per_member = {member.index: updates for _, updates, members in self.batches for member in members}
         self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
-        return CrowdBlock(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
+        return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
 
     def table(self) -> list[str]:
         """As it stands."""
@@ -145,48 +142,48 @@ class Board:
         places = enumerate(self.outcomes[member.index].diverged for member in members)
         return {place: at for place, at in places if at is not None}
 
-    def trained(self, crew: Crew, updates: int, seconds: float) -> None:
+    def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
         """Members were trained for so many updates."""
-        settings = crew.sessions[0].settings
-        targets = crew.sessions[0].corpus.stats.packed_share * int(settings.train.tokens_per_update)
-        self.rate = len(crew.members) * updates * targets / max(seconds, 1e-9)
-        self.done += len(crew.members) * updates
+        first = batch.sessions[0]
+        targets = first.corpus.stats.packed_share * first.plan.tokens_per_update
+        self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
+        self.done += len(batch.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, crew: Crew, update: int, *, last: bool) -> None:
+    def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
         """Score held-out rows by every member that still learns, note it, show it; at the end all of them too."""
-        self._score(crew, update, CURVE_ROWS)
+        self._score(batch, update, CURVE_ROWS)
         if last:
-            self._score(crew, update, None)
-        self._read(crew)
+            self._score(batch, update, None)
+        self._read(batch)
 
-    def _score(self, crew: Crew, update: int, limit: int | None) -> None:
-        rows = crew.sessions[0].corpus.held_out
-        found = evaluate_members(crew.engine, rows, batch_rows=crew.engine.micro_batch or 16, limit=limit)
+    def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
+        rows = batch.sessions[0].corpus.held_out
+        found = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
         used = min(limit or len(rows), len(rows))
-        tokens = torch.atleast_1d(crew.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(crew.sessions, found, strict=True)):
-            if place not in crew.ended:
+        tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
+        for place, (session, score) in enumerate(zip(batch.sessions, found, strict=True)):
+            if place not in batch.ended:
                 scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
                 session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
 
-    def _read(self, crew: Crew) -> None:
-        for member in crew.members:
+    def _read(self, batch: MemberBatch) -> None:
+        for member in batch.members:
             self.outcomes[member.index] = results.outcome(self.sweep, member)
 
-    def ends(self, crew: Crew) -> None:
+    def ends(self, batch: MemberBatch) -> None:
         """The members came to their end: say so in their metrics, as any run does."""
-        self._read(crew)
-        for place, session in enumerate(crew.sessions):
-            if place not in crew.ended:
+        self._read(batch)
+        for place, session in enumerate(batch.sessions):
+            if place not in batch.ended:
                 known = {
-                    "dtype": session.settings.train.precision, "params": session.params,
-                    "eval_weights": "averaged" if session.settings.optim.ema != "none" else "last",
+                    "dtype": session.plan.precision, "params": session.params,
+                    "eval_weights": "averaged" if session.plan.averaged else "last",
                 }  # fmt: skip
-                rows = self.outcomes[crew.members[place].index].rows
+                rows = self.outcomes[batch.members[place].index].rows
                 found = results.summary(rows, session.run, known)
                 session.run.log({"update": found["update"], "summary": found})
-        self._read(crew)
+        self._read(batch)
 
     def keep_time(self) -> None:
         """Write down what this process did, for the next one or for the end."""

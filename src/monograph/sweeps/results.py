@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from monograph.config import Settings
 from monograph.config.axes import SEED
-from monograph.config.recorded import run_settings
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.errors import InputRefused
@@ -21,10 +19,12 @@ from monograph.loop import train
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session import randomness
-from monograph.session.learning import make_schedule
+from monograph.session.plan import Plan
+from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished, standard_json
-from monograph.session.setup import make_engine, make_model, open_corpus
+from monograph.session.resolve import resolve
+from monograph.session.session import seed_all
+from monograph.session.setup import build_run, make_engine, open_corpus
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import Member, described, short, shown
 
@@ -213,15 +213,17 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     member = [row["train_loss"] for row in outcome.rows if row.get("train_loss") is not None]
     if not member:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
-    settings = run_settings(outcome.run)
-    text = open_corpus(settings, progress)
-    compiled = settings.train.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
-    alone = losses(settings, text, len(member), progress, compiled=compiled)
+    plan = resolve(run_settings(outcome.run), describe())
+    text = open_corpus(plan.reading, progress)
+    compiled = plan.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
+    alone = losses(plan, text, len(member), progress, compiled=compiled)
     if compiled:
-        other = losses(settings, text, len(member), progress, compiled=False)
+        other = losses(plan, text, len(member), progress, compiled=False)
     else:
-        half = settings.resolve({"train.micro_batch": max(1, int(settings.train.micro_batch) // 2)}, "verify")
-        other = losses(half, text, len(member), progress, compiled=False)
+        half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
+        other = losses(
+            resolve(plan.settings.resolve(half, "verify"), describe()), text, len(member), progress, compiled=False
+        )
     difference, bound = largest(member, alone), FACTOR * largest(alone, other)
     equal = difference <= bound
     progress.line(
@@ -242,18 +244,18 @@ def largest(one: list[float], other: list[float]) -> float:
     return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in pairs)
 
 
-def losses(settings: Settings, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
+def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
     """Training losses of a run alone, from its beginning."""
-    made = make_model(settings, text, describe())
-    engine = make_engine(made, default_device())
-    engine.step.schedule = make_schedule(settings, int(settings.train.updates or updates))
-    size, seed = int(settings.train.tokens_per_update), settings.train.seed
+    built = build_run(plan, text, describe())
+    engine = make_engine(built, default_device())
+    engine.step.schedule = plan.schedule(plan.updates or updates)
+    size, seed = plan.tokens_per_update, plan.seed
     batches = text.batches(size, seed=seed)
-    randomness.seed(seed)
+    seed_all(seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
         if compiled:
             first = text.batches(size, seed=seed)
-            engine.capture(next(first), scope="blocks" if settings.train.compile == "blocks" else "whole")
+            engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
             first.close()
         found = _trained(engine, batches, updates, stage.report)
     batches.close()

@@ -1,30 +1,33 @@
-"""The members of a sweep: a run's settings with some keys varied, grouped by what one graph can hold."""
+"""Which runs a sweep is: its settings and points, the members that they make, and the members of one graph."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph import planner
-from monograph.config import Settings, classify, keys, load
+from monograph.config import Settings, classify, load
 from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points
-from monograph.config.recorded import hold_to_its_run, require_text, run_settings
+from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import EXCLUSIVE
+from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.files import is_file
+from monograph.measure.quantities import counted
+from monograph.model.config import LlamaConfig
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.recipe import Recipe
 from monograph.run.run_index import SWEEP, runs_in
-from monograph.session import choices
-from monograph.session.adapting import usual_rate
-from monograph.session.ranks import require_one_device
-from monograph.session.width import WIDTH, proxy_of, transfer_of
+from monograph.session.plan import Plan
+from monograph.session.recorded import hold_to_its_run, require_text, run_settings
+from monograph.session.requirements import require_one_device
+from monograph.session.resolve import WIDTH, resolve, transfer_of
 
 ORIGIN = "sweep"
-TEXT = ("data.tokenizer", "data.sequence_length", "data.packing")  # keys that decide what the rows hold
+# Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls with the tokens.
+HORIZON = "arXiv 2409.19913"
 
 
 @dataclass
@@ -34,12 +37,14 @@ class Member:
     Attributes:
         index: its number, from 0.
         knobs: what was varied, by dotted key.
-        settings: of its run; what is "auto" is chosen when its group is opened.
+        settings: of its run.
+        plan: what follows from them, once its group is opened.
     """
 
     index: int
     knobs: Point
     settings: Settings
+    plan: Plan | None = None
 
 
 @dataclass
@@ -64,16 +69,18 @@ class Group:
     held_out_s: float = 0.0
 
     @property
-    def settings(self) -> Settings:
+    def plan(self) -> Plan:
         """The first member's."""
-        return self.members[0].settings
+        plan = self.members[0].plan
+        assert plan is not None
+        return plan
 
     @property
     def name(self) -> str:
         """What sets it apart from other groups; empty for the only one."""
         return " ".join(f"{short(key)}={shown(value)}" for key, value in self.shared.items())
 
-    def crews(self) -> list[list[Member]]:
+    def batches(self) -> list[list[Member]]:
         """The members, round by round."""
         ends = [sum(self.rounds[: index + 1]) for index in range(len(self.rounds))]
         return [self.members[end - size : end] for size, end in zip(self.rounds, ends, strict=True)]
@@ -144,7 +151,7 @@ _NOT_TAKEN = {
 }  # fmt: skip
 
 
-class Asked(NamedTuple):
+class SweepSpec(NamedTuple):
     """What a sweep is to do.
 
     Attributes:
@@ -158,7 +165,7 @@ class Asked(NamedTuple):
     target: Settings | None
 
 
-def asked(arguments: Sequence[str], samples: int | None) -> Asked:
+def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """Settings and points from the command line.
 
     Without arguments: eight learning rates and two seeds of the proxy of the newest run's model, or else of the default
@@ -172,45 +179,43 @@ def asked(arguments: Sequence[str], samples: int | None) -> Asked:
     fixed, axes = axes_of(overrides)
     hold_to_its_run(toml, runs_code="model.init" not in overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
-    settings, target = (load(toml, fixed | first), None) if arguments else (of_newest_run(), None)
+    settings, target = (load(toml, fixed | first), None) if arguments else (_of_newest_run(), None)
     require_text(settings)
     require_one_device(settings, "sweep")
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
     if settings.optim.transfer != "none":
-        settings, target = proxy(settings)
+        settings, target = _proxy(settings)
     elif not arguments:
         with suppress(UsageError):  # the model itself, where it has no narrower shape
-            settings, target = proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
-    return Asked(settings, points(axes or usual_axes(settings), samples), target)
+            settings, target = _proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
+    return SweepSpec(settings, points(axes or _usual_axes(settings), samples), target)
 
 
-def proxy(settings: Settings) -> tuple[Settings, Settings]:
+def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     """(the narrow run on which the rates are found, the wide run that they are for, its base named).
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
     """
-    wide = choices.sized(settings.resolve({"optim.transfer": "none"}, ORIGIN))
-    shape = None if wide.model.init else Recipe(None, wide.model.preset, wide.model.sizes(), 0).shape(vocab_size=1)
-    wide = wide.resolve({"optim.transfer": settings.optim.transfer}, ORIGIN)
+    plan = resolve(settings.resolve({"optim.transfer": "none"}, ORIGIN), describe())
+    shape = None if plan.recipe.init else plan.recipe.shape(vocab_size=1)
+    wide = plan.settings.resolve({"optim.transfer": settings.optim.transfer}, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer": f"{WIDTH}:{transfer.base.hidden_size}"}, ORIGIN)
     if settings.origins.get("train.minutes") == ORIGIN:  # which are the sweep's
-        named = named.resolve({"train.minutes": keys.DEFAULT_MINUTES}, ORIGIN)
-    return proxy_of(wide, shape), named
+        named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
+    return narrow(wide, shape), named
 
 
-def usual_axes(settings: Settings) -> list[Axis]:
+def _usual_axes(settings: Settings) -> list[Axis]:
     """Learning rates about the one that is known for the model, and two seeds."""
-    fixed, name = choices.sized(settings), settings.optim.name
-    rule = planner.optimizer(fresh=fixed.model.init is None) if name == "auto" else name.partition(":")[0]
-    middle = usual_rate(fixed, rule) if settings.optim.lr == "auto" else settings.optim.lr
+    middle = resolve(settings, describe()).optim.lr
     return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
 
 
-def of_newest_run() -> Settings:
+def _of_newest_run() -> Settings:
     """The newest run's model, text and optimizer, or the defaults where there is no run; short."""
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
@@ -227,3 +232,54 @@ def of_newest_run() -> Settings:
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
     """Whether the command line names a sweep that is there and nothing else."""
     return not arguments and samples is None and out is not None and is_file(out / SWEEP)
+
+
+def narrow(settings: Settings, config: LlamaConfig) -> Settings:
+    """The narrow run on which a wide one's rate is found: the same, tokens per update included, but for the width.
+
+    Args:
+        settings: of the wide run, transfer on; what depends on the model's size (tokenizer, tokens per update)
+            fixed, or the narrow run would choose its own. The learning rate may be open.
+        config: its model's shape.
+
+    Raises:
+        UsageError: see `transfer_of`.
+    """
+    transfer = transfer_of(settings, config)
+    assert transfer is not None
+    base = transfer.base
+    sizes = {
+        name: getattr(base, name)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    }
+    narrow = {f"model.{name}": size for name, size in sizes.items()}
+    return settings.resolve({**narrow, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
+
+
+def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
+    """What a person is told who carries the best knobs of a proxy to the wide model: what carries and what does not.
+
+    Args:
+        settings: of the wide run, tokens per update fixed.
+        proxy: of the narrow one.
+        updates: of the wide run.
+        proxy_updates: of the narrow one.
+    """
+    lines = [
+        "carried: learning rate, betas, eps, warm-up in updates, and weight decay as lr * weight_decay per update",
+        "not carried: tokens per update, number of updates, sequence length, depth, data, vocabulary, precision",
+    ]
+    size, proxy_size = int(settings.train.tokens_per_update), int(proxy.train.tokens_per_update)
+    if size != proxy_size:
+        factor = math.sqrt(size / proxy_size)
+        lines.append(
+            f"{size:,} tokens per update instead of {proxy_size:,}: the best rate goes with the square root of that, "
+            f"about {factor:.2g} times the one found; not applied"
+        )
+    ratio = updates * size / (proxy_updates * proxy_size)
+    if not math.isclose(ratio, 1.0, rel_tol=0.01):
+        lines.append(
+            f"{counted(updates, 'update')} instead of {proxy_updates:,}, {ratio:.2g} times the tokens: longer runs "
+            f"want lower rates ({HORIZON}), and weight decay divided by {ratio:.2g}; not applied"
+        )
+    return lines

@@ -1,4 +1,4 @@
-"""Run: pytest tests/session/test_randomness.py"""
+"""Run: pytest tests/session/test_random_state.py"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from monograph.session import randomness
+from monograph.session.session import random_state, restore_random, seed_all
 
 CPU = torch.device("cpu")
 
@@ -20,31 +20,31 @@ def draws() -> list[float]:
 
 
 def test_a_seed_is_a_beginning() -> None:
-    randomness.seed(5)
+    seed_all(5)
     first = draws()
-    randomness.seed(5)
+    seed_all(5)
     assert draws() == first
-    randomness.seed(2**63 - 1)
+    seed_all(2**63 - 1)
     assert draws() != first
 
 
 @pytest.mark.parametrize("before", range(4))
 def test_it_goes_on_where_it_stood(before: int) -> None:
-    randomness.seed(1)
+    seed_all(1)
     for _ in range(before):
         draws()
-    saved = json.loads(json.dumps(randomness.state(CPU)))
+    saved = json.loads(json.dumps(random_state(CPU)))
     expected = draws()
-    randomness.seed(99)
-    randomness.restore(saved, CPU)
+    seed_all(99)
+    restore_random(saved, CPU)
     assert draws() == expected
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
-    saved = json.loads(json.dumps(randomness.state(device)))
+    saved = json.loads(json.dumps(random_state(device)))
     expected = torch.rand(5, device=device)
     torch.rand(7, device=device)
-    randomness.restore(saved, device)
+    restore_random(saved, device)
     assert torch.equal(torch.rand(5, device=device), expected)

@@ -1,4 +1,4 @@
-# Run: pytest tests/session/test_width.py
+# Run: pytest tests/session/test_transfer.py
 """`optim.transfer`: what a run records of it, what is refused, the proxy of a run, and a run to its export."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from monograph.errors import UsageError
 from monograph.model import hub
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
-from monograph.session.choices import branched, settings_of, sized, write_config
-from monograph.session.learning import make_optimizer
-from monograph.session.planning import asked_of, shape_of
-from monograph.session.setup import require_possible
-from monograph.session.width import carried, proxy_of, transfer_of
+from monograph.session.plan import Shape
+from monograph.session.recorded import branched, settings_of, write_config
+from monograph.session.requirements import require_possible
+from monograph.session.resolve import asked_of, resolve, shape_of, transfer_of
+from monograph.sweeps.spec import carried, narrow
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
 
@@ -35,6 +35,10 @@ WIDE = {
 
 def settings(**changes: Any) -> Settings:
     return load(None, WIDE | {key.replace("__", "."): value for key, value in changes.items()}, {})
+
+
+def sized(given: Settings) -> Settings:
+    return resolve(given, named("H100")).settings
 
 
 def test_the_width_is_recorded_once_it_is_chosen() -> None:
@@ -80,26 +84,28 @@ def test_what_cannot_be_carried_is_refused(
 def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
     config = shape_of(given)
-    assert asked_of(given, config, named("H100")).optim.groups
-    assert shape_of(proxy_of(given, config)).hidden_size == 64
+    assert asked_of(resolve(given, named("H100")), config, named("H100")).optim.groups
+    assert shape_of(narrow(given, config)).hidden_size == 64
 
 
 def test_the_optimizer_has_the_rates_of_the_table() -> None:
-    given = sized(settings(optim__transfer="width"))
-    config = shape_of(given)
-    found = {group.pattern: group for group in make_optimizer(given, config).groups}
+    card = named("H100")
+    given = resolve(settings(optim__transfer="width"), card)
+    config = shape_of(given.settings)
+    plan = resolve(given, card, Shape(config))
+    found = {group.pattern: group for group in plan.optim.groups}
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 0.5
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
-    assert asked_of(given, config, named("H100")).optim == make_optimizer(given, config)
-    assert not make_optimizer(settings()).groups
+    assert asked_of(given, config, card).optim == plan.optim == asked_of(plan, config, card).optim
+    assert not resolve(settings(), card).optim.groups
     with pytest.raises(UsageError, match="weights are drawn here"):
-        make_optimizer(given)
+        resolve(given, card, Shape(None))
 
 
 def test_the_proxy_of_a_run_is_the_base_and_an_ordinary_run() -> None:
     given = sized(settings(optim__transfer="width", train__tokens_per_update=1024))
     config = shape_of(given)
-    proxy = proxy_of(given, config)
+    proxy = narrow(given, config)
     assert shape_of(proxy) == narrowed(config) and proxy.optim.transfer == "none"
     transfer = transfer_of(given, config)
     assert transfer is not None and transfer.base == shape_of(proxy)

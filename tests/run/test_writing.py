@@ -1,4 +1,4 @@
-"""Run: pytest tests/run/test_results.py (a folder of results is new, and there as a whole or not at all)."""
+"""Run: pytest tests/run/test_writing.py (a folder of results is new, and there as a whole or not at all)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from monograph.errors import InputRefused
 from monograph.interrupts import Terminated
-from monograph.run.results import results_folder
+from monograph.run.writing import results_folder
 
 
 def test_each_has_a_dated_folder_of_its_own(tmp_path: Path) -> None:

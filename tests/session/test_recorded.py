@@ -1,4 +1,4 @@
-"""Run: pytest tests/session/test_choices.py"""
+"""Run: pytest tests/session/test_recorded.py"""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ import pytest
 
 from monograph.config import Settings, load
 from monograph.data.tokenizer import Tokenizer
+from monograph.device import describe
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
-from monograph.session import choices, ranks
-from monograph.session.choices import (
-    branched,
-    mended_tokenizer,
-    parent_named,
-    record_parent,
-    recorded_parent,
-    settings_of,
-    sized,
-    write_config,
-    write_tokenizer,
-)
+from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
+from monograph.session import ranks, warmup
+from monograph.session.recorded import branched, parent_named, settings_of, write_config
+from monograph.session.resolve import resolve
 
 SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
 FIXED = {
@@ -36,6 +29,10 @@ FIXED = {
 
 def settings(values: dict[str, Any], toml: Path | None = None) -> Settings:
     return load(toml, values, {})
+
+
+def sized(given: Settings) -> Settings:
+    return resolve(given, describe()).settings
 
 
 @pytest.fixture
@@ -171,22 +168,20 @@ def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, m
 def test_a_small_text_ends_before_the_time_does(
     per_epoch: int, updates: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "calibrate", lambda _: 0.2)
-    monkeypatch.setattr(choices, "remember", lambda *_: None)
+    monkeypatch.setattr(warmup, "calibrate", lambda _: 0.2)
+    monkeypatch.setattr(warmup, "remember", lambda *_: None)
     told: dict[str, str] = {}
     progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
     session: Any = SimpleNamespace(
-        settings=settings({"train.minutes": 1, "train.tokens_per_update": 512}),
+        plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
         batches=SimpleNamespace(rows_per_window=2),
         corpus=SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)),
         engine=SimpleNamespace(step=SimpleNamespace(schedule=None)),
         schedule=lambda: None,
-        recipe=SimpleNamespace(lora=None),
         params=1000,
-        planned=None,
     )
-    choices.fix_length(session, progress)
-    assert session.length == updates and session.budget_s == 60 and told["plan"].endswith(said), told
+    warmup.fix_length(session, progress)
+    assert session.plan.updates == updates and session.budget_s == 60 and told["plan"].endswith(said), told
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
@@ -207,9 +202,9 @@ def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> 
 
 def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
     alone, two = World(), SimpleNamespace(alone=False, size=2)
-    as_file, shared = settings(SHAPE | FIXED), settings(SHAPE | FIXED | {"train.parallel": "ddp"})
-    assert ranks.again(alone, run, as_file).endswith(f"train --resume {run.folder}")
-    assert ranks.again(two, run, shared).endswith(f"monograph train --resume {run.folder} train.parallel=ddp")
+    shared = settings(SHAPE | FIXED | {"train.parallel": "ddp"})
+    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder}")
+    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder} train.parallel=ddp")
     write_config(run, shared)
-    assert ranks.again(two, run, shared).endswith(f"monograph train --resume {run.folder}")
-    assert ranks.again(alone, run, as_file).endswith(f"train --resume {run.folder} train.parallel=none")
+    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
+    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder} train.parallel=none")
