@@ -299,7 +299,7 @@ def test_compiled_is_eager(backend):
 def test_names_on_the_command_line():
     for name, expected in (("adamw", (AdamW, "fp32")), ("adamw:8bit", (AdamW, "8bit")), ("muon:bf16", (Muon, "bf16"))):
         given = {"optim.name": name, "optim.lr": 0.1, "train.seed": 4}
-        found = resolve(load(None, given, {}), describe()).optim
+        found = resolve(load(None, given, {}), describe()).update_rule
         assert (type(found), found.state, found.seed) == (*expected, 4)
     for wrong, meant in (("adamw:8bits", "adamw:8bit"), ("muon:b16", "muon:bf16"), ("adamw:allbf16", "adamw:all-bf16")):
         with pytest.raises(UsageError, match=f"{wrong}.*expected auto, adamw or muon.*; did you mean {meant}[?]"):

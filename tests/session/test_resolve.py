@@ -34,7 +34,7 @@ def sized(**keys) -> Plan:
 
 
 def shape(plan: Plan) -> Shape:
-    return Shape(shape_of(plan.settings))
+    return Shape(shape_of(plan))
 
 
 @pytest.fixture(autouse=True)
@@ -102,15 +102,15 @@ def test_a_little_less_memory_is_a_smaller_micro_batch():
 
 
 def test_the_shape_is_the_settings_own_and_needs_no_text():
-    assert shape_of(settings(data__tokenizer="bpe:700", model__preset="nano")).vocab_size == 700
-    assert shape_of(settings(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
-    assert shape_of(settings(model__vocab_size=900, model__preset="nano")).vocab_size == 900
+    assert shape_of(sized(data__tokenizer="bpe:700", model__preset="nano")).vocab_size == 700
+    assert shape_of(sized(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
+    assert shape_of(sized(model__vocab_size=900, model__preset="nano")).vocab_size == 900
 
 
 def test_a_module_of_ones_own_cannot_be_planned(tmp_path):
     (tmp_path / "own.py").write_text("def build(): ...")
     with pytest.raises(UsageError, match="a preset, sizes or a Hugging Face folder"):
-        shape_of(settings(model__init=f"{tmp_path}/own.py:build"))
+        shape_of(sized(model__init=f"{tmp_path}/own.py:build"))
 
 
 def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_host():

@@ -17,6 +17,7 @@ from monograph.config import Settings, load
 from monograph.device import named
 from monograph.errors import UsageError
 from monograph.model import hub
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.session.plan import Shape
@@ -39,6 +40,10 @@ def settings(**changes: Any) -> Settings:
 
 def sized(given: Settings) -> Settings:
     return resolve(given, named("H100")).settings
+
+
+def shape(given: Settings) -> LlamaConfig:
+    return shape_of(resolve(given, named("H100")))
 
 
 def test_the_width_is_recorded_once_it_is_chosen() -> None:
@@ -83,32 +88,32 @@ def test_what_cannot_be_carried_is_refused(
 
 def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
-    config = shape_of(given)
+    config = shape(given)
     assert asked_of(resolve(given, named("H100")), config, named("H100")).optim.groups
-    assert shape_of(narrow(given, config)).hidden_size == 64
+    assert shape(narrow(given, config)).hidden_size == 64
 
 
 def test_the_optimizer_has_the_rates_of_the_table() -> None:
     card = named("H100")
     given = resolve(settings(optim__transfer="width"), card)
-    config = shape_of(given.settings)
+    config = shape_of(given)
     plan = resolve(given, card, Shape(config))
-    found = {group.pattern: group for group in plan.optim.groups}
+    found = {group.pattern: group for group in plan.update_rule.groups}
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 0.5
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
-    assert asked_of(given, config, card).optim == plan.optim == asked_of(plan, config, card).optim
-    assert not resolve(settings(), card).optim.groups
+    assert asked_of(given, config, card).optim == plan.update_rule == asked_of(plan, config, card).optim
+    assert not resolve(settings(), card).update_rule.groups
     with pytest.raises(UsageError, match="weights are drawn here"):
         resolve(given, card, Shape(None))
 
 
 def test_the_proxy_of_a_run_is_the_base_and_an_ordinary_run() -> None:
     given = sized(settings(optim__transfer="width", train__tokens_per_update=1024))
-    config = shape_of(given)
+    config = shape(given)
     proxy = narrow(given, config)
-    assert shape_of(proxy) == narrowed(config) and proxy.optim.transfer == "none"
+    assert shape(proxy) == narrowed(config) and proxy.optim.transfer == "none"
     transfer = transfer_of(given, config)
-    assert transfer is not None and transfer.base == shape_of(proxy)
+    assert transfer is not None and transfer.base == shape(proxy)
     differ = {key for key, value in given.values().items() if value != proxy.values()[key]}
     sizes = {f"model.{n}" for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")}
     assert differ == sizes | {"optim.transfer"}

@@ -50,8 +50,8 @@ def run(
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
     plan = resolve(settings, target, built=False)
     settings = plan.settings
-    new, rows = planned_tokens(settings), shape_of(settings).vocab_size
-    config = shape_of(settings, new)
+    new, rows = planned_tokens(settings), shape_of(plan).vocab_size
+    config = shape_of(plan, new)
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))

@@ -51,15 +51,13 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     if not given:
         return {}
     key, origin = next(iter(given.items()))
-    if settings.lora.rank is None:
+    if (found := lora_of(settings)) is None:
         raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
     if init is None:
         raise UsageError(
             f"{origin}: {key}: adapters stand beside weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    found = lora_of(settings)
-    assert found is not None
     place = {"model.init": str(Path(init).resolve())} if exists(init) else {}
     return place | _values(found)
 
@@ -72,11 +70,12 @@ def _values(lora: Lora) -> dict[str, Any]:
 
 def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:
     stored = _values(read_adapter(init).lora)
-    free = {"lora.dropout": settings.lora.dropout, "lora.base": settings.lora.base}
-    if settings.lora.tokens not in (None, "auto"):
+    asked = settings.values()
+    free = {key: asked[key] for key in ("lora.dropout", "lora.base")}
+    if asked["lora.tokens"] not in (None, "auto"):
         raise UsageError(f"{given['lora.tokens']}: lora.tokens: the adapter in {init} says which it has: leave it out")
     for key in given.keys() & (stored.keys() - free.keys()):
-        value, own = settings.values()[key], stored[key]
+        value, own = asked[key], stored[key]
         if value != own:
             raise UsageError(f"{given[key]}: {key} = {value}, but the adapter in {init} has {own}: leave it out")
     return stored | {key: value for key, value in free.items() if value is not None}

@@ -32,7 +32,7 @@ class Plan:
         minutes: that the training may take, where neither updates nor epochs are given; `minutes_given`: by a person.
         epochs: passes over the text, None where another key says how long the run is.
         optimizer: the optimizer's name, with the bits of its state.
-        optim: the optimizer itself; once the model's shape is known with what width transfer does to it.
+        update_rule: the optimizer itself; once the model's shape is known with what width transfer does to it.
         clip: the largest norm of a gradient.
         averaged: whether an average of the weights is kept, and is what is scored.
         schedule_name: of the learning rate's course; `final`: the share of the peak rate that it falls to.
@@ -55,7 +55,7 @@ class Plan:
     minutes_given: bool
     epochs: int | None
     optimizer: str
-    optim: Optimizer
+    update_rule: Optimizer
     clip: Clip | None
     averaged: bool
     schedule_name: str

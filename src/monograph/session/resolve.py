@@ -74,10 +74,12 @@ def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, bui
 
 def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
-    settings, recipe, shape = _with_model(settings, shape_alone)
-    train, optim = settings.train, settings.optim
-    name = _optimizer_name(settings)
-    schedule, _, final = optim.schedule.partition(":")
+    length = settings.data.sequence_length
+    settings, recipe, shape = _with_model(settings, length, shape_alone)
+    train, lora = settings.train, lora_of(settings)
+    name = _optimizer_name(settings.optim.name, train.parallel, fresh=recipe.init is None)
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
+    schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
     warmup, eval_every, save_every = _intervals(settings, Length(updates))
@@ -85,15 +87,15 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         settings=settings,
         recipe=recipe,
         reading=settings.data.model_dump(),
-        seed=train.seed,
+        seed=recipe.seed,
         tokens_per_update=per_update,
         minutes=train.minutes or DEFAULT_MINUTES,
         minutes_given="train.minutes" in settings.origins,
         epochs=train.epochs,
         optimizer=name,
-        optim=_optimizer(settings, name),
+        update_rule=update_rule,
         clip=_clip(settings),
-        averaged=optim.ema != "none",
+        averaged=update_rule.ema is not None,
         schedule_name=schedule,
         final=float(final or FINAL),
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
@@ -110,12 +112,12 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     )
     if not shape_alone:
         require_tokens(settings)
-    require_targets(lora_of(settings), shape)
-    require_positions(plan.sequence_length, shape)
+    require_targets(lora, shape)
+    require_positions(length, shape)
     return plan
 
 
-def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
+def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
     """The settings with preset, tokenizer, adapters and tokens per update decided; the recipe of the model; its shape.
 
     The shape is None where only building the model tells it, or where the model is new.
@@ -136,11 +138,10 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
     if settings.train.tokens_per_update == "auto":
-        least = defaults.DEFAULT.tokens_per_update
-        chosen["train.tokens_per_update"] = max(least, settings.data.sequence_length)
+        chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # which a run records by its full path, and an error shows as it was typed
-    if recipe.adapter and init:
+    if init and is_adapter(init):
         return settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape
     return settings, recipe._replace(init=init), shape
 
@@ -150,7 +151,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
 
     Args:
         settings: of the run.
-        config: the model's shape, None if it is no Llama.
+        config: the model's shape, None if it is no Llama whose weights are drawn here.
 
     Raises:
         UsageError: transfer of something else, or from a width that does not keep the shape's ratios.
@@ -159,7 +160,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     if value == "none":
         return None
     origin = settings.origins.get("optim.transfer", "default")
-    if config is None or settings.model.init is not None:
+    if config is None:
         raise UsageError(
             f"{origin}: optim.transfer = {value} is a rule for a model whose weights are drawn here, by preset or "
             f"sizes, not for model.init = {settings.model.init}; leave it at none"
@@ -170,19 +171,19 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
 
 
-def _optimizer_name(settings: Settings) -> str:
-    if settings.optim.name != "auto":
-        return settings.optim.name
-    return "adamw" if settings.train.parallel == "fsdp" else defaults.optimizer(fresh=settings.model.init is None)
+def _optimizer_name(given: str, parallel: str, *, fresh: bool) -> str:
+    if given != "auto":
+        return given
+    return "adamw" if parallel == "fsdp" else defaults.optimizer(fresh=fresh)
 
 
-def _optimizer(settings: Settings, name: str) -> Optimizer:
+def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
     """The optimizer before width transfer has changed what it does to the tensors of a model."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
-        seed=settings.train.seed,
-        lr=_usual_rate(settings, rule) if optim.lr == "auto" else optim.lr,
+        seed=recipe.seed,
+        lr=_usual_rate(recipe, rule, adapted) if optim.lr == "auto" else optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
@@ -190,15 +191,14 @@ def _optimizer(settings: Settings, name: str) -> Optimizer:
     )
 
 
-def _usual_rate(settings: Settings, rule: str) -> float:
+def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
     """The peak learning rate where nobody gives it, for the optimizer "adamw" or "muon"."""
-    init, preset = settings.model.init, settings.model.preset
-    if settings.lora.rank is not None:
+    if adapted:
         return defaults.FINETUNING_RATES["adapters"]
-    if init is not None:
-        from_elsewhere = not (Recipe(init, preset, {}, 0).file or run_named(init))
+    if recipe.init is not None:
+        from_elsewhere = not (recipe.file or run_named(recipe.init))
         return defaults.FINETUNING_RATES["all"] if from_elsewhere else defaults.UNKNOWN_RATE
-    return defaults.known_learning_rate(preset, rule) if preset != "auto" else defaults.UNKNOWN_RATE
+    return defaults.UNKNOWN_RATE if recipe.preset == "auto" else defaults.known_learning_rate(recipe.preset, rule)
 
 
 def _clip(settings: Settings) -> Clip | None:
@@ -234,12 +234,12 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         found["compile"] = "blocks"
     found |= {key: getattr(plan, key) for key in found if getattr(plan, key) not in (0, "auto")}
     found["micro_batch"] = min(found["micro_batch"], plan.rows)  # or the rest of them would be empty
-    recorded = {"optim.name": plan.optimizer, "optim.lr": plan.optim.lr, "train.precision": plan.precision}
-    transfer = transfer_of(settings, config)
+    recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
+    transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
         plan,
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in found.items()}, ORIGIN),
-        optim=transfer.optimizer(plan.optim) if transfer else plan.optim,
+        update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
         expected=None if plan.parallel == "fsdp" else expected,  # nobody knows it of some rows of each weight
         **found | {"micro_batch": min(found["micro_batch"], share)},
@@ -259,12 +259,12 @@ def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int
         UsageError: choices that exclude one another.
     """
     require_together(plan.settings)
-    transfer = transfer_of(plan.settings, config)
+    transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
     return Asked(
         config,
         plan.sequence_length,
         plan.tokens_per_update,
-        transfer.optimizer(plan.optim) if transfer and plan.transfer is None else plan.optim,
+        transfer.optimizer(plan.update_rule) if transfer and not plan.transfer else plan.update_rule,
         plan.optimizer,
         plan.micro_batch or None,
         (plan.precision,),
@@ -351,33 +351,31 @@ def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
 
 
-def shape_of(settings: Settings, tokens: NewTokens | None = None) -> LlamaConfig:
-    """The shape that a run with these settings would have, with no text read: a BPE has the size that it is asked for.
+def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
+    """The shape that a run will have, with no text read: a BPE has the size that it is asked for.
 
     Args:
-        settings: of the run.
+        plan: of the run.
         tokens: its new tokens, as far as they are known.
 
     Raises:
         UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
         InputRefused: a folder without a model.
     """
-    model, data = settings.model, settings.data
-    if model.init and is_adapter(model.init):
-        return with_rows(hub.read_config(resolved_base(read_adapter(model.init))), tokens)
-    if model.init and (":" in model.init or is_weight_file(model.init) or run_named(model.init)):
-        raise UsageError(f"model.init = {model.init}: a plan is made for a preset, sizes or a Hugging Face folder")
-    if model.init:
-        return with_rows(hub.read_config(model.init), tokens)
-    kind = data.tokenizer.partition(":")[0]
-    sizes: dict[str, Any] = {"max_position_embeddings": data.sequence_length}
+    recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
+    if init := recipe.init:
+        if not recipe.adapter and (":" in init or is_weight_file(init) or run_named(init)):
+            raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
+        return with_rows(hub.read_config(init), tokens)
+    kind = tokenizer.partition(":")[0]
+    sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}
     if kind == "bpe":
-        sizes["vocab_size"] = parse(data.tokenizer)
+        sizes["vocab_size"] = parse(tokenizer)
     elif kind == "bytes":
         sizes["vocab_size"] = 259  # the bytes and three special tokens
-    elif not model.vocab_size and model.preset == "auto":
+    elif "vocab_size" not in recipe.sizes and recipe.preset == "auto":
         raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")
-    return Recipe(None, model.preset, model.sizes(), 0).shape(**sizes)
+    return recipe.shape(**sizes)
 
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:

@@ -151,9 +151,8 @@ def build_run(
     recipe, settings = plan.recipe, plan.settings
     if recipe.file:  # which may have changed while the text was read
         recipe = recipe._replace(sha256=code_digest(str(recipe.init)))
-    if not (
-        settings.model.init and is_weight_file(settings.model.init)
-    ):  # whose tensors say more than text and row length do
+    # The tensors of a weight file say more than text and row length do.
+    if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
@@ -206,7 +205,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
         "loss": built.loss,
-        "optim": plan.optim,
+        "optim": plan.update_rule,
         "clip": plan.clip,
         "precision": Precision(plan.precision),
         "remat": named(plan.remat),

@@ -199,7 +199,7 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Res
         [{"seed": one.plan.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.
-        optim=[replace(one.plan.optim, seed=0) for one in made],
+        optim=[replace(one.plan.update_rule, seed=0) for one in made],
         clip=plan.clip,
         precision=Precision(plan.precision),
         micro_batch=plan.micro_batch,

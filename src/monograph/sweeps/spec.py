@@ -211,7 +211,7 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
 
 def _usual_axes(settings: Settings) -> list[Axis]:
     """Learning rates about the one that is known for the model, and two seeds."""
-    middle = resolve(settings, describe()).optim.lr
+    middle = resolve(settings, describe()).update_rule.lr
     return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
 
 
