@@ -108,6 +108,7 @@ def _name(path: str) -> str:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    """The functions and methods of a file."""
     return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 

@@ -13,10 +13,9 @@ import torch
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
-from monograph.planner.width import Timed
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
-from monograph.sweeps.concurrency import Timing, lengths
+from monograph.sweeps.concurrency import Timed, Timing, lengths
 from monograph.sweeps.spec import Group, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))

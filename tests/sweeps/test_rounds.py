@@ -1,4 +1,4 @@
-"""Run: pytest tests/planner/test_width.py (how many members at once, by the times that were measured)"""
+"""Run: pytest tests/sweeps/test_rounds.py (how many members at once, by the times that were measured)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monograph.planner.width import Timed, choose, next_width, rounds, total_s, update_s
+from monograph.sweeps.concurrency import Timed, choose, next_width, rounds, total_s, update_s
 
 COMPILE_S = 20.0
 
