@@ -19,8 +19,8 @@ from monograph.device import default_device
 from monograph.ensemble import Ensemble
 from monograph.loss import Batch
 from monograph.optim import AdamW
-from monograph.planner.width import Timed, choose, update_s
 from monograph.resident import Resident
+from monograph.sweeps.concurrency import Timed, choose, update_s
 
 MEMBERS, ROWS = 16, 32
 WIDTHS = (1, 2, 4, 8, 16)

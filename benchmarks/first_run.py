@@ -12,17 +12,17 @@ from typing import Any
 
 import harness
 
-from monograph import planner
-from monograph.config import Settings, load
+from monograph.config import load
 from monograph.data.corpus import Corpus
 from monograph.device import clock, default_device, describe, synchronize
 from monograph.evaluation import evaluate
 from monograph.loop import train
 from monograph.measure.yardsticks import yardsticks
+from monograph.planner import defaults
 from monograph.run.progress import Progress
-from monograph.session.choices import sized
-from monograph.session.learning import make_schedule
-from monograph.session.setup import make_engine, make_model, open_corpus
+from monograph.session.plan import Plan
+from monograph.session.resolve import resolve
+from monograph.session.setup import build_run, make_engine, open_corpus
 
 MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
 SMOKE = {
@@ -34,27 +34,27 @@ SMOKE = {
 }
 
 
-def settings_for(overrides: dict[str, str], updates: int, seed: int) -> Settings:
+def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
     """What `monograph train` would train with."""
-    return sized(load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}))
+    return resolve(load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}), describe())
 
 
-def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
+def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
-    updates, train_settings = int(settings.train.updates or 0), settings.train
-    engine = make_engine(make_model(settings, text, describe()), default_device())
-    engine.step.schedule = make_schedule(settings, updates)
-    tokens = int(train_settings.tokens_per_update)
-    batches = text.batches(tokens, seed=train_settings.seed, pin=engine.step.device.type == "cuda")
-    with progress.stage("compile", f"{updates} updates, seed {train_settings.seed}") as stage:
-        window = next(text.batches(tokens, seed=train_settings.seed))
-        if train_settings.compile == "none":
+    built = build_run(plan, text, describe())
+    updates, tokens = plan.updates, plan.tokens_per_update
+    engine = make_engine(built, default_device())
+    engine.step.schedule = plan.schedule(updates)
+    batches = text.batches(tokens, seed=plan.seed, pin=engine.step.device.type == "cuda")
+    with progress.stage("compile", f"{updates} updates, seed {plan.seed}") as stage:
+        window = next(text.batches(tokens, seed=plan.seed))
+        if built.plan.compile == "none":
             stage.result = "not asked for"
         elif obstacle := engine.capture(window):
             stage.result = f"eager: {obstacle}"
     curve: list[dict[str, float]] = []
     began, evaluating_s = clock(), 0.0
-    every = planner.interval(updates, points)
+    every = defaults.interval(updates, points)
     for update in train(engine, batches, updates):
         done = update.index + 1
         if done % every and done != updates:
@@ -70,7 +70,7 @@ def run(settings: Settings, text: Corpus, points: int, rows: int, progress: Prog
     batches.close()
     return {
         "updates": updates,
-        "seed": train_settings.seed,
+        "seed": plan.seed,
         "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
         "lr": engine.step.optim.lr,
         "tokens_per_update": tokens,
@@ -158,13 +158,13 @@ def main() -> None:
         overrides |= SMOKE
         args.updates, args.seeds, args.points, args.rows = [2, 4], [0], 2, 2
     progress = Progress()
-    text = open_corpus(settings_for(overrides, 1, 0), progress)
+    text = open_corpus(plan_for(overrides, 1, 0).reading, progress)
     lines = levels(yardsticks(b"".join(text.train.texts()), b"".join(text.held_out.texts())))
     found = harness.result("first-run", {"overrides": overrides, "rows": args.rows, "smoke": args.smoke})
     found |= {"levels": lines, "fingerprint": text.fingerprint}
     for updates in args.updates:
         for seed in args.seeds:
-            case = run(settings_for(overrides, updates, seed), text, args.points, args.rows, progress)
+            case = run(plan_for(overrides, updates, seed), text, args.points, args.rows, progress)
             case["tokens_to_beat"] = {name: crossing(case["curve"], value) for name, value in lines.items()}
             found["cases"].append(case)
             harness.write(args.out, found)

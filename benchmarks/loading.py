@@ -156,8 +156,8 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     from monograph.run.folder import Run
     from monograph.run.models import build
     from monograph.run.recipe import Recipe
-    from monograph.session.adapting import fixed_lora
-    from monograph.session.setup import Made, make_engine, open_session
+    from monograph.session.resolve import resolve
+    from monograph.session.setup import BuiltRun, make_engine, open_session
     from monograph.stream import Placement, Streamed
     from monograph.stream.placement import BUFFERS
 
@@ -166,13 +166,12 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
         "train.updates": 2, "train.tokens_per_update": 128, "train.compile": "none", "train.micro_batch": 4,
         "train.remat": "none",
     }  # fmt: skip
-    settings = load(None, keys, {})
-    settings = settings.resolve(fixed_lora(settings), "adapter")
+    plan = resolve(load(None, keys, {}), describe())
     text = corpus(folder / "texts", tokenizer="bytes", sequence_length=32, cache=folder / "home", held_out=0.2)
     if case.startswith("lora"):
         number = len(list(folder.glob("run*")))
         run = Run.create(folder / f"run{number}")
-        return lambda: open_session(run, settings, text, torch.device("cpu"), describe()).engine
+        return lambda: open_session(run, plan, text, torch.device("cpu"), describe()).engine
     on_disk = frozenset(BUFFERS) if "disk" in case else frozenset()
 
     def masters() -> Any:
@@ -180,7 +179,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
         recipe = Recipe(str(folder / "base"), "auto", {}, 0)
         model, loss = build(recipe)
         if case.startswith("train"):
-            return make_engine(Made(settings, recipe, model, loss, None), torch.device("cpu"))
+            return make_engine(BuiltRun(plan, model, loss), torch.device("cpu"))
         placement = Placement(on_disk=on_disk, folder=folder)
         return Streamed(model, optim=AdamW(), precision=Precision("bf16"), placement=placement)
 
@@ -189,8 +188,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
 
 def other(folder: Path, case: str) -> Callable[[], Any]:
     """What loads a model to write with it, or exports it."""
-    from monograph.run.exports import save
-    from monograph.run.models import load, load_to_export
+    from monograph.run.models import load, load_to_export, save
 
     if case.startswith("generate"):
         return lambda: load(folder / ("adapter" if "adapter" in case else "base"))[0]

@@ -35,16 +35,16 @@ from peer_litgpt import from_litgpt
 from peers import Finished, Task, after_each_step
 from systems import Shape
 
-from monograph import planner
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import clock, describe
 from monograph.evaluation import evaluate
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.planner import defaults
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
-from monograph.session.learning import FINAL
+from monograph.session.resolve import FINAL
 
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256
@@ -91,11 +91,11 @@ class Timer:
 
 def peer(training: Training, minutes: float) -> dict[str, Any]:
     """A peer's run: its weights, by Hugging Face's names, scored by `evaluate`."""
-    text = corpus("stdlib", tokenizer=f"bpe:{planner.DEFAULT.vocabulary}", sequence_length=LENGTH)
+    text = corpus("stdlib", tokenizer=f"bpe:{defaults.DEFAULT.vocabulary}", sequence_length=LENGTH)
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
-    config = LlamaConfig.preset(planner.DEFAULT.preset, **sizes)
+    config = LlamaConfig.preset(defaults.DEFAULT.preset, **sizes)
     shape = Shape(config, LENGTH, micro_batch=TOKENS // LENGTH, micro_batches=1)
-    precision, timer = planner.precision(describe()), Timer(60 * minutes)
+    precision, timer = defaults.precision(describe()), Timer(60 * minutes)
     task = Task(
         shape, blocks(text, training.seed), text.train, ragged=False, compiled=True, updated=timer.updated,
         lr=training.lr or 0.0, schedule=timer.factor, precision=precision, seed=training.seed,

@@ -18,9 +18,9 @@ from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import LINK_BYTES_PER_S, LINK_SHARE
 from monograph.measure.tally import ORIGINS
 from monograph.model.config import LlamaConfig
-from monograph.planner import Asked, Limits, Plan, plan, streamed
-from monograph.planner.limits import DISK_BYTES_PER_S, HOST_SHARE
-from monograph.session.planning import REMATS
+from monograph.planner import Asked, Limits, Plan, defaults, plan, streamed
+from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
+from monograph.session.resolve import REMATS
 from monograph.stream.clock import Link
 
 DOCS = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ def plans() -> list[Plan]:
     """One for each card: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 tokens an update."""
     shape = LlamaConfig.preset("8b")
     asked = Asked(
-        shape, 4096, 2**19, precisions=("bf16",), scopes=planner.scopes(shape.num_hidden_layers),
+        shape, 4096, 2**19, precisions=("bf16",), scopes=defaults.scopes(shape.num_hidden_layers),
         remats=REMATS,
     )  # fmt: skip
     return [plan(asked, card, card.peak_flops) for card in map(named, CARDS)]

@@ -19,7 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.session.adapting import fixed_lora
-from monograph.session.setup import require_possible
+from monograph.session.requirements import require_possible
 from monograph.step import Step
 
 PAGE = Path(__file__).resolve().parent / "support.md"

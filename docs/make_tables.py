@@ -1,17 +1,31 @@
-"""Writes the README's table of what works and what holds it, from the list of keys.
+"""Writes two tables from the code: what works and what holds it (README), and where a key acts (configuration.md).
 
-Usage: python docs/make_tables.py          (rewrites README.md between the markers; tests/test_readme.py compares)
+Usage: python docs/make_tables.py          (rewrites both between the markers; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
-from monograph.config.keys import SECTIONS, Floored, Fraction, Width
+import monograph
+from monograph.config.keys import KEYS, SECTIONS, Floored, Fraction, Width
+from monograph.session.plan import Plan
 
+# Fields of a plan that are not called as their keys are.
+FIELDS = {
+    "optim.grad_clip": "clip", "optim.schedule": "schedule", "optim.transfer": "transfer", "optim.ema": "averaged",
+    "data.sequence_length": "sequence_length", "train.tokens": "updates",
+}  # fmt: skip
+MOST_SHOWN = 3  # functions in a cell
 README = Path(__file__).resolve().parent.parent / "README.md"
+CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
+PACKAGE = Path(monograph.__file__).parent
+# Files of `session` that only refuse what settings say, take them over from another run, or make other runs of them.
+NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder"}
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
@@ -93,11 +107,107 @@ def _name(path: str) -> str:
     return LAW.get(path, Path(path).stem)
 
 
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    """The functions and methods of a file."""
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def _sections(function: ast.FunctionDef) -> dict[str, str]:
+    """Local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
+    found: dict[str, str] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            both = zip(target.elts, value.elts, strict=True) if pair else [(target, value)]
+            found |= {t.id: v.attr for t, v in both if isinstance(t, ast.Name) and _is_section(v)}
+    return found
+
+
+def _is_section(node: ast.AST) -> bool:
+    """Whether that is `settings.train` or the like."""
+    is_one = isinstance(node, ast.Attribute) and node.attr in SECTIONS
+    return is_one and ast.unparse(node.value).endswith("settings")
+
+
+def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
+    """The keys whose value a function reads from the settings; with `refusals` also those that only an error names."""
+    local = _sections(function)
+    errors = [node for node in ast.walk(function) if isinstance(node, ast.Raise)]
+    named = set() if refusals else {id(inner) for error in errors for inner in ast.walk(error)}
+    found = set()
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Attribute) or id(node) in named:
+            continue
+        section = node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
+        fields = SECTIONS[section].model_fields if section else {}
+        whole = {"model_dump": fields, "sizes": [key for key in fields if key not in ("preset", "init")]}
+        found |= {f"{section}.{key}" for key in whole.get(node.attr, [node.attr] if node.attr in fields else [])}
+    return found
+
+
+def _keys_written(function: ast.FunctionDef) -> set[str]:
+    """The keys for which a function writes a value: `chosen["data.tokenizer"] = ...`."""
+    stores = [
+        node for node in ast.walk(function) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    ]
+    return {node.slice.value for node in stores if isinstance(node.slice, ast.Constant) and node.slice.value in KEYS}
+
+
+def deciding() -> dict[str, list[str]]:
+    """By key, the functions in which it is decided: that write it, or else that read it and do more than refuse."""
+    reading: dict[str, list[str]] = {key: [] for key in KEYS}
+    writing: dict[str, list[str]] = {key: [] for key in KEYS}
+    for path in sorted((PACKAGE / "session").glob("*.py")):
+        for function in functions(path) if path.stem not in NOT_DECIDING else ():
+            where = f"session.{path.stem}.{function.name}"
+            for key in keys_read(function) if not function.name.startswith(("require_", "token_notes")) else ():
+                reading[key].append(where)
+            for key in _keys_written(function):
+                writing[key].append(where)
+    return {key: writing[key] or reading[key] for key in KEYS}
+
+
+def field(key: str) -> str:
+    """The field of `Plan` that holds a key's value, or what was made of it; empty where none does."""
+    section, _, name = key.partition(".")
+    of_section = {"model": "recipe", "data": "reading", "optim": "update_rule"}
+    return FIELDS.get(key, name if name in Plan.__dataclass_fields__ else of_section.get(section, ""))
+
+
+def acting(field: str) -> list[str]:
+    """The functions, `resolve` aside, that read a field of a plan."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for function in functions(path) if place not in ("session.resolve", "session.requirements") else ():
+            names = {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+            if any(name == f"plan.{field}" or name.endswith(f".plan.{field}") for name in names):
+                found.append(f"{place}.{function.name}")
+    return found
+
+
+def acts() -> str:
+    """One row per key: the function that decides its value, and those that use it as a plain value of the plan."""
+    lines = ["| key | decided in | in the plan | which is read by |", "|---|---|---|---|"]
+    for key, where in deciding().items():
+        used, more = (acting(field(key)) if field(key) else []), ""
+        if len(used) > MOST_SHOWN:
+            more = f" and {len(used) - MOST_SHOWN} more"
+        held = f"`{field(key)}`" if field(key) else ""
+        lines.append(f"| `{key}` | {_code(where)} | {held} | {_code(used[:MOST_SHOWN])}{more} |")
+    return "\n".join(lines)
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def main() -> None:
-    """Puts the table in its place."""
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    """Puts the tables in their places."""
+    for page, made in ((README, table()), (CONFIGURATION, acts())):
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

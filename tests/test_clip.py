@@ -12,11 +12,12 @@ import torch
 
 from batches import copied, ragged, tiny_llama
 from monograph.config import load
+from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.session.learning import make_clip
+from monograph.session.resolve import resolve
 from monograph.step import Clip
 from monograph.step.clip import WINDOW, looked_at, remember_, stands_out
 
@@ -143,9 +144,11 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
 
 def test_what_the_key_says() -> None:
     def of(value: object) -> Clip | None:
-        return make_clip(load(None, {"optim.grad_clip": value}, {}))
+        return resolve(load(None, {"optim.grad_clip": value}, {}), describe()).clip
 
-    assert of(0.5) == Clip(0.5, skip_spikes=True) and make_clip(load(None, {}, {})) == Clip(1.0, skip_spikes=True)
+    assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(load(None, {}, {}), describe()).clip == Clip(
+        1.0, skip_spikes=True
+    )
     assert of("0.5:all") == Clip(0.5) and of("2:all") == Clip(2.0) and of("none") is None
     for wrong in ("0:all", "0.0:all", ":all", "1:", "1:some", "-1:all"):
         with pytest.raises(UsageError, match="optim.grad_clip = .*: expected a number above 0, none, or NUMBER:all"):

@@ -17,13 +17,14 @@ from torch import nn
 
 from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
 from monograph.config import load
+from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.narrow import dequantised, noise, quantised, stochastic, unpacked
 from monograph.resident import Resident
-from monograph.session.learning import make_optimizer
+from monograph.session.resolve import resolve
 from monograph.step import Step
 from numerics import error_within, relative_error
 from reference import optimizers as reference
@@ -298,7 +299,7 @@ def test_compiled_is_eager(backend):
 def test_names_on_the_command_line():
     for name, expected in (("adamw", (AdamW, "fp32")), ("adamw:8bit", (AdamW, "8bit")), ("muon:bf16", (Muon, "bf16"))):
         given = {"optim.name": name, "optim.lr": 0.1, "train.seed": 4}
-        found = make_optimizer(load(None, given, {}))
+        found = resolve(load(None, given, {}), describe()).update_rule
         assert (type(found), found.state, found.seed) == (*expected, 4)
     for wrong, meant in (("adamw:8bits", "adamw:8bit"), ("muon:b16", "muon:bf16"), ("adamw:allbf16", "adamw:all-bf16")):
         with pytest.raises(UsageError, match=f"{wrong}.*expected auto, adamw or muon.*; did you mean {meant}[?]"):

@@ -213,6 +213,24 @@ def test_the_table_of_what_was_measured_is_made_from_the_results(monkeypatch: py
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in numbers.tables.ROWS)
 
 
+def test_the_table_of_where_a_key_acts_is_what_the_script_makes() -> None:
+    tables = script("docs/make_tables.py")
+    page = tables.CONFIGURATION.read_text()
+    assert f"{tables.BEGIN}\n{tables.acts()}\n{tables.END}" in page, "run: python docs/make_tables.py"
+
+
+def test_each_key_is_decided_in_one_function_and_settings_are_read_in_few_files() -> None:
+    tables = script("docs/make_tables.py")
+    assert not {key: functions for key, functions in tables.deciding().items() if len(functions) != 1}
+    files = {
+        path.relative_to(tables.PACKAGE).as_posix()
+        for path in tables.PACKAGE.rglob("*.py")
+        for function in tables.functions(path)
+        if tables.keys_read(function, refusals=True)
+    }
+    assert len(files) <= 15, files
+
+
 def test_no_cell_is_silence() -> None:
     tables = script("docs/make_tables.py")
     choices = {key for key in KEYS if tables.values(key)}

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.config import classify, load
+from monograph.device import describe
 from monograph.schedule import constant, cool_down, warmup_cosine, warmup_stable_decay
-from monograph.session.learning import make_schedule
+from monograph.session.resolve import resolve
 
 
 @pytest.mark.parametrize("warmup, total", [(0, 1), (0, 10), (3, 10), (10, 10), (99, 100), (5, 3)])
@@ -73,5 +74,5 @@ def test_a_cool_down_falls_from_where_the_schedule_is_and_wastes_no_update(sched
     ],
 )
 def test_the_settings_name_a_schedule_and_its_floor(named, expected):
-    factor = make_schedule(load(*classify([f"optim.schedule={named}", "optim.warmup_updates=10"])), 100)
+    factor = resolve(load(*classify([f"optim.schedule={named}", "optim.warmup_updates=10"])), describe()).schedule(100)
     assert [factor(i) for i in range(101)] == [expected(i) for i in range(101)]

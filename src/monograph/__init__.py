@@ -15,7 +15,7 @@ _HOME = {
     "Llama": "model.llama",
     "LlamaConfig": "model.config",
     "load": "run.models",
-    "save": "run.exports",
+    "save": "run.models",
     "corpus": "data.corpus",
     "token_loss": "loss",
     "AdamW": "optim",

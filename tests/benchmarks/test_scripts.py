@@ -16,7 +16,7 @@ import torch._functorch.config
 
 from monograph.model import masks
 from monograph.model.config import LlamaConfig
-from monograph.session.rungs import RUNGS
+from monograph.session.ladder import RUNGS
 from scripts import smoke
 from tape import Tape
 

@@ -131,8 +131,8 @@ def carry_out(case: dict[str, object]) -> None:
     import numpy
     import torch
 
-    import monograph.session.story
-    import monograph.sweeps.board
+    import monograph.session.reporting
+    import monograph.sweeps.progress
     from monograph.cli import main
 
     os.chdir(str(case["folder"]))
@@ -156,8 +156,8 @@ def carry_out(case: dict[str, object]) -> None:
     if case.get("modes"):
         for_good.enter_context(binding_modes())
     if not case.get("figures", 1):
-        monograph.session.story.write_report = lambda *_: None
-        monograph.sweeps.board.write_sweep_report = lambda *_: None
+        monograph.session.reporting.write_report = lambda *_: None
+        monograph.sweeps.progress.write_sweep_report = lambda *_: None
     signal.alarm(HANG_S)
     # Every new process has random numbers of its own; those of forks would be alike.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):

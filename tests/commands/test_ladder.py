@@ -17,7 +17,7 @@ import pytest
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
 from monograph.commands.ladder import Climb, measured
-from monograph.session.rungs import RUNGS, Climbed
+from monograph.session.ladder import RUNGS, Climbed
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
 LADDER = ["profile", "--ladder", *TINY]

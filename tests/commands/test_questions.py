@@ -11,7 +11,7 @@ from batches import tiny_llama
 from commands.forked import CommandServer
 from commands.inputs import OWN, SLOW, over
 from monograph.data.tokenizer import Tokenizer
-from monograph.run.exports import save
+from monograph.run.models import save
 
 QUIZ = [
     {"question": "alpha beta", "choices": ["gamma", "delta delta"], "answer": 0},

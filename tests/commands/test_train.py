@@ -20,7 +20,7 @@ from monograph import load
 from monograph.device import compiler_obstacle
 from monograph.measure.quantities import memory
 from monograph.run.folder import Run
-from monograph.session.choices import discard
+from monograph.run.writing import discard
 
 
 def test_a_module_of_its_own_from_end_to_end(server: CommandServer, here: Path) -> None:

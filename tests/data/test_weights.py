@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from monograph.config.arguments import classify
+from monograph.config.sources import classify
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus

@@ -37,9 +37,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
-from monograph.session import story
+from monograph.session import reporting
 from monograph.session.session import Session
-from monograph.sweeps import board
+from monograph.sweeps import progress
 
 UPDATES, STOPPED, KEPT = 6, 5, 3
 RUN = [*over(TINY, f"train.updates={UPDATES}", "train.save_every=1"), f"train.keep={KEPT}"]
@@ -55,7 +55,7 @@ class Ended(Exception):
 def carry_out(folder: Path, *arguments: str) -> None:
     """A command in the folder, without figures; what it prints is kept beside the folder. Raises Ended."""
     os.environ |= {"MONOGRAPH_HOME": str(folder / "cache"), "NO_COLOR": "1"}
-    story.write_report = board.write_sweep_report = lambda *_: None  # type: ignore[assignment]
+    reporting.write_report = progress.write_sweep_report = lambda *_: None  # type: ignore[assignment]
     os.chdir(folder)
     sys.stdin = open(os.devnull)  # of what the server's has read ahead, no encoding can be set any more
     told, printed = io.StringIO(), io.StringIO()

@@ -39,17 +39,18 @@ from monograph.loop import EngineState, train
 from monograph.model.adapter import packed, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
-from monograph.run.exports import save
 from monograph.run.folder import Run
+from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.register import serial
-from monograph.session import story
-from monograph.session.choices import discard, record_parent, write_config, write_tokenizer
+from monograph.run.run_index import serial
+from monograph.run.writing import discard, record_parent, write_tokenizer
+from monograph.session import reporting
+from monograph.session.recorded import write_config
 from monograph.stream import Placement, Streamed
-from monograph.sweeps import crew as crews
-from monograph.sweeps.crew import Crew
+from monograph.sweeps import batch as batches
+from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.members import members_of
+from monograph.sweeps.spec import members_of
 from streamed import flat, other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
@@ -268,52 +269,52 @@ def text(scratch: Path) -> Corpus:
     return corpus(folder / "texts", tokenizer="bytes", sequence_length=32, held_out=0.2, cache=folder / "cache")
 
 
-def crew_of(folder: Path) -> Crew:
+def batch_of(folder: Path) -> MemberBatch:
     these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
-    made = crews.of_length(crews.models_of(these, words, describe()), MEMBER["train.updates"])
+    made = batches.of_length(batches.models_of(these, words, describe()), MEMBER["train.updates"])
     runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
-    return crews.crew_of(these, runs, made, words, crews.engine_of(made, False, torch.device("cpu")))
+    return batches.batch_of(these, runs, made, words, batches.engine_of(made, False, torch.device("cpu")))
 
 
-def weights(crew: Crew) -> dict[str, Tensor]:
-    states = [session.engine.state().model for session in crew.sessions]
+def weights(batch: MemberBatch) -> dict[str, Tensor]:
+    states = [session.engine.state().model for session in batch.sessions]
     return {f"{index} {name}": each.clone() for index, state in enumerate(states) for name, each in state.items()}
 
 
-def advance(crew: Crew, updates: int) -> None:
-    for update in train(crew.engine, crew.windows, updates):
-        for session in crew.sessions:
+def advance(batch: MemberBatch, updates: int) -> None:
+    for update in train(batch.engine, batch.windows, updates):
+        for session in batch.sessions:
             session.run.log({"update": update.index + 1})
-    crew.save()
+    batch.save()
 
 
 def begin_sweep(folder: Path) -> None:
     sweep = Sweep.create(folder / "sweep", load(None, MEMBER, {}), POINTS, None)
     with sweep.holding(members_of(sweep.settings, sweep.points)):
-        crew = crew_of(folder)
-        advance(crew, 2)
-        crew.close()
+        batch = batch_of(folder)
+        advance(batch, 2)
+        batch.close()
 
 
 @cache
 def expected_of_sweep(scratch: Path) -> dict[int, dict[str, Tensor]]:
     begin_sweep(scratch / "expected-sweep")
-    crew = crew_of(scratch / "expected-sweep")
-    crews.go_on(crew, {}, Progress())
-    expected = {2: weights(crew)}
-    advance(crew, 4)
-    crew.close()
-    return expected | {4: weights(crew)}
+    batch = batch_of(scratch / "expected-sweep")
+    batches.go_on(batch, {}, Progress())
+    expected = {2: weights(batch)}
+    advance(batch, 4)
+    batch.close()
+    return expected | {4: weights(batch)}
 
 
 def save_sweep(folder: Path) -> None:
     """Two updates more of both members, a checkpoint of each, and what the sweep writes beside them."""
     sweep = Sweep.open(folder / "sweep")
     with sweep.run.lock(), sweep.holding(members_of(sweep.settings, sweep.points)):
-        crew = crew_of(folder)
-        crews.go_on(crew, {}, Progress())
-        advance(crew, 4)
-        crew.close()
+        batch = batch_of(folder)
+        batches.go_on(batch, {}, Progress())
+        advance(batch, 4)
+        batch.close()
         sweep.record["training_s"] = 1.0
         sweep.write()
         sweep.link_best(1)
@@ -321,13 +322,13 @@ def save_sweep(folder: Path) -> None:
 
 
 def look_at_sweep(folder: Path) -> str:
-    sweep, crew = Sweep.open(folder / "sweep"), crew_of(folder)
-    found = crews.go_on(crew, {}, Progress())
-    crew.close()
+    sweep, batch = Sweep.open(folder / "sweep"), batch_of(folder)
+    found = batches.go_on(batch, {}, Progress())
+    batch.close()
     expected = expected_of_sweep(folder.parent)
     assert found in expected, "every member has checkpoints, and no update is in all of them"
-    assert not other_bits(weights(crew), expected[found])
-    for session in crew.sessions:
+    assert not other_bits(weights(batch), expected[found])
+    for session in batch.sessions:
         assert [row["update"] for row in session.run.rows()] == list(range(1, found + 1))
     assert found == 4 or "training_s" not in sweep.record
     return "new" if (folder / "sweep" / "sweep.csv").exists() else "former"
@@ -408,7 +409,7 @@ RUN = SETTINGS_OF_RUN | {"train.updates": 3, "train.eval_every": 2, "train.keep"
 @contextmanager
 def commanding(folder: Path) -> Iterator[None]:
     """In the folder, without figures and without a word."""
-    before, story.write_report = os.getcwd(), lambda *_: None
+    before, reporting.write_report = os.getcwd(), lambda *_: None
     os.chdir(folder)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):

@@ -20,7 +20,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.session.setup import require_possible
+from monograph.session.requirements import require_possible
 from monograph.step import Step
 from numerics import relative_error
 

@@ -33,12 +33,12 @@ from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.checkpointing.folder import FileEntry, Manifest
+from monograph.commands.generate import prompts_of, sampling_of, schema_text
 from monograph.commands.plan import memory_size
-from monograph.commands.prompts import prompts_of, sampling_of, schema_text
 from monograph.config import load
-from monograph.config.arguments import classify
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
+from monograph.config.sources import classify
 from monograph.data import shards
 from monograph.data.blocks import read_blocks
 from monograph.data.conversations import Conversation, conversation_text
@@ -60,8 +60,9 @@ from monograph.model.adapter import packed, put, read_adapter, read_weights, sav
 from monograph.model.hub import mapped_model, save_model
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
-from monograph.run.register import record, serial
-from monograph.session.choices import parent_named, recorded_parent, write_config
+from monograph.run.run_index import record, serial
+from monograph.run.writing import recorded_parent
+from monograph.session.recorded import parent_named, write_config
 from monograph.sweeps.folder import Sweep
 
 DEEP = "[" * 3000 + "]" * 3000

@@ -91,8 +91,8 @@ def test_what_runs_a_file_knows_who_named_it() -> None:
     reads = {
         file for file, path in by_file.items() if imports(path, "load", "monograph.config", "monograph.config.sources")
     }
-    assert reads == {"config/__init__.py", "config/recorded.py", "cli/typed.py", "sweeps/asked.py", "sweeps/folder.py"}
-    for file in ("cli/typed.py", "sweeps/asked.py"):
+    assert reads == {"config/__init__.py", "session/recorded.py", "cli/typed.py", "sweeps/spec.py", "sweeps/folder.py"}
+    for file in ("cli/typed.py", "sweeps/spec.py"):
         assert "hold_to_its_run" in compiled(by_file[file])
     with pytest.raises(TypeError, match="run"):
         Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0})  # type: ignore[call-arg]
@@ -116,7 +116,7 @@ def test_the_check_sees_them(name: str) -> None:
 NO_INPUT = {
     "checkpointing/blocks.py": "a folder, to sync it",
     "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
-    "commands/prompts.py": "a pipe of the shell's, <(command), up to a bound",
+    "commands/generate.py": "a pipe of the shell's, <(command), up to a bound",
     "compat/inductor.py": "what the compiler wrote",
     "data/files.py": "a folder, to sync it",
     "data/place.py": "what the compiler wrote",

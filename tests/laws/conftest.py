@@ -24,7 +24,7 @@ def compiled_step() -> Resident:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own, and no figures (they take most of the time)."""
-    monkeypatch.setattr("monograph.session.story.write_report", lambda *_: None)
+    monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     return tmp_path

@@ -13,7 +13,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.errors import Diverged
 from monograph.run.folder import Run
-from monograph.run.journal import PATIENCE
+from monograph.run.metrics_log import PATIENCE
 from monograph.session.rewind import BETWEEN, MOST, in_a_row
 
 pytestmark = pytest.mark.usefixtures("here")

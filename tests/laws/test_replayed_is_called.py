@@ -147,7 +147,7 @@ def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
         tapes.append(Tape())
         self.recorder = tapes[-1]
 
-    monkeypatch.setattr("monograph.session.warming.compiler_obstacle", lambda: None)
+    monkeypatch.setattr("monograph.session.warmup.compiler_obstacle", lambda: None)
     monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "aot_eager", scope))
     settings = SETTINGS | {"train.compile": "whole", "train.updates": 8}
     start("called", settings)

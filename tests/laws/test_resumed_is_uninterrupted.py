@@ -21,14 +21,14 @@ import pytest
 from commands.forked import PROGRAM, CommandServer
 from laws.resumed import LORA, OWN, SETTINGS, cut_back, fingerprint, resume, start
 from monograph.resident import Resident
-from monograph.session.story import Story
+from monograph.session.reporting import Reporter
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def slower_machine(story: Story, update: int) -> None:
-    if update == 8 and not story.session.cooled:
-        story.session.shorten(14)
+def slower_machine(reporter: Reporter, update: int) -> None:
+    if update == 8 and not reporter.session.cooled:
+        reporter.session.shorten(14)
 
 
 CHANGES = {
@@ -54,7 +54,7 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
     if case == "aot":
         monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))
     if case == "cooled":
-        monkeypatch.setattr(Story, "keep_time", slower_machine)
+        monkeypatch.setattr(Reporter, "keep_time", slower_machine)
     start("whole", settings)
     expected = fingerprint(Path("whole"))
     if case == "own":

@@ -13,7 +13,7 @@ import pytest
 from faults.harness import ERRORS, EVERY_UNREAD, FaultServer, Outcome, unavailable
 from faults.reading import COMMANDS, KEPT, RUNS, kept, prepare, printed_in, results, sound_updates
 from monograph.run.folder import Run
-from monograph.run.register import serial
+from monograph.run.run_index import serial
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 REFUSED, NOT_WRITTEN, DONE = "refused", "not written", "done all the same"

@@ -26,7 +26,7 @@ from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
-from monograph.run.exports import check
+from monograph.run.models import check
 from reference import article, pieces
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")

@@ -15,8 +15,7 @@ from monograph.errors import InputRefused
 from monograph.model import torch_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import assembled
-from monograph.run.exports import save
-from monograph.run.models import load
+from monograph.run.models import load, save
 from numerics import relative_error
 from reference.article import Pretraining
 

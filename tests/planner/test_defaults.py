@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.model.config import LlamaConfig
-from monograph.planner import (
+from monograph.planner.defaults import (
     DEFAULT,
     LEARNING_RATES,
     MOST_EPOCHS,

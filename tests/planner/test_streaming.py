@@ -15,11 +15,10 @@ from monograph.measure.roofline import pass_times, update_time
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner import Asked, Limits, plan_anywhere, streamed
-from monograph.planner.stages import META, stages_of
+from monograph.planner import Asked, Limits, streamed, streamed_or_resident
+from monograph.planner.placement_bytes import META, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import ways
-from monograph.planner.tiers import Way
 from monograph.stream import Streamed
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home
@@ -246,8 +245,12 @@ def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
 def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
     limits = Limits(2 * GIB, 8 * GIB, link=LINK)
     peaks = H200.peak_flops
-    assert plan_anywhere(ASKED, H200, peaks, limits=limits).chosen.by_origin is None  # fits twice over: not traced
-    pinned = plan_anywhere(ASKED, H200, peaks, memory="stream", limits=limits)
+    assert (
+        streamed_or_resident(ASKED, H200, peaks, limits=limits).chosen.by_origin is None
+    )  # fits twice over: not traced
+    pinned = streamed_or_resident(ASKED, H200, peaks, memory="stream", limits=limits)
     assert pinned.chosen.placement and pinned.chosen is pinned.candidates[0]
-    none = plan_anywhere(ASKED, H200, peaks, memory="stream", limits=replace(limits, host_bytes=1, device_bytes=SMALL))
+    none = streamed_or_resident(
+        ASKED, H200, peaks, memory="stream", limits=replace(limits, host_bytes=1, device_bytes=SMALL)
+    )
     assert none.chosen is None and "the host needs" in none.refusal

@@ -20,7 +20,7 @@ import monograph
 from modes import binding_modes
 from monograph.errors import InputRefused, RunInUse, Unreadable
 from monograph.run import Run
-from monograph.run.register import wait_until_free
+from monograph.run.run_index import wait_until_free
 
 SOURCE = Path(monograph.__file__).parents[1]
 

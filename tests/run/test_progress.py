@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import Progress, screen
-from monograph.run.crowd import CrowdBlock
+from monograph.run.progress import SweepDisplay
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -233,7 +233,7 @@ def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.Monke
             monkeypatch.setenv("LINES", str(height))
             stream = Tty()
             progress = Progress(stream)
-            live, crowd = progress.screen.is_live, CrowdBlock(progress.screen, 10, lambda: table)
+            live, crowd = progress.screen.is_live, SweepDisplay(progress.screen, 10, lambda: table)
             progress.header("monograph 0.1   " * 9)
             progress.line("data", "many words " * 9, "")
             with progress.stage("tokens", "many words " * 9) as stage:

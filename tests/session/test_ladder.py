@@ -11,7 +11,7 @@ import torch
 from batches import packed, rows_of, tiny_llama
 from commands.inputs import TINY, over, with_texts
 from monograph.config import classify, load
-from monograph.device import Device
+from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
@@ -20,9 +20,8 @@ from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
-from monograph.session.choices import sized
-from monograph.session.ladder import Ladder
-from monograph.session.rungs import RUNGS, UNFUSED, Rung, Way, unfuse
+from monograph.session.ladder import RUNGS, UNFUSED, Ladder, Rung, Way, unfuse
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.stream import Streamed
 from numerics import relative_error
@@ -35,7 +34,7 @@ def ladder(folder: Path, *settings: str) -> Ladder:
     given = over(TINY, "data.sequence_length=256", "train.tokens_per_update=2048", *settings)
     if {"train.tokens", "train.epochs"} & {setting.partition("=")[0] for setting in settings}:
         given.remove("train.updates=8")
-    return Ladder.of(sized(load(*classify(given))), folder, Progress())
+    return Ladder.of(resolve(load(*classify(given)), describe()), folder, Progress())
 
 
 @pytest.fixture
@@ -122,30 +121,30 @@ def test_each_rung_trains_the_way_that_it_says(folder: Path, monkeypatch: pytest
 def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     made, means = ladder(folder), {}
     for form in ("padded", "packed"):
-        settings = made.settings_of(Way(packing=form))
-        batches = made.texts[form].batches(int(settings.train.tokens_per_update))
+        plan = made.plan_of(Way(packing=form))
+        batches = made.texts[form].batches(plan.tokens_per_update)
         counts = [int((next(batches)["targets"] != -100).sum()) for _ in range(40)]
         batches.close()
         means[form] = sum(counts) / len(counts)
-    rows = int(made.settings_of(Way()).train.tokens_per_update) // 256
+    rows = made.plan_of(Way()).tokens_per_update // 256
     assert rows > 8, "short documents fill a part of their rows"
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
 
 def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumulated(folder: Path) -> None:
     made = ladder(folder)
-    assert made.settings_of(Way(packing="packed")).train.micro_batch == 8
-    assert made.settings_of(Way(packing="packed", accumulated=True)).train.micro_batch == 2
-    assert ladder(folder, "train.micro_batch=2").settings_of(Way(accumulated=True)).train.micro_batch == 1
+    assert made.plan_of(Way(packing="packed")).micro_batch == 8
+    assert made.plan_of(Way(packing="packed", accumulated=True)).micro_batch == 2
+    assert ladder(folder, "train.micro_batch=2").plan_of(Way(accumulated=True)).micro_batch == 1
 
 
 def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run(folder: Path) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
-    assert made.most == 8 and made.settings_of(Way()).train.remat == "none"
-    assert made.settings_of(Way(captured=True)).train.compile == "whole"
-    assert made.settings_of(Way(captured=True, streamed=True)).train.compile == "blocks"
+    assert made.most == 8 and made.plan_of(Way()).remat == "none"
+    assert made.plan_of(Way(captured=True)).compile == "whole"
+    assert made.plan_of(Way(captured=True, streamed=True)).compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
-    assert [of_blocks.settings_of(Way(captured=each)).train.compile for each in (False, True)] == ["none", "blocks"]
+    assert [of_blocks.plan_of(Way(captured=each)).compile for each in (False, True)] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").most
     assert tokens == 10_000 // 2048 and ladder(folder, "train.epochs=3").most is None
 
@@ -201,9 +200,9 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     made = ladder(folder, "model.num_hidden_layers=4", "model.hidden_size=64", "train.updates=8")
     _, found = made.climb(rung("fused loss and optimizer"), Way(packing="packed"), Progress())
     assert not isinstance(found, str)
-    settings, text = made.settings, made.texts["packed"]
-    config = module.make_model(settings, text, made.machine).recipe.shape()
-    optim = Muon() if settings.optim.name == "muon" else AdamW()
+    plan, text = made.plan, made.texts["packed"]
+    config = module.build_run(plan, text, made.machine).plan.recipe.shape()
+    optim = Muon() if plan.optimizer == "muon" else AdamW()
     work = Work(config, 8, 256, optim, compile="none", window_rows=8)
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)
     assert (found.micro_batch, found.micro_steps, len(found.seconds)) == (8, 1, 6)

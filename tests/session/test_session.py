@@ -41,10 +41,10 @@ class Run:
     def __init__(self, device="cuda", planned=PLANNED, micro_batch=4, scope="blocks", remat=None, replayed=False):
         step = SimpleNamespace(device=torch.device(device), scope=scope, remat=remat or Remat.Budget(0.5), planes=[])
         step.micro_step = None
-        self.replayed, self.engine, self.planned = (
+        self.replayed, self.engine, self.plan = (
             replayed,
             SimpleNamespace(step=step, micro_batch=micro_batch),
-            planned,
+            SimpleNamespace(expected=planned),
         )
         self.run, self.world = SimpleNamespace(log=lambda row: None), World()
 

@@ -11,9 +11,9 @@ import pytest
 from monograph.config import load
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
-from monograph.session.choices import write_config
+from monograph.session.recorded import write_config
 from monograph.sweeps.folder import Sweep, seeds_of_best
-from monograph.sweeps.members import Member, members_of
+from monograph.sweeps.spec import Member, members_of
 
 SETTINGS = load(None, {"train.updates": 5}, {})
 POINTS: list[dict[str, Any]] = [{"optim.betas": (0.9, 0.95)}, {"optim.betas": (0.8, 0.9)}]

@@ -7,7 +7,7 @@ import pytest
 from monograph.config import load
 from monograph.config.axes import AXES
 from monograph.errors import UsageError
-from monograph.sweeps.members import described, groups_of, members_of, short, shown
+from monograph.sweeps.spec import described, groups_of, members_of, short, shown
 
 SETTINGS = load(None, {"train.updates": 5}, {})
 

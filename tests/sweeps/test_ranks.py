@@ -12,7 +12,7 @@ import pytest
 from commands.forked import CommandServer
 from commands.inputs import TINY, newest, over, with_texts
 from distributed.launched import Torchrun
-from monograph.sweeps.members import Group, spread
+from monograph.sweeps.spec import Group, spread
 
 SETTINGS = over(TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40")
 

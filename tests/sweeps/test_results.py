@@ -11,7 +11,7 @@ import pytest
 from monograph.config import load
 from monograph.sweeps import results
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.members import members_of
+from monograph.sweeps.spec import members_of
 
 SETTINGS = load(None, {"train.updates": 50}, {})
 POINTS: list[dict[str, Any]] = [{"optim.lr": lr, "train.seed": seed} for lr in (1e-3, 2e-3, 4e-3) for seed in (0, 1)]

@@ -327,7 +327,7 @@ def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None
         if key in overrides:
             raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
         overrides[key] = value
-    from monograph.config.recorded import hold_to_its_run, require_text
+    from monograph.session.recorded import hold_to_its_run, require_text
 
     hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
     settings = load(toml, overrides)

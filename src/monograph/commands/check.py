@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from monograph import __version__, checkpointing
-from monograph.config.recorded import run_settings
 from monograph.data.place import cache_root
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
@@ -19,12 +18,13 @@ from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Un
 from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
+from monograph.run.base import tokenizer_of
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run
-from monograph.run.register import record, serial
-from monograph.run.vocabulary import tokenizer_of
-from monograph.session.choices import recorded_parent
+from monograph.run.run_index import record, serial
+from monograph.run.writing import recorded_parent
+from monograph.session.recorded import run_settings
 
 
 def run(run: str | None, *, json: bool) -> int:

@@ -27,8 +27,8 @@ from monograph.measure.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
-from monograph.run.register import SWEEP
-from monograph.session.subject import Subject, answered, of_folder, of_run, require_finite
+from monograph.run.run_index import SWEEP
+from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
 from monograph.sweeps.folder import seeds_of_best
 
 
@@ -44,7 +44,7 @@ class _Side:
     """
 
     name: str
-    subjects: list[Subject]
+    subjects: list[EvaluatedModel]
     knobs: tuple[dict[str, Any], ...]
     tokens_per_s: float | None
 

@@ -7,23 +7,25 @@ import sys
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.data.show import answer_ends, render_row
+from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
-from monograph.session.choices import sized
+from monograph.session.resolve import resolve
 from monograph.session.setup import open_corpus
 from monograph.terminal import own, takes_colour
 
 
 def show(settings: Settings, *, row: int | None) -> int:
     """Decode a packed row with its trained tokens marked; without a number, the corpus in figures and row 0."""
-    corpus = open_corpus(sized(settings), Progress())
+    plan = resolve(settings, describe())
+    corpus = open_corpus(plan.reading, Progress())
     if row is None:
         stats = corpus.stats
         print(f"{corpus.name}: {_chats(corpus) if stats.conversations else _texts(corpus)}")
         visits = corpus.train.per_epoch
         epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
-        rows = f"{counted(len(corpus.train), 'row')} of {settings.data.sequence_length}"
+        rows = f"{counted(len(corpus.train), 'row')} of {plan.sequence_length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
         if stats.conversations:
@@ -50,6 +52,6 @@ def _chats(corpus: Corpus) -> str:
 
 def build(settings: Settings) -> int:
     """Tokenise and cache the text, and say where."""
-    corpus = open_corpus(sized(settings), Progress())
+    corpus = open_corpus(resolve(settings, describe()).reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")
     return 0

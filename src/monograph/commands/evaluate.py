@@ -14,8 +14,8 @@ from monograph.evaluation import Accuracy, Evaluation, evaluate
 from monograph.measure.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
-from monograph.session.subject import Subject, answered, of_folder, of_run, require_finite
-from monograph.session.summary import standard_json
+from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
+from monograph.session.reporting import standard_json
 
 # What --json gives, null where it was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
@@ -44,7 +44,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     return 0
 
 
-def _text(subject: Subject, data: list[str], report: Report) -> tuple[Evaluation, str]:
+def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:
     if subject.strange and not data:
         _warn(subject.strange)
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
@@ -58,7 +58,7 @@ def _text(subject: Subject, data: list[str], report: Report) -> tuple[Evaluation
     return result, f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}"
 
 
-def _questions(subject: Subject, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
+def _questions(subject: EvaluatedModel, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
     result = answered(subject, read_questions(data), chat, report, _warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     of = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from monograph.model.adapter import save_adapter
-from monograph.run.exports import check, save
-from monograph.run.models import load_to_export
+from monograph.run.models import check, load_to_export, save
 from monograph.terminal import shell_words
 
 ADAPTER = "adapter"  # beside the merged model

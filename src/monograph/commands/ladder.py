@@ -6,18 +6,16 @@ import json as jsonlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.commands.profile import DEFAULT_ROOT, REPORT, sized, started, warn_if_busy
+from monograph.commands.profile import DEFAULT_ROOT, REPORT, planned, started, warn_if_busy
 from monograph.config import Settings
 from monograph.device import clock
 from monograph.measure.ladder_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
 from monograph.measure.quantities import clock_time
 from monograph.measure.theme import themed
 from monograph.run.progress import Progress
-from monograph.run.results import results_folder
-from monograph.session import choices
-from monograph.session.ladder import Ladder
-from monograph.session.rungs import RUNGS, Climbed, Rung, Way
-from monograph.session.summary import standard_json
+from monograph.run.writing import results_folder, write_whole
+from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
+from monograph.session.reporting import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
 SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # on a terminal
@@ -28,13 +26,13 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
-        ladder = Ladder.of(sized(settings, progress), folder, progress)
+        ladder = Ladder.of(planned(settings, progress), folder, progress)
         found = _object(ladder, _climbed(ladder, progress), folder)
         found["wall_s"] = clock() - began
         drawing = draw_ladder(found)
-        choices.write_whole(folder / PICTURE, themed(drawing.svg))
-        choices.write_whole(folder / NUMBERS, jsonlib.dumps(found, indent=1) + "\n")
-        choices.write_whole(folder / REPORT, ladder_page(folder.name, found, drawing, ladder.settings.to_toml()))
+        write_whole(folder / PICTURE, themed(drawing.svg))
+        write_whole(folder / NUMBERS, jsonlib.dumps(found, indent=1) + "\n")
+        write_whole(folder / REPORT, ladder_page(folder.name, found, drawing, ladder.plan.settings.to_toml()))
     _show(found, folder)
     if json:
         print(jsonlib.dumps(found))
@@ -68,7 +66,7 @@ def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
 
 
 def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
-    machine, train = ladder.machine, ladder.settings.train
+    machine, plan = ladder.machine, ladder.plan
     timed = "cpu" if machine.type == "cpu" else "wall"
     return {
         "schema": "monograph.ladder/2",
@@ -77,8 +75,8 @@ def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any
         "cores": machine.cores,
         "params": ladder.params,
         "updates": ladder.updates,
-        "tokens_per_update": int(train.tokens_per_update),
-        "tokens": ladder.updates * int(train.tokens_per_update),
+        "tokens_per_update": plan.tokens_per_update,
+        "tokens": ladder.updates * plan.tokens_per_update,
         "rungs": measured(climbed, timed),
         "picture": str(folder / PICTURE),
         "report": str(folder / REPORT),

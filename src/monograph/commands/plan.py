@@ -19,22 +19,12 @@ from monograph.measure.estimate import trained_adapters
 from monograph.measure.quantities import count, duration, gibibytes
 from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
-from monograph.planner import (
-    HOST_SHARE,
-    Candidate,
-    Limits,
-    Plan,
-    StreamCandidate,
-    budget,
-    plan_anywhere,
-    tiers_said,
-    way_said,
-)
-from monograph.planner import precision as best_precision
-from monograph.session.choices import sized
-from monograph.session.planning import asked_of, notes_on, require_room, shape_of
-from monograph.session.ranks import require_one_device
-from monograph.session.tokens import planned_words, said
+from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
+from monograph.planner.defaults import precision as best_precision
+from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
+from monograph.session.new_tokens import planned_tokens, token_notes
+from monograph.session.requirements import notes_on, require_one_device, require_room
+from monograph.session.resolve import asked_of, resolve, shape_of
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
@@ -58,20 +48,21 @@ def run(
                 f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
             )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
-    settings = sized(settings, built=False)
-    words, rows = planned_words(settings), shape_of(settings).vocab_size
-    config = shape_of(settings, words)
+    plan = resolve(settings, target, built=False)
+    settings = plan.settings
+    new, rows = planned_tokens(settings), shape_of(plan).vocab_size
+    config = shape_of(plan, new)
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
     require_room(settings, config, target, limits)
-    asked = asked_of(settings, config, target, words.trained(rows) if words else ())
+    asked = asked_of(plan, config, target, new.trained(rows) if new else ())
     _require_arithmetic(target, asked.precisions[0])
     known = Calibration(calibration_file())
     peaks = peak_flops(target, asked.precisions)
-    found = plan_anywhere(asked, target, peaks, known, settings.train.memory, limits)
-    updates = settings.train.updates or (settings.train.tokens or 0) // asked.tokens_per_update or None
-    for line in (*notes_on(settings), *said(settings, words, rows)):
+    found = streamed_or_resident(asked, target, peaks, known, settings.train.memory, limits)
+    updates = plan.updates or None
+    for line in (*notes_on(plan), *token_notes(settings, new, rows)):
         print(f"note     {line}")
     _show(found, config, asked.tokens_per_update, updates)
     if json:
@@ -135,8 +126,8 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
         print(f"         {', '.join(parts)}{more}")
     if isinstance(best, StreamCandidate):
-        for tier, said in tiers_said(best):
-            print(f"{tier:8} {said}")
+        for tier, text in describe_tiers(best):
+            print(f"{tier:8} {text}")
     print()
     lines: list[tuple[str, ...]] = [
         ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
@@ -159,7 +150,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
     return (
         str(work.rows), work.precision, work.compile, str(work.remat),
-        way_said(candidate) if isinstance(candidate, StreamCandidate) else "",
+        describe_way(candidate) if isinstance(candidate, StreamCandidate) else "",
         ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
         count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
     )  # fmt: skip

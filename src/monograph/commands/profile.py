@@ -22,13 +22,13 @@ from monograph.measure.quantities import count, counted
 from monograph.measure.theme import themed
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.run.results import results_folder
-from monograph.session import choices
-from monograph.session.planning import notes_on
-from monograph.session.ranks import require_one_device
+from monograph.run.writing import results_folder, write_whole
+from monograph.session.plan import Plan
+from monograph.session.requirements import notes_on, require_one_device, require_possible
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, repeatable, require_possible
-from monograph.session.warming import prepare
+from monograph.session.setup import open_corpus, open_session, repeatable
+from monograph.session.warmup import prepare
 from monograph.stream import Streamed
 from monograph.terminal import shell_words
 
@@ -40,14 +40,14 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     """Open the session as `train` does, watch a few updates, and say what was seen; nothing of a run is written."""
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
-        session = _open(sized(settings, progress), folder, progress)
+        session = _open(planned(settings, progress), folder, progress)
         found = _watched(session, folder, progress)
-        size = int(session.settings.train.tokens_per_update)
+        size = session.plan.tokens_per_update
         tokens_per_s = session.corpus.stats.packed_share * size / found.update_s
         drawing = draw_profile(found.verdict, f"An update of {size:,} tokens")
-        choices.write_whole(folder / PICTURE, themed(drawing.svg))
-        config = session.settings.to_toml()
-        choices.write_whole(folder / REPORT, profile_page(folder.name, found, tokens_per_s, drawing, config))
+        write_whole(folder / PICTURE, themed(drawing.svg))
+        config = session.plan.settings.to_toml()
+        write_whole(folder / REPORT, profile_page(folder.name, found, tokens_per_s, drawing, config))
     _show(found, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_object(found, tokens_per_s, session, folder)))
@@ -71,8 +71,8 @@ def warn_if_busy(progress: Progress) -> None:
         progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
 
 
-def sized(settings: Settings, progress: Progress) -> Settings:
-    """The settings with sizes fixed, of a text that can be read again.
+def planned(settings: Settings, progress: Progress) -> Plan:
+    """The plan of a run on a text that can be read again.
 
     Raises:
         UsageError: the text comes by standard input, or this machine cannot do what is asked.
@@ -88,15 +88,15 @@ def sized(settings: Settings, progress: Progress) -> Settings:
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )
-    settings = choices.sized(settings)
-    for line in notes_on(settings):
+    plan = resolve(settings, describe())
+    for line in notes_on(plan):
         progress.line("note", line)
-    return settings
+    return plan
 
 
-def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
-    text = open_corpus(settings, progress)
-    session = open_session(Run(folder), settings, text, default_device(), progress)
+def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
+    text = open_corpus(plan.reading, progress)
+    session = open_session(Run(folder), plan, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = lambda line: progress.line("note", line)
@@ -105,9 +105,9 @@ def _open(settings: Settings, folder: Path, progress: Progress) -> Session:
 
 
 def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
-    train, share = session.settings.train, session.corpus.stats.packed_share
-    whole = 1.0 if session.settings.data.packing == "padded" else share
-    rows = session.corpus.batches(int(train.tokens_per_update), seed=train.seed, pin=default_device().type == "cuda")
+    plan, share = session.plan, session.corpus.stats.packed_share
+    whole = 1.0 if plan.reading["packing"] == "padded" else share
+    rows = session.corpus.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
     try:
         with progress.stage("profile", "a few updates, thrown away") as stage:
             found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)

@@ -15,18 +15,17 @@ from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
 from monograph.files import is_file
 from monograph.loop import train
-from monograph.run.crowd import CrowdBlock
-from monograph.run.journal import Journals
-from monograph.run.progress import Progress
+from monograph.run.metrics_log import MetricsLogs
+from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
-from monograph.session.invocation import command, show
+from monograph.session.ranks import command, show
 from monograph.session.setup import repeatable
-from monograph.sweeps import asked
-from monograph.sweeps.board import Board
-from monograph.sweeps.crew import Crew, go_on
+from monograph.sweeps import spec
+from monograph.sweeps.batch import MemberBatch, go_on
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.verify import verify as verified
+from monograph.sweeps.progress import SweepProgress
+from monograph.sweeps.results import verify as verified
 
 EVERY = 10  # updates whose numbers are read together
 
@@ -35,7 +34,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
     """Train the members, or go on; compare them; see the command line's help."""
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
-    progress.header(f"monograph {__version__}   {describe().summary}{ranks.said(world)}")
+    progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
     repeatable(default_device())
     keep_compiled()
     if world.leads:
@@ -47,11 +46,11 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
-        board = Board(sweep, progress, world)
-        if not world.agreed(board.over):
-            _train(board, progress)
+        state = SweepProgress(sweep, progress, world)
+        if not world.agreed(state.over):
+            _train(state, progress)
             world.gather()
-        code = _told(board, verify, progress, json) if world.leads else 0
+        code = _told(state, verify, progress, json) if world.leads else 0
         world.agreed(None)
         world.leave()
     return code
@@ -63,28 +62,28 @@ def _sweep_of(
     """The sweep that is asked for, new or to go on with; also where the launcher started its ranks again."""
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
-    if asked.continued(out, arguments, samples) or (verify is not None and not arguments):
+    if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
-        found = asked.asked(arguments, samples)
+        found = spec.spec_of(arguments, samples)
         _require_member(verify, len(found.points))
         sweep = Sweep.create(out, *found)
     world.remember("sweep", str(sweep.run.folder.absolute()))
     return sweep
 
 
-def _told(board: Board, verify: int | None, progress: Progress, json: bool) -> int:
+def _told(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
     """Compare the members and say what came of it; the exit code."""
-    board.outcomes = board.read()
-    result = board.finish()
+    state.outcomes = state.read()
+    result = state.finish()
     if verify is not None:
-        result["verify"] = verified(board.outcomes[verify], progress)
-    _next(board.sweep, result, verify, progress)
+        result["verify"] = verified(state.outcomes[verify], progress)
+    _next(state.sweep, result, verify, progress)
     if json:
         print(jsonlib.dumps(result))
     if result["best"] is None:
-        raise Diverged(f"every member of {board.sweep.run.folder} diverged: lower optim.lr")
+        raise Diverged(f"every member of {state.sweep.run.folder} diverged: lower optim.lr")
     return 0 if verify is None or result["verify"]["equal"] else 1
 
 
@@ -93,63 +92,62 @@ def _require_member(verify: int | None, members: int) -> None:
         raise UsageError(f"--verify {verify}: the sweep has members 0 to {members - 1}")
 
 
-def _train(board: Board, progress: Progress) -> None:
-    with board.world.first():
-        if not board.world.leads:  # which has decided who trains with whom
-            board.sweep.record |= Sweep.open(board.sweep.run.folder).record
-        board.prepare(default_device(), describe())
-    with board.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
+def _train(state: SweepProgress, progress: Progress) -> None:
+    with state.world.first():
+        if not state.world.leads:  # which has decided who trains with whom
+            state.sweep.record |= Sweep.open(state.sweep.run.folder).record
+        state.prepare(default_device(), describe())
+    with state.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         try:
-            for timing, updates, members in board.crews:
-                if board.all_over(members):
+            for timing, updates, members in state.batches:
+                if state.all_over(members):
                     continue
-                with board.sweep.holding(members) as runs:
-                    crew = timing.crew(members, runs, updates, progress)
-                    _round(crew, updates, board, block, stop, progress)
+                with state.sweep.holding(members) as runs:
+                    batch = timing.batch(members, runs, updates, progress)
+                    _round(batch, updates, state, block, stop, progress)
         finally:
-            board.keep_time()
+            state.keep_time()
 
 
-def _round(crew: Crew, updates: int, board: Board, block: CrowdBlock, stop: StopSignal, progress: Progress) -> None:
+def _round(
+    batch: MemberBatch, updates: int, state: SweepProgress, block: SweepDisplay, stop: StopSignal, progress: Progress
+) -> None:
     """Train members that train at once, from where they stand to their end."""
-    engine, settings = crew.engine, crew.sessions[0].settings
-    stood = any(session.run.metrics_offset for session in crew.sessions)
-    if not go_on(crew, board.ended(crew.members), progress):
+    engine, plan = batch.engine, batch.sessions[0].plan
+    stood = any(session.run.metrics_offset for session in batch.sessions)
+    if not go_on(batch, state.ended(batch.members), progress):
         if stood:
             progress.line("warning", "no update of which every member has a sound checkpoint: they begin anew")
-        crew.save()
-    journals = Journals([session.run for session in crew.sessions], EVERY)
+        batch.save()
+    logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
     began, since = clock(), engine.index
-    for update in train(engine, crew.windows, updates):
+    for update in train(engine, batch.windows, updates):
         done = update.index + 1
         last = done == updates
-        if (
-            journals.add(update, {"tokens_per_s": board.rate / len(crew.members) or None, "wall_s": board.spent_s})
-            or last
-        ):
-            journals.flush()
-            board.trained(crew, done - since, clock() - began)
-            block.update(board.done, board.figures)
+        if logs.add(update, {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s}) or last:
+            logs.flush()
+            state.trained(batch, done - since, clock() - began)
+            block.update(state.done, state.figures)
             since, began = done, clock()
-            lost = journals.diverged(updates if last else None)
-            crew.freeze({place: journals.ended[place] for place in lost})
-        paused, all_lost = clock(), len(crew.ended) == len(crew.members)
-        if done % int(settings.train.eval_every) == 0 or last or all_lost:
-            journals.flush()
-            board.evaluate(crew, done, last=last)
+            lost = logs.diverged(updates if last else None)
+            batch.freeze({place: logs.ended[place] for place in lost})
+        paused, all_lost = clock(), len(batch.ended) == len(batch.members)
+        if done % plan.eval_every == 0 or last or all_lost:
+            logs.flush()
+            state.evaluate(batch, done, last=last)
             block.retell()
-        if done % int(settings.train.save_every) == 0 or stop.requested or stop.save_requested or last:
-            journals.flush()
+        if done % plan.save_every == 0 or stop.requested or stop.save_requested or last:
+            logs.flush()
             stop.save_requested = False
-            crew.save()
+            batch.save()
         began += clock() - paused
         if stop.requested and not (last or all_lost):
-            again = command("sweep", "--out", str(board.sweep.run.folder))
+            again = command("sweep", "--out", str(state.sweep.run.folder))
             raise Stopped(f"saved at update {done} of {updates}; continue: {again}")
         if all_lost:
             break
-    board.ends(crew)
-    crew.close()
+    state.ends(batch)
+    batch.close()
 
 
 def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Progress) -> None:

@@ -1,7 +1,6 @@
 """What a run is told: a TOML file, the environment and `key=value` pairs become one checked, frozen `Settings`."""
 
-from monograph.config.arguments import Arguments, classify
 from monograph.config.settings import KEYS, Settings
-from monograph.config.sources import load
+from monograph.config.sources import Arguments, classify, load
 
 __all__ = ["KEYS", "Arguments", "Settings", "classify", "load"]

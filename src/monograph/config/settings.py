@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -19,7 +20,6 @@ from monograph.config.keys import (
     OptimSection,
     TrainSection,
 )
-from monograph.config.nearest import did_you_mean
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
@@ -182,3 +182,12 @@ def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
+    full = list(choices)
+    last = {choice.rpartition(".")[2]: choice for choice in full}
+    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
+    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,19 +1,22 @@
-"""Where settings come from: flag over environment over TOML file over default, each value remembering its origin."""
+"""Where settings come from: arguments, environment, TOML file or default; each value remembers its origin."""
 
 from __future__ import annotations
 
+import difflib
+import glob
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from monograph.config.keys import KEYS, SECTIONS
-from monograph.config.nearest import did_you_mean
-from monograph.config.settings import EXCLUSIVE, Settings, build, check
-from monograph.errors import UsageError
-from monograph.files import read_input
+from monograph.config.keys import KEYS, SECTIONS, ModelSection
+from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
+from monograph.data.places import HUB
+from monograph.data.sources import weighted
+from monograph.errors import InputRefused, UsageError
+from monograph.files import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"
 MOST_TOML_BYTES = 1 << 20
@@ -134,3 +137,61 @@ def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
                 raise UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one")
         dropped.update(present[:-1])
     return {key: each for key, each in given.items() if key not in dropped}
+
+
+_PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a command, sorted; `overrides` is by dotted key, data paths among them as `data.source`."""
+
+    toml: Path | None
+    overrides: dict[str, Any]
+
+
+def classify(arguments: Iterable[str]) -> Arguments:
+    """Sorts arguments, in any order: `x.toml` is the configuration, `section.key=value` an override, the rest data.
+
+    A path that contains `=` is written `./a=b`.
+
+    Raises:
+        UsageError: two TOML files, an unknown key, a key or the data given twice.
+        InputRefused: a path that does not exist or a pattern that matches nothing.
+    """
+    files: list[Path] = []
+    overrides: dict[str, Any] = {}
+    sources: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in KEYS:
+            if key in overrides:
+                raise UsageError(f"{COMMAND_LINE}: {key} is given twice, as {overrides[key]} and as {value}")
+            overrides[key] = value
+        elif argument.endswith(".toml") and exists(argument) and not is_folder(argument):
+            files.append(Path(argument))
+        else:
+            if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not exists(argument):
+                require_known(key, COMMAND_LINE)
+            sources.append(_source(argument))
+    if len(files) > 1:
+        raise UsageError(f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one")
+    if sources:
+        if "data.source" in overrides:
+            raise UsageError(f"{COMMAND_LINE}: data.source and {sources[0]} both name the data; give one")
+        overrides["data.source"] = sources[0] if len(sources) == 1 else sources
+    return Arguments(files[0] if files else None, overrides)
+
+
+def _source(argument: str) -> str:
+    place, _ = weighted(argument)
+    if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
+        return argument
+    if argument in _PRESETS:
+        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
+    if glob.has_magic(argument):
+        raise InputRefused(f"{argument}: no file matches this pattern")
+    parent, name = os.path.split(argument.rstrip("/"))
+    siblings = [each.name for each in entries(parent or ".")]
+    near = difflib.get_close_matches(name, siblings, n=1)
+    hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
+    raise InputRefused(f"{argument}: no such file or folder{hint}")

@@ -1,55 +1,13 @@
-"""What a run will be, decided before it starts: every "auto" of the settings becomes a value, with its reason."""
+"""How a run can be trained on a device: every way, what it takes, and why one is chosen."""
 
 from __future__ import annotations
 
-from monograph.planner.anywhere import plan_anywhere
-from monograph.planner.candidates import Asked, Candidate
-from monograph.planner.choose import Plan, budget, plan
-from monograph.planner.defaults import (
-    DEFAULT,
-    FINETUNING_RATES,
-    LEARNING_RATES,
-    MOST_EPOCHS,
-    UNKNOWN_RATE,
-    UPDATES_SHARE,
-    default_seconds,
-    interval,
-    known_learning_rate,
-    optimizer,
-    precision,
-    scopes,
-    updates_for,
-    warmup,
-)
-from monograph.planner.limits import HOST_SHARE, Limits
-from monograph.planner.streaming import StreamCandidate, streamed
-from monograph.planner.words import tiers_said, way_said
-
-__all__ = [
-    "DEFAULT",
-    "FINETUNING_RATES",
-    "HOST_SHARE",
-    "LEARNING_RATES",
-    "MOST_EPOCHS",
-    "UNKNOWN_RATE",
-    "UPDATES_SHARE",
-    "Asked",
-    "Candidate",
-    "Limits",
-    "Plan",
-    "StreamCandidate",
-    "budget",
-    "default_seconds",
-    "interval",
-    "known_learning_rate",
-    "optimizer",
-    "plan",
-    "plan_anywhere",
-    "precision",
-    "scopes",
-    "streamed",
-    "tiers_said",
-    "updates_for",
-    "warmup",
-    "way_said",
-]
+from monograph.planner.candidates import Asked as Asked
+from monograph.planner.candidates import Candidate as Candidate
+from monograph.planner.choose import Plan as Plan
+from monograph.planner.choose import budget as budget
+from monograph.planner.choose import plan as plan
+from monograph.planner.choose import streamed_or_resident as streamed_or_resident
+from monograph.planner.streaming import Limits as Limits
+from monograph.planner.streaming import StreamCandidate as StreamCandidate
+from monograph.planner.streaming import streamed as streamed

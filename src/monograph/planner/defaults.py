@@ -43,6 +43,7 @@ MOST_EPOCHS = 8
 DEEP = 16
 # Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
 UPDATES_SHARE = 0.95
+EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
@@ -54,6 +55,16 @@ def default_seconds(minutes: float, seconds_per_update: float) -> float:
 def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
     """Updates that fit the time, at least 10 and at most `most`."""
     return max(10, min(most, int(seconds / seconds_per_update)))
+
+
+def updates_of(tokens: int, tokens_per_update: int) -> int:
+    """Updates that have so many tokens in all, or as nearly as whole updates can."""
+    return max(1, round(tokens / tokens_per_update))
+
+
+def most_updates(rows_per_epoch: int, rows_per_update: int) -> int:
+    """What minutes may become at most: a text is not read more often, however much time there is."""
+    return MOST_EPOCHS * -(-rows_per_epoch // rows_per_update)
 
 
 def warmup(updates: int) -> int:

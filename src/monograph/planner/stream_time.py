@@ -12,8 +12,7 @@ import torch
 from monograph.graph.precision import Precision
 from monograph.measure.roofline import PassTimes
 from monograph.model.llama import Llama
-from monograph.planner.stages import META, Names
-from monograph.planner.tiers import Way
+from monograph.planner.placement_bytes import META, Names, Way
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes

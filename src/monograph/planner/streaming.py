@@ -1,30 +1,81 @@
-"""How a model that does not fit the device is streamed there: what lies where, and how long an update takes.
-
-The search is in closed form (`planner.tiers`); the best few are then timed by a clock that runs the walk itself.
-"""
+"""What there is to stream with: memory of the device and of the host, a disk, and how fast bytes go between them."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
-from monograph.device import Device, compiler_obstacle
+import torch
+
+from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
+from monograph.files import exists
+from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Work
 from monograph.measure.quantities import gibibytes
-from monograph.measure.roofline import pass_times
+from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE, pass_times
 from monograph.optim import AdamW
 from monograph.planner.candidates import Asked, Candidate
-from monograph.planner.limits import Limits
-from monograph.planner.stages import Names, Stages, stages_of
+from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
-from monograph.planner.tiers import Tiers, Way
 from monograph.stream import Placement
+from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
+
+# Of a host's free memory, what pinned buffers may take; of a disk's free space, what files may.
+HOST_SHARE, DISK_SHARE = 0.9, 0.95
+DISK_BYTES_PER_S = 2e9  # a solid-state disk's; no disk was measured
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is.
+
+    Attributes:
+        device_bytes: that tensors may take on the device.
+        host_bytes: that buffers may take in the host's memory.
+        disk_bytes: that files may take in the folder.
+        link: how fast copies are.
+        host_bytes_per_s: of the host's memory; None: measured where it is asked for.
+        shared: whether device and host have one memory, `host_bytes`.
+        folder: where files are.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int = 0
+    link: Link = field(default_factory=lambda: Link(LINK_SHARE * LINK_BYTES_PER_S, LINK_SHARE * LINK_BYTES_PER_S))
+    host_bytes_per_s: float | None = CPU_BYTES_PER_S
+    shared: bool = False
+    folder: Path | None = None
+
+    @cached_property
+    def host_rate(self) -> float:
+        """Bytes/s of the host's memory."""
+        return self.host_bytes_per_s or measured_memory_bytes_per_s()
+
+    @classmethod
+    def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
+        """Those of this machine's host and disk, with a device of which so much may be taken."""
+        host = describe(torch.device("cpu"))
+        disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
+        rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        link = Link(rate, rate, DISK_BYTES_PER_S)
+        host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
+        return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or of those that it will be made in the one that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if exists(each))
+
 
 BLOCKS_PER_STAGE = 1, 2, 4
 TIMED = 3  # candidates that the clock times, of each place of the update; no two alike but for their micro-batch
@@ -252,3 +303,25 @@ def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
 def _fewer(rows: int) -> list[int]:
     """A quarter of the rows, and one."""
     return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)
+
+
+def describe_way(candidate: StreamCandidate) -> str:
+    """How stages are cut, and when and where they are updated."""
+    placement = candidate.placement
+    blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
+    when = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}[
+        placement.when
+    ]
+    where = "on the host " if placement.where == "host" else ""
+    return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
+
+
+def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
+    """(label, text) of what lies on the host and in files, and of the way."""
+    for tier in ("host", "disk"):
+        if parts := candidate.tiers[tier]:
+            each = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
+            moved = f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
+            yield tier, f"{gibibytes(candidate.total(tier))}: {each}{moved}"
+    limit = f"; limited by {candidate.bottleneck}" if candidate.bottleneck else ""
+    yield "stream", f"{describe_way(candidate)}; {candidate.device_share:.0%} stay on the device{limit}"

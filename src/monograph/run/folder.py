@@ -21,7 +21,7 @@ from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.files import contents, entries, exists, is_file, is_folder, open_input, read_input, status
-from monograph.run.register import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
+from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
@@ -341,3 +341,30 @@ def _finite(value: Any) -> Any:
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
+
+
+class Follower(Run):
+    """A run that is read and never written."""
+
+    @contextmanager
+    def lock(self, new: bool = False) -> Iterator[None]:
+        """Nothing: rank 0 holds it."""
+        yield
+
+    def log(self, *rows: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """None: rank 0 may be writing them."""
+        return []
+
+    def sync_metrics(self) -> int:
+        """Nothing."""
+        return self.metrics_offset
+
+    def metrics_digest(self, offset: int | None = None) -> str:
+        """Nothing: rank 0 records it."""
+        return ""
+
+    def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
+        """Nothing."""

@@ -12,10 +12,12 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.data.chat import end_of_turn
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import MAX_FILE_BYTES
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.files import contents, exists
+from monograph.graph.inspect import unwrapped
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
 from monograph.graph.windows import require_finite, settle, windowed
@@ -23,12 +25,12 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
+from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.run.adapters import digest, lora_of, require_base, require_base_of
+from monograph.run.base import compared, digest, extended, lora_of, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
-from monograph.run.vocabulary import compared, extended, tokenizer_of
 from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
@@ -274,3 +276,51 @@ def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> No
             raise InputRefused(
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
             )
+
+
+def save(
+    model: Llama,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    format: str = "hf",
+    dtype: str | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
+
+    Raises:
+        UsageError: another format or dtype, or a package that is missing.
+        InputRefused: the folder exists and holds something, or the model is none that the format can express.
+        DiskFull: no space left; nothing of this export remains.
+    """
+    check(format, dtype)
+    model = unwrapped(model)
+    if not isinstance(model, Llama):
+        raise UsageError(f"save writes a language model of this package, not a {type(model).__name__}")
+    if format == "hf":
+        if tokenizer is not None:
+            try:
+                end_of_turn(tokenizer)
+            except InputRefused as refused:
+                warn(f"{refused}; it is copied as it is")
+        hub.save_model(model, folder, tokenizer)
+    elif tokenizer is None:
+        raise UsageError("a GGUF file holds the model's tokenizer: give it to save")
+    else:
+        save_gguf(model, folder, tokenizer, dtype, warn)
+
+
+def check(format: str, dtype: str | None) -> None:
+    """Refuse, before anything is loaded, what no model can be written as.
+
+    Raises:
+        UsageError: another format or dtype, or a package that is missing.
+    """
+    if format not in ("hf", "gguf"):
+        raise UsageError(f"--format {format}: expected hf or gguf")
+    if format == "hf" and dtype is not None:
+        raise UsageError(f"--dtype {dtype} is for --format gguf; a Hugging Face folder keeps the weights' dtype")
+    if dtype not in (None, *DTYPES):
+        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if format == "gguf":
+        package()

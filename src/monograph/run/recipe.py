@@ -21,7 +21,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
-from monograph.run.register import checkpoint_named, placed
+from monograph.run.run_index import checkpoint_named, placed
 from monograph.run.trust import code_digest, code_file, require_trusted
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack

@@ -1,18 +1,17 @@
-"""A ladder: one model on one text, trained and measured on each rung for the same number of tokens."""
+"""The rungs of a ladder: ways to train one model on one text, each different from another one in one thing."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import process_time
+from typing import Any, NamedTuple
 
 import torch
 
-from monograph import planner
-from monograph.config import Settings
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle, default_device, describe, synchronize
 from monograph.engine import Engine
@@ -23,15 +22,153 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.loop import train
+from monograph.loss import TokenLoss
 from monograph.measure.memory import reset_peak_memory
+from monograph.optim import Plane, planes, trainable
+from monograph.planner import defaults
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session import choices
-from monograph.session.rungs import ADAPTER_RANK, FEWER, Climbed, Rung, Way, unfuse
+from monograph.session.plan import Length, Plan
+from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import make_model, open_corpus, open_session
-from monograph.session.speed import calibrate, peak_bytes
-from monograph.session.warming import prepare
+from monograph.session.setup import build_run, open_corpus, open_session
+from monograph.session.warmup import calibrate, peak_bytes, prepare
+from monograph.step import Layout, Step
+
+FEWER = 4  # times the rows of a micro-batch, where more of them are accumulated
+ADAPTER_RANK = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train; the defaults are the first rung's."""
+
+    captured: bool = False
+    fused: bool = False
+    precision: str = "fp32"
+    packing: str = "padded"
+    replayed: bool = False
+    accumulated: bool = False
+    remat: str = "none"
+    narrow_state: bool = False
+    adapters: bool = False
+    streamed: bool = False
+
+
+class Rung(NamedTuple):
+    """One thing that is changed.
+
+    Attributes:
+        name: of the rung.
+        change: what it is, in a few words.
+        fields: of the way.
+        over: the rung whose way is changed; None: the last one before it that could be climbed and has None itself.
+    """
+
+    name: str
+    change: str
+    fields: Mapping[str, Any]
+    over: str | None = None
+
+    def after(self, way: Way) -> Way:
+        """The way with the change."""
+        return replace(way, **self.fields)
+
+
+# The first ones make training faster, each over the one before; the others save memory, each on its own.
+RUNGS = (
+    Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
+    Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
+    Rung("fused loss and optimizer", "logits in chunks; one graph updates all parameters", {"fused": True}),
+    Rung("bf16", "train.precision=bf16", {"precision": "bf16"}),
+    Rung("packed", "data.packing=packed", {"packing": "packed"}),
+    Rung("CUDA graphs", "micro-steps are captured once and replayed", {"replayed": True}),
+    Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
+    Rung("accumulation", f"train.micro_batch, {FEWER} times as many micro-steps", {"accumulated": True}, "packed"),
+    Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
+    Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
+    Rung("8-bit state", "optim.name=...:8bit", {"narrow_state": True}, "packed"),
+    Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, "packed"),
+    Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, "packed"),
+)
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """What was measured on a rung.
+
+    Attributes:
+        seconds: of each update that was timed; cpu_seconds: of this process on all cores, which do not count what other
+            programs take.
+        tokens: targets of an update on average.
+        micro_batch: rows.
+        micro_steps: of an update.
+        peak_memory_bytes: of tensors, at the peak of an update: weights, gradients and optimizer state included.
+        train_loss: nats per token, the mean over the last quarter of the updates.
+        held_out: scores after all of them, the same rows on each rung; None where nothing is held out.
+        compile_s: seconds that tracing and compiling took.
+        notes: lines that were announced.
+    """
+
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+    tokens: float
+    micro_batch: int
+    micro_steps: int
+    peak_memory_bytes: int
+    train_loss: float
+    held_out: Evaluation | None
+    compile_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update, the median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of an update, the median."""
+        return statistics.median(self.cpu_seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Targets a second."""
+        return self.tokens / self.update_s
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """Targets a second of this process's CPU time."""
+        return self.tokens / self.cpu_s
+
+
+def _apart(step: Step) -> list[Plane]:
+    """Make a plane of each parameter."""
+    kinds, made = step.optim.kinds(step.model), list[Plane]()
+    for name, parameter in trainable(step.model).items():
+        [plane] = planes({name: parameter}, kinds, step.optim.state)
+        plane.number = len(made)
+        made.append(step.begun(plane))
+    return made
+
+
+def _but_the_update(step: Step, scope: str) -> list[tuple[Any, str]]:
+    return [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
+
+
+# A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds.
+UNFUSED = Layout(planes=_apart, captured=_but_the_update)
+
+
+def unfuse(engine: Engine) -> None:
+    """Give an engine that is not captured yet a step whose loss makes all logits at once, and an unfused update."""
+    step = engine.step
+    loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
+    engine.step = Step(
+        engine.model, loss=loss, optim=step.optim, clip=step.clip, precision=step.precision, remat=step.remat,
+        layout=UNFUSED,
+    )  # fmt: skip
+
 
 RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
 LEAST, MOST, WARM = 8, 1000, 2  # updates of a rung, and those of them that are not timed
@@ -46,7 +183,7 @@ class Ladder:
     """The rungs of one model on one text.
 
     Attributes:
-        settings: every value fixed but what rungs change and how long they are.
+        plan: every value decided but what rungs change and how long they are.
         texts: the same text, its documents "packed" into rows or "padded", a row each.
         params: parameters of the model.
         folder: the ladder's, in which nothing of a rung is written.
@@ -54,7 +191,7 @@ class Ladder:
         updates: of each rung; fixed by the first one that is climbed, by the time that one takes.
     """
 
-    settings: Settings
+    plan: Plan
     texts: Mapping[str, Corpus]
     params: int
     folder: Path
@@ -63,64 +200,61 @@ class Ladder:
     machine: Device = field(default_factory=describe)
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path, progress: Progress) -> Ladder:
+    def of(cls, plan: Plan, folder: Path, progress: Progress) -> Ladder:
         """Read the text in both forms and let the planner fix what is open.
 
         Raises:
             UsageError: settings that no rung can have.
         """
-        if settings.optim.name.endswith(":all-bf16"):
-            raise UsageError(f"optim.name = {settings.optim.name} keeps no fp32 weights, and a ladder begins in fp32")
-        given = [key for key in OWN if settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
+        if plan.optimizer.endswith(":all-bf16"):
+            raise UsageError(f"optim.name = {plan.optimizer} keeps no fp32 weights, and a ladder begins in fp32")
+        given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
-        train = settings.train
-        most = train.updates or (max(1, train.tokens // int(train.tokens_per_update)) if train.tokens else None)
-        settings = settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
-        forms = {form: settings.resolve({"data.packing": form}, "ladder") for form in ("packed", "padded")}
-        texts = {form: open_corpus(each, progress) for form, each in forms.items()}
-        made = make_model(settings, texts["packed"], describe())
-        if made.settings.train.memory == "stream":
+        machine, scope = describe(), plan.compile
+        settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
+        texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
+        built = build_run(resolve(settings, machine), texts["packed"], machine)
+        if built.plan.memory == "stream":
             raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
         # What one graph holds is not left to the plan, which knows how fast earlier runs were.
-        scope = train.compile if train.compile in GRAPHS else planner.scopes(len(blocks(made.model)))[0]
-        fixed = made.settings.resolve({"train.compile": scope}, "ladder")
-        return cls(fixed, texts, parameter_count(made.model), folder, most)
+        scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
+        fixed = replace(built.plan, compile=scope)
+        return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
-    def settings_of(self, way: Way) -> Settings:
-        """The settings of a way: an update has as many tokens on each, for which padded rows must be more."""
-        train, length = self.settings.train, self.settings.data.sequence_length
-        rows = int(train.tokens_per_update) // length
-        micro = min(int(train.micro_batch), rows)
+    def plan_of(self, way: Way) -> Plan:
+        """The plan of a way: an update has as many tokens on each, for which padded rows must be more."""
+        rows, scope = self.plan.rows, self.plan.compile
+        micro = min(self.plan.micro_batch, rows)
         if way.packing == "padded":
             rows = round(rows * self.texts["packed"].stats.packed_share / self.texts["padded"].stats.packed_share)
         by_block = way.streamed or way.remat == "offload"
-        fixed = {
-            "train.compile": "none" if not way.captured else "blocks" if by_block else train.compile,
+        fixed: dict[str, Any] = {
+            "train.compile": "none" if not way.captured else "blocks" if by_block else scope,
             "train.precision": way.precision,
             "train.remat": way.remat,
             "train.micro_batch": max(1, micro // FEWER) if way.accumulated else micro,
-            "train.tokens_per_update": rows * length,
+            "train.tokens_per_update": rows * self.plan.sequence_length,
             "train.memory": "stream" if way.streamed else "device",
             "data.packing": way.packing,
         }
         if way.narrow_state:
-            fixed["optim.name"] = self.settings.optim.name.partition(":")[0] + ":8bit"
+            fixed["optim.name"] = self.plan.optimizer.partition(":")[0] + ":8bit"
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
-        return self.settings.resolve(fixed, "ladder")
+        return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Why this machine or text cannot climb the rung, None if nothing is known that hinders it."""
-        settings, on_cpu = self.settings, self.machine.type == "cpu"
+        plan, on_cpu = self.plan, self.machine.type == "cpu"
         hinders: dict[str, tuple[bool, str | None]] = {
             "compiled": (on_cpu, compiler_obstacle()),
             "bf16": (not self.machine.has_bf16, "this device has no bf16 arithmetic"),
             "CUDA graphs": (on_cpu or not way.captured, "no CUDA device" if on_cpu else "nothing is compiled"),
             "fp8": (True, Precision(way.precision).obstacle(self.machine)),
-            "accumulation": (int(settings.train.micro_batch) == 1, "a micro-batch has one row already"),
+            "accumulation": (plan.micro_batch == 1, "a micro-batch has one row already"),
             "offload": (on_cpu, "a CPU's memory is the host's"),
-            "8-bit state": (settings.optim.name.endswith(":8bit"), "all rungs have it: optim.name"),
+            "8-bit state": (plan.optimizer.endswith(":8bit"), "all rungs have it: optim.name"),
             "adapters": (True, self._no_adapters()),
             "streaming": (on_cpu, "a CPU's memory is the host's"),
         }
@@ -128,9 +262,9 @@ class Ladder:
         return why if hindered else None
 
     def _no_adapters(self) -> str | None:
-        if self.settings.lora.rank:
+        if self.plan.recipe.lora:
             return "all rungs have them: lora.rank"
-        return None if self.settings.model.init else "model.init names no weights that could be frozen"
+        return None if self.plan.recipe.init else "model.init names no weights that could be frozen"
 
     def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
         """Train and measure one rung.
@@ -159,7 +293,7 @@ class Ladder:
     def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
         device, notes = default_device(), list[str]()
         run, text = Run(self.folder), self.texts[way.packing]
-        session = open_session(run, self.settings_of(way), text, device, progress)
+        session = open_session(run, self.plan_of(way), text, device, progress)
         engine = session.engine
         try:
             if not way.fused:
@@ -174,8 +308,7 @@ class Ladder:
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
                 self.updates = max(LEAST, min(int(RUNG_S / calibrate(session)), self.most or MOST))
-            session.settings = choices.of_length(session.settings, self.updates)
-            session.length = self.updates
+            session.plan = resolve(session.plan, self.machine, Length(self.updates))
             engine.step.schedule = session.schedule()
             reset_peak_memory(device)
             return self._trained(session, notes, progress)

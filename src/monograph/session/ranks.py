@@ -1,32 +1,68 @@
 """One run by several processes: how they were started, which folder is theirs, and how they end alike.
 
-Rank 0 decides, prints and writes; the others do the same work and keep silent. They all see one folder.
+Rank 0 decides, prints and writes; the others do the same work and keep silent. They all see one folder. How this
+program was called is known here too, so that the commands that it prints work as they stand, in the same folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from monograph.config import Settings
-from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
 from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
 from monograph.files import contents, exists
 from monograph.graph.trial import refused_by_others
-from monograph.run.folder import Run
-from monograph.run.follower import Follower
-from monograph.run.progress import Progress
-from monograph.run.register import wait_until_free
-from monograph.session.choices import discard
-from monograph.session.invocation import command
+from monograph.run.folder import Follower, Run
+from monograph.run.progress import LABEL_WIDTH, Progress
+from monograph.run.run_index import wait_until_free
+from monograph.run.writing import discard
+from monograph.session.recorded import run_settings
 from monograph.terminal import shell_words
+
+
+def command(*arguments: str) -> str:
+    """A command line that calls this program again; arguments are quoted for the shell where they need it."""
+    return shell_words(*_program(), *arguments)
+
+
+def show(progress: Progress, label: str, *arguments: str) -> None:
+    """Print such a command line, never broken or cut: it must work as it stands."""
+    text = command(*arguments)
+    if len(text) + LABEL_WIDTH < progress.screen.width:
+        progress.line(label, text)
+    else:
+        print(text, file=sys.stderr)
+
+
+def _program() -> list[str]:
+    called, found = os.path.abspath(sys.argv[0]), shutil.which("monograph")
+    as_module = os.path.basename(called) == "__main__.py"
+    if found and (_beside(found, sys.executable) if as_module else os.path.realpath(found) == os.path.realpath(called)):
+        return ["monograph"]
+    return [_here(sys.executable), "-m", "monograph"] if as_module else [_here(called)]
+
+
+def _beside(one: str, other: str) -> bool:
+    return os.path.dirname(os.path.abspath(one)) == os.path.dirname(os.path.abspath(other))
+
+
+def _here(path: str) -> str:
+    """The path from the current folder, if it is inside; links stay, as .venv/bin/python is one and means the .venv."""
+    near = os.path.relpath(path)
+    if near.startswith(os.pardir):
+        return path
+    return near if os.sep in near else os.path.join(os.curdir, near)
+
 
 ENDED = "exit.json"
 PATIENCE_S = 25.0  # torchrun waits a little longer for what it has told to end
@@ -69,28 +105,13 @@ def require_launched(settings: Settings, own: Place | None) -> None:
         )
 
 
-def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices for what one does on one.
-
-    Raises:
-        UsageError: naming the command.
-    """
-    if settings.train.parallel != "none":
-        origin = settings.origins.get("train.parallel", "default")
-        raise UsageError(
-            f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
-            f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
-        )
-
-
 def progress_of(world: World) -> Progress:
     """What a person sees; of all ranks but one that is nothing."""
     return Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
 
 
-def again(world: World, run: Run, settings: Settings) -> str:
+def again(world: World, run: Run, parallel: str) -> str:
     """The command line that goes on with a run in the way in which it trains now, which may not be its file's."""
-    parallel = settings.train.parallel
     same = run_settings(run, runs_code=False).train.parallel == parallel
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
@@ -100,7 +121,7 @@ def again(world: World, run: Run, settings: Settings) -> str:
     return " ".join([TORCHRUN.format(launched), "--resume", shell_words(run.handle), *changed])
 
 
-def said(world: World) -> str:
+def ranks_said(world: World) -> str:
     """How many ranks there are, for the first line."""
     return "" if world.alone else f", {world.size} ranks"
 

@@ -12,7 +12,7 @@ from monograph.distributed.checkpoint import newest
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
 from monograph.graph import capture as graph
 from monograph.measure.quantities import counted
-from monograph.run.journal import Journal
+from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
@@ -26,7 +26,7 @@ def windows(session: Session) -> Iterator[Batch]:
         yield window
 
 
-def go_back(session: Session, journal: Journal, progress: Progress) -> Journal:
+def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog:
     """Take up the last checkpoint from before the updates that were not finite, and pass over what led there.
 
     What is passed over are the rows of those updates and of as many before them, but none that the checkpoint had seen.
@@ -36,26 +36,26 @@ def go_back(session: Session, journal: Journal, progress: Progress) -> Journal:
     Args:
         session: whose last updates, so many that they are no accident, changed nothing, or whose weights something
             else than an update made infinite.
-        journal: of these updates.
+        log: of these updates.
         progress: takes the line that tells it.
 
     Returns:
-        The journal of what comes now.
+        The log of what comes now.
 
     Raises:
         Diverged: it was done `MOST` times in a row before, or there is no such checkpoint: with what is not finite.
     """
-    journal.flush()
+    log.flush()
     # A rank that took part in a resume has not seen the updates before it.
-    last, streak = session.world.agreed([journal.last["update"], max(1, journal.streak)])
+    last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
     led_there = end - 2 * streak * rows
     if in_a_row([*skip, (led_there, end)], rows) > MOST:
-        raise _diverged(session, journal)
+        raise _diverged(session, log)
     try:
         sound = newest(session.world, session.run.checkpoints, lambda line: None, until=last - streak)
     except NoValidCheckpoint:
-        raise _diverged(session, journal) from None
+        raise _diverged(session, log) from None
     spent_s = session.spent_s
     session.restore(sound, progress)
     session.elapsed_s, session.training_since_s = spent_s, clock()
@@ -68,7 +68,7 @@ def go_back(session: Session, journal: Journal, progress: Progress) -> Journal:
     passed = counted(stretch[1] - stretch[0], "row")
     told = f"updates {last - streak + 1} to {last} were skipped: back to update {sound.update}, passing over {passed}"
     progress.line("warning", told)
-    return Journal(session.run, journal.every)
+    return MetricsLog(session.run, log.every)
 
 
 def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
@@ -77,22 +77,22 @@ def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
     return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
 
 
-def require_end(session: Session, journal: Journal) -> None:
+def require_end(session: Session, log: MetricsLog) -> None:
     """A run that is over has learned something.
 
     Raises:
         Diverged: the second half of its updates or more were skipped, too few to go back before.
     """
-    if 2 * journal.streak >= session.updates:
-        raise _diverged(session, journal)
+    if 2 * log.streak >= session.updates:
+        raise _diverged(session, log)
 
 
-def _diverged(session: Session, journal: Journal) -> Diverged:
-    times, last = len(session.batches.skip), journal.last
+def _diverged(session: Session, log: MetricsLog) -> Diverged:
+    times, last = len(session.batches.skip), log.last
     past = f", rows passed over {counted(times, 'time')} before" if times else ""
     finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
     return Diverged(
-        f"{counted(journal.streak, 'update')} in a row, up to {last['update']}, skipped as "
+        f"{counted(log.streak, 'update')} in a row, up to {last['update']}, skipped as "
         f"{'spikes' if finite else 'not finite'}{past}: {autopsy(session)}; lower optim.lr, and look for bad data "
         "around there; the last checkpoint is sound"
     )

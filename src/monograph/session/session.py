@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.data.place import calibration_file
@@ -31,14 +32,12 @@ from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
-from monograph.planner import Candidate
-from monograph.run.adapters import require_base
+from monograph.run.base import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
-from monograph.session import randomness
-from monograph.session.learning import floor, make_schedule
+from monograph.session.plan import Plan
 from monograph.stream import Streamed
 
 
@@ -48,13 +47,10 @@ class Session:
 
     Attributes:
         run: its folder.
-        settings: every value fixed.
-        recipe: what the model is built from.
+        plan: what it does.
         corpus: its text.
         engine: model and optimizer on the device.
         batches: the windows from where the run stands.
-        length: updates of the run as it was planned.
-        planned: what the planner expects of it, None where it was not asked.
         eager_reason: why nothing was compiled, None if it was.
         kernel: what computes attention, where it was measured; None before that, and where it was not.
         world: the ranks that train it together.
@@ -69,17 +65,14 @@ class Session:
     """
 
     run: Run
-    settings: Settings
-    recipe: Recipe
+    plan: Plan
     corpus: Corpus
     engine: Engine
     batches: Batches
-    length: int = 0
     compile_s: float = 0.0
     elapsed_s: float = 0.0
     budget_s: float | None = None
     cooled: list[int] | None = None
-    planned: Candidate | None = None
     eager_reason: str | None = None
     kernel: Kernel | None = None
     peak_bytes: int | None = None
@@ -90,12 +83,17 @@ class Session:
     @property
     def updates(self) -> int:
         """Updates of the whole run."""
-        return self.cooled[1] if self.cooled else self.length
+        return self.cooled[1] if self.cooled else self.plan.updates
 
     @property
     def params(self) -> int:
         """Parameters, tied ones once."""
         return parameter_count(self.engine.model)
+
+    @property
+    def adapter_params(self) -> int:
+        """Parameters that it trains next to frozen ones; 0 of a run without adapters."""
+        return 0 if self.plan.recipe.lora is None else sum(plane.param.numel() for plane in self.engine.step.planes)
 
     @property
     def model_config(self) -> LlamaConfig | None:
@@ -132,9 +130,9 @@ class Session:
         record = {
             "engine": state.scalars,
             "data": self.batches.state(),
-            "random": randomness.state(self.engine.step.device),
+            "random": random_state(self.engine.step.device),
             "micro_batch": self.engine.micro_batch,
-            "length": self.length,
+            "length": self.plan.updates,
             "cooled": self.cooled,
             "budget_s": self.budget_s,
             "elapsed_s": self.spent_s,
@@ -142,14 +140,14 @@ class Session:
             "metrics_sha256": self.run.metrics_digest(),
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer.digest,
-            "settings": self.settings.fingerprint,
-            "recipe": self.recipe.entries(),
+            "settings": self.plan.settings.fingerprint,
+            "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # which no run had before kernels were measured
             "model_config": self._model_config(),
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.settings.train.keep))
+        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.keep))
 
     def non_finite(self) -> list[str]:
         """Names of the parameters of a checkpoint that are not finite on some rank; no update makes one so."""
@@ -174,10 +172,10 @@ class Session:
 
     def _restore(self, checkpoint: Checkpoint) -> list[str]:
         state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
-        if state["settings"] != self.settings.fingerprint:
+        if state["settings"] != self.plan.settings.fingerprint:
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
-                f"found {self.settings.fingerprint}): {instead}"
+                f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
@@ -187,8 +185,8 @@ class Session:
             )
         saved = Recipe.recorded(state["recipe"], self.run)
         require_same_file(saved, self.run)
-        require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        if saved.entries() != self.recipe.entries() or state["model_config"] != self._model_config():
+        require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
+        if saved.entries() != self.plan.recipe.entries() or state["model_config"] != self._model_config():
             raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]
@@ -196,14 +194,14 @@ class Session:
         data = state["data"]
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
-        self.length = state["length"]
-        share = -(-self.batches.rows_per_window // self.world.size)
-        self.engine.micro_batch = min(state["micro_batch"] or share, share)
+        self.plan = replace(self.plan, updates=state["length"])
+        # It was halved where memory ran out; and by more ranks than now it was less.
+        self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
         self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
         then, now = state["versions"], _versions()
         changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
-        randomness.restore(state["random"], self.engine.step.device)
+        restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
         return changed
 
@@ -230,33 +228,32 @@ class Session:
 
     def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
         """The run's windows from position `rows` on, passing over those in `skip`."""
-        train = self.settings.train
-        seed = train.seed if seed is None else seed
-        pin = self.engine.step.device.type == "cuda"
-        return self.corpus.batches(int(train.tokens_per_update), seed, rows, train.epochs, pin, skip)
+        plan, pin = self.plan, self.engine.step.device.type == "cuda"
+        seed = plan.seed if seed is None else seed
+        return self.corpus.batches(plan.tokens_per_update, seed, rows, plan.epochs, pin, skip)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Whatever runs in the block, the module's buffers (running means and the like) and random numbers stay."""
         device = self.engine.step.device
-        drawn = randomness.state(device)
+        drawn = random_state(device)
         try:
             with buffers_kept(self.engine.model):
                 yield
         finally:
-            randomness.restore(drawn, device)
+            restore_random(drawn, device)
 
     def schedule(self) -> Schedule:
         """The learning rate's course, with the cool-down if one was begun."""
-        schedule = make_schedule(self.settings, self.length)
-        return cool_down(schedule, self.cooled[0], self.cooled[1], floor(self.settings)) if self.cooled else schedule
+        course = self.plan.schedule(self.plan.updates)
+        return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
 
     def account(self, update: int) -> None:
         """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
         if update == 1:  # nothing but the update has run yet
             self._remember_memory()
         if update == 2:
-            planned = self.planned.by_origin if self.planned else None
+            planned = self.plan.expected.by_origin if self.plan.expected else None
             if isinstance(self.engine, Streamed):
                 found: dict[str, Any] = self.engine.ledger()
             else:
@@ -268,7 +265,7 @@ class Session:
 
         A captured micro-step holds a pool that no plan knows.
         """
-        step, planned = self.engine.step, self.planned
+        step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
         if not self.world.alone:  # beside which DDP has its own
@@ -286,3 +283,45 @@ class Session:
 
 def _versions() -> dict[str, str]:
     return {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+# The random generators that a module may draw from (dropout and the like) are part of a run's state. The rows' order, a
+# Llama's weights and samples come from generators of their own and need none of this.
+
+
+def seed_all(number: int) -> None:
+    """Start all of them from one seed."""
+    random.seed(number)
+    np.random.seed(number % 2**32)  # noqa: NPY002 - the legacy generator is the one that other people's code uses
+    torch.manual_seed(number)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where they stand, as JSON gives it back: Python's, NumPy's and torch's (on the host and on `device`)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+    }
+
+
+def restore_random(saved: dict[str, Any], device: torch.device) -> None:
+    """Put them back where they stood."""
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = saved["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(_bytes(saved["torch"]))
+    if saved["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(_bytes(saved["cuda"]), device)
+
+
+def _hex(tensor: torch.Tensor) -> str:
+    return bytes(tensor.tolist()).hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

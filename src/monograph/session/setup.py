@@ -1,20 +1,21 @@
-"""From settings to a session that is ready to train: model and engine, the trial, the capture."""
+"""From a plan to a session that is ready to train: text, model and engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from monograph import planner
-from monograph.config import Settings
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, describe
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.graph.windows import settle
@@ -23,63 +24,39 @@ from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.optim import Optimizer
-from monograph.planner import Candidate, StreamCandidate
 from monograph.resident import Resident
-from monograph.run.adapters import digest, recorded, require_base_of
+from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, is_weight_file
-from monograph.run.vocabulary import extended
-from monograph.session import randomness
-from monograph.session.adapting import lora_of, usual_rate
-from monograph.session.learning import make_clip, make_optimizer, optimizer_name
-from monograph.session.planning import fitting_choices, require_positions, require_together, shape_before, with_rows
+from monograph.run.recipe import is_weight_file, shape_in
+from monograph.run.trust import code_digest
+from monograph.session.adapting import lora_of
+from monograph.session.new_tokens import new_tokens_of, token_notes
+from monograph.session.plan import Plan, Shape
 from monograph.session.ranks import agreed
-from monograph.session.session import Session
-from monograph.session.tokens import said, words_of
-from monograph.session.warming import mixing_rows
-from monograph.session.width import require_rate, transfer_of
+from monograph.session.requirements import require_positions
+from monograph.session.resolve import resolve, with_rows
+from monograph.session.session import Session, seed_all
+from monograph.session.warmup import mixing_rows
 from monograph.stream import Placement, Streamed
 
 
-def require_possible(settings: Settings, machine: Device) -> None:
-    """Refuse what this machine has no arithmetic for and choices that exclude one another, before any text is read.
+def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
+    """Read, tokenise and pack a text of at least a row, and say what a person should know of it.
 
-    Raises:
-        UsageError: naming what to use.
+    Args:
+        reading: arguments of `monograph.corpus`.
+        progress: takes the lines.
     """
-    require_together(settings)
-    require_rate(settings)
-    name = settings.train.precision
-    obstacle = None if name == "auto" else Precision(name).obstacle(machine)
-    if obstacle:
-        origin, instead = settings.origins.get("train.precision", "default"), planner.precision(machine)
-        raise UsageError(f"{origin}: train.precision = {name}: {obstacle}; use {instead}")
-
-
-def open_corpus(settings: Settings, progress: Progress) -> Corpus:
-    """The text that the settings name, tokenised and packed, and what a person should know of it; at least a row."""
-    data, named = settings.data, settings.data.source
+    named = reading["source"]
     if named == "stdlib":
         named = "Python's standard library"
     with progress.stage(
         "data", named if isinstance(named, str) else ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
     ) as stage:
-        found = corpus(
-            data.source,
-            tokenizer=data.tokenizer,
-            sequence_length=data.sequence_length,
-            packing=data.packing,
-            held_out=data.held_out,
-            text_key=data.text_key,
-            bad_records=data.bad_records,
-            answers=data.answers,
-            too_long=data.too_long,
-            progress=stage.report,
-        )
-        stats, length = found.stats, data.sequence_length
+        found = corpus(**reading, progress=stage.report)
+        stats, length = found.stats, reading["sequence_length"]
         if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
@@ -113,136 +90,137 @@ def _conversations(found: Corpus) -> str:
     )
 
 
-class Made(NamedTuple):
-    """A model that was built from settings, before any engine has it.
+class BuiltRun(NamedTuple):
+    """A model that was built by a plan, before any engine has it.
 
     Attributes:
-        settings: every value fixed but the number of updates and what follows from it.
-        recipe: what the model is built from.
+        plan: every value decided but the number of updates and what follows from it.
         model: its weights on the host, or in their files still.
         loss: of it.
-        planned: what the planner expects of it, None where it was not asked.
-        placement: where the buffers of a streamed model live, None of another.
         notes: lines on its tokens that a person should read.
     """
 
-    settings: Settings
-    recipe: Recipe
+    plan: Plan
     model: nn.Module
     loss: Loss
-    planned: Candidate | None
-    placement: Placement | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The one that the settings name, for a model of this shape."""
-        return make_optimizer(self.settings, _shape(self.model))
 
 
 def open_session(
-    run: Run, settings: Settings, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
+    run: Run, plan: Plan, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
 ) -> Session:
     """The session of a run at its beginning; of several ranks rank 0 makes the choices."""
-    world = world or World()
-    made = make_model(settings, text, describe(), device, world.size) if world.leads else None
-    settings = agreed(world, made.settings if made else settings)
-    made = made or make_model(settings, text, describe(), device, world.size)
-    for line in made.notes:
+    world, machine = world or World(), describe()
+    built = build_run(plan, text, machine, device, world.size) if world.leads else None
+    settings = agreed(world, (built.plan if built else plan).settings)
+    built = built or build_run(resolve(settings, machine), text, machine, device, world.size)
+    for line in built.notes:
         progress.line("tokens", line)
-    if dropout := getattr(_shape(made.model), "attention_dropout", 0):
+    if dropout := getattr(_shape(built.model), "attention_dropout", 0):
         progress.line(
             "note", f"attention_dropout = {dropout} stays in config.json; nothing is dropped in training here"
         )
-    settings, train = made.settings, made.settings.train
-    size = int(train.tokens_per_update)
-    batches = text.batches(size, seed=train.seed, epochs=train.epochs, pin=device.type == "cuda")
-    engine = make_engine(made, device, world)
-    randomness.seed(train.seed)
-    return Session(run, settings, made.recipe, text, engine, batches, planned=made.planned, world=world)
+    plan, pin = built.plan, device.type == "cuda"
+    batches = text.batches(plan.tokens_per_update, seed=plan.seed, epochs=plan.epochs, pin=pin)
+    engine = make_engine(built, device, world)
+    seed_all(plan.seed)
+    return Session(run, plan, text, engine, batches, world=world)
 
 
-def make_model(
-    settings: Settings, text: Corpus, machine: Device, device: torch.device | None = None, ranks: int = 1
-) -> Made:
-    """Build the model and fix every remaining automatic value but the number of updates.
+def build_run(
+    plan: Plan,
+    text: Corpus,
+    machine: Device,
+    device: torch.device | None = None,
+    ranks: int = 1,
+    like: Plan | None = None,
+) -> BuiltRun:
+    """Build the model, and decide what its shape decides.
 
-    Where it has adapters, its frozen weights go to `device`, each as soon as it is what is kept of it.
+    Args:
+        plan: of the run, from its settings alone.
+        text: what it trains on.
+        machine: where.
+        device: where its frozen weights go if it has adapters, each as soon as it is what is kept of it.
+        ranks: processes that train it together.
+        like: the plan of another run of that shape, whose choices are taken over.
+
+    Raises:
+        OutOfDeviceMemory: by the plan nothing fits; before anything is built where the shape is known by then.
+        InputRefused: the model is none for that text.
     """
-    train, optim = settings.train, settings.optim
-    preset = settings.model.preset
-    sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": settings.data.sequence_length}
-    if settings.model.init and is_weight_file(settings.model.init):
-        sizes = {}  # its tensors say more than text and row length do
-    recipe = Recipe(settings.model.init, preset, sizes | settings.model.sizes(), train.seed).checked()
-    rows = int(train.tokens_per_update) // settings.data.sequence_length
-    words, before = words_of(settings, text.tokenizer), shape_before(recipe)
-    if before:
-        tokens = words.trained(before.vocab_size) if words else ()
-        fitting = fitting_choices(with_rows(before, words), rows, settings, machine, tokens, ranks)
+    recipe, settings = plan.recipe, plan.settings
+    if recipe.file:  # which may have changed while the text was read
+        recipe = recipe._replace(sha256=code_digest(str(recipe.init)))
+    # The tensors of a weight file say more than text and row length do.
+    if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
+        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
+        recipe = recipe._replace(sizes=sizes | recipe.sizes)
+    new = new_tokens_of(settings, text.tokenizer)
+    if before := shape_in(recipe.init) if recipe.init else recipe.shape():
+        tokens = new.trained(before.vocab_size) if new else ()
+        plan = resolve(plan, machine, Shape(with_rows(before, new), tokens, ranks, like))
     model, loss = build(recipe)
     known = model.config.vocab_size if isinstance(model, Llama) else 0
-    tokens, notes = words.trained(known) if words else (), said(settings, words, known)
-    lora = lora_of(settings, tokens)
-    if lora:
+    tokens, notes = new.trained(known) if new else (), token_notes(settings, new, known)
+    if lora := lora_of(settings, tokens):
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
-    if words and words.vocabulary and isinstance(model, Llama):
-        recipe = recipe._replace(vocabulary=extended(model, words.vocabulary, str(recipe.init)))
-    config = _shape(model)
-    if config:
-        _require_fit(config, text, settings)
-    name = optimizer_name(settings, fresh=recipe.init is None)
-    lr = usual_rate(settings, name.partition(":")[0]) if optim.lr == "auto" else optim.lr
-    choices, plan = fitting if before else fitting_choices(config, rows, settings, machine, tokens, ranks)
-    fixed: dict[str, Any] = {
-        "optim.name": name,
-        "optim.lr": lr,
-        "train.tokens_per_update": int(train.tokens_per_update),
-        "train.precision": planner.precision(machine) if train.precision == "auto" else train.precision,
-        **choices,
-    }
-    settings = settings.resolve(fixed, "plan")
-    if transfer := transfer_of(settings, _shape(model)):
-        transfer.initialise_(model)
+    if new and new.vocabulary and isinstance(model, Llama):
+        recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
+    if config := _shape(model):
+        _require_fit(config, text, plan.sequence_length)
+    plan = replace(plan if before else resolve(plan, machine, Shape(config, tokens, ranks, like)), recipe=recipe)
+    if plan.transfer:
+        plan.transfer.initialise_(model)
     if lora:
-        start = read_adapter(recipe.adapter) if recipe.adapter else None
-        if start:
-            require_base_of(start, str(recipe.base_sha256))
-        put(model, lora, seed=train.seed, start=start, precision=Precision(settings.train.precision), device=device)
-    placement = plan.placement if isinstance(plan, StreamCandidate) else None
-    return Made(settings, recipe, model, loss, plan, placement, notes)
+        _adapt(model, lora, plan, device)
+    return BuiltRun(plan, model, loss, notes)
+
+
+def _require_fit(config: LlamaConfig, text: Corpus, length: int) -> None:
+    if config.vocab_size < text.vocab_size:
+        raise InputRefused(
+            f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {text.vocab_size}: raise it"
+        )
+    require_positions(length, config)
+
+
+def _adapt(model: nn.Module, lora: Lora, plan: Plan, device: torch.device | None) -> None:
+    """Put adapters next to a model's weights, new ones or those of a stored adapter."""
+    start = read_adapter(plan.recipe.adapter) if plan.recipe.adapter else None
+    if start:
+        require_base_of(start, str(plan.recipe.base_sha256))
+    put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
 
 
 def _shape(model: nn.Module) -> LlamaConfig | None:
     return model.config if isinstance(model, Llama) else None
 
 
-def make_engine(made: Made, device: torch.device, world: World | None = None) -> Engine:
+def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
     """The engine of one model, whose weights are on the device or come to it.
 
     Raises:
         UsageError: several ranks, and a module whose running statistics would be another one's on each.
     """
-    train = made.settings.train
+    plan, model = built.plan, built.model
     shared: dict[str, Any] = {
-        "loss": made.loss,
-        "optim": made.optimizer,
-        "clip": make_clip(made.settings),
-        "precision": Precision(train.precision),
-        "remat": named(train.remat),
-        "micro_batch": int(train.micro_batch),
+        "loss": built.loss,
+        "optim": plan.update_rule,
+        "clip": plan.clip,
+        "precision": Precision(plan.precision),
+        "remat": named(plan.remat),
+        "micro_batch": plan.micro_batch,
     }
-    if train.memory == "stream":
-        return Streamed(made.model, placement=made.placement or Placement(device), **shared)
-    if world is None or train.parallel == "none":
-        return Resident(settle(made.model, device, trained=device.type != "cpu").to(device), **shared)
-    share = -(-int(train.tokens_per_update) // (made.settings.data.sequence_length * world.size))
-    shared["micro_batch"] = min(shared["micro_batch"], share)
-    if mixing := mixing_rows(made.model):
+    if plan.memory == "stream":
+        return Streamed(model, placement=plan.placement or Placement(device), **shared)
+    if world is None or plan.parallel == "none":
+        return Resident(settle(model, device, trained=device.type != "cpu").to(device), **shared)
+    if mixing := mixing_rows(model):
         raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
-    if train.parallel == "fsdp":
-        return Sharded(made.model, world=world, **shared)
-    return Replicated(settle(made.model, device).to(device), world=world, **shared)
+    if plan.parallel == "fsdp":
+        return Sharded(model, world=world, **shared)
+    return Replicated(settle(model, device).to(device), world=world, **shared)
 
 
 def repeatable(device: torch.device) -> None:
@@ -256,11 +234,3 @@ def repeatable(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # The part of it that would cost time; the module is a class in disguise, which type checkers do not see.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _require_fit(config: LlamaConfig, corpus: Corpus, settings: Settings) -> None:
-    if config.vocab_size < corpus.vocab_size:
-        raise InputRefused(
-            f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {corpus.vocab_size}: raise it"
-        )
-    require_positions(settings, config)

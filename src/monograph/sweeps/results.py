@@ -7,13 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from monograph.config.axes import SEED
+from monograph.data.corpus import Corpus
+from monograph.device import compiler_obstacle, default_device, describe
+from monograph.engine import Engine
+from monograph.errors import InputRefused
 from monograph.evaluation.noise import Setting, Table, tabulate, written
 from monograph.files import entries
+from monograph.loop import train
 from monograph.run.folder import Run
-from monograph.session.summary import finished, standard_json
+from monograph.run.progress import Progress
+from monograph.session.plan import Plan
+from monograph.session.recorded import run_settings
+from monograph.session.reporting import finished, standard_json
+from monograph.session.resolve import resolve
+from monograph.session.session import seed_all
+from monograph.session.setup import build_run, make_engine, open_corpus
 from monograph.sweeps.folder import SCHEMA, Sweep
-from monograph.sweeps.members import Member, described, short, shown
+from monograph.sweeps.spec import Member, described, short, shown
 
 BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
@@ -180,3 +193,78 @@ def drawn(table: Table) -> list[dict[str, Any]]:
         }
         for each in table.settings
     ]
+
+
+FACTOR = 4.0  # of what two ways to compute the same run alone differ by
+
+
+def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
+    """Compare a member's training losses with those of the same run alone.
+
+        difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
+
+    "Otherwise" is uncompiled, or where nothing is compiled in micro-batches of half the size: what rounding alone does
+    to this run. Every way rounds differently, and training makes the differences grow; which is why no fixed bound will
+    do.
+
+    Raises:
+        InputRefused: the member has no metrics, or its run is damaged.
+    """
+    member = [row["train_loss"] for row in outcome.rows if row.get("train_loss") is not None]
+    if not member:
+        raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
+    plan = resolve(run_settings(outcome.run), describe())
+    text = open_corpus(plan.reading, progress)
+    compiled = plan.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
+    alone = losses(plan, text, len(member), progress, compiled=compiled)
+    if compiled:
+        other = losses(plan, text, len(member), progress, compiled=False)
+    else:
+        half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
+        other = losses(
+            resolve(plan.settings.resolve(half, "verify"), describe()), text, len(member), progress, compiled=False
+        )
+    difference, bound = largest(member, alone), FACTOR * largest(alone, other)
+    equal = difference <= bound
+    progress.line(
+        "verify",
+        f"member {outcome.member.index} against the same run alone, {len(member)} updates: largest difference of the "
+        f"training loss {difference:.2g}, {'within' if equal else 'beyond'} {bound:.2g} (4 x what two ways to compute "
+        "it alone differ by)",
+    )
+    return {
+        "member": outcome.member.index, "updates": len(member), "difference": difference, "bound": bound,
+        "equal": equal,
+    }  # fmt: skip
+
+
+def largest(one: list[float], other: list[float]) -> float:
+    """The largest difference at any update; nan and infinity are equal to themselves."""
+    pairs = zip(one, other, strict=True)
+    return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in pairs)
+
+
+def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
+    """Training losses of a run alone, from its beginning."""
+    built = build_run(plan, text, describe())
+    engine = make_engine(built, default_device())
+    engine.step.schedule = plan.schedule(plan.updates or updates)
+    size, seed = plan.tokens_per_update, plan.seed
+    batches = text.batches(size, seed=seed)
+    seed_all(seed)
+    with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
+        if compiled:
+            first = text.batches(size, seed=seed)
+            engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
+            first.close()
+        found = _trained(engine, batches, updates, stage.report)
+    batches.close()
+    return found
+
+
+def _trained(engine: Engine, batches: Any, updates: int, report: Any) -> list[float]:
+    found = []
+    for update in train(engine, batches, updates):
+        found.append(update.loss)
+        report("update", update.index + 1, updates)
+    return [float(loss) for loss in torch.stack(found).tolist()]

@@ -1,0 +1,369 @@
+"""How much of a streamed model lies where: on the device, in the host's memory, in files; and what stays on the device.
+
+device = resident buffers + slots + desks + boundaries + masks + max(one stage's passes, an update's intermediates)
+host   = all other buffers + boundaries that are offloaded
+
+It is in closed form, from the planes of a model's first, one middle and its last stage. The planes are made by the code
+that makes those of a run, on tensors without data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from monograph.graph.precision import Precision
+from monograph.measure.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
+from monograph.measure.footprint import Work
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.ops.cross_entropy import chunk_count
+from monograph.optim import Optimizer
+from monograph.stream import Placement
+from monograph.stream.boundaries import RINGS
+from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
+from monograph.stream.placement import When, Where
+from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
+
+Names = frozenset[str]
+META = torch.device("meta")
+ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # of all others: moments
+
+
+@dataclass(frozen=True)
+class PlaneShape:
+    """A plane without its data.
+
+    Attributes:
+        place: which of the model's planes it is a stretch of; those of one place share a slot's memory.
+        numbers: how many parameters.
+        whole: of them, what is updated at once.
+        buffers: (numbers, dtype) by name.
+    """
+
+    place: int
+    numbers: int
+    whole: int
+    buffers: Mapping[str, tuple[int, torch.dtype]]
+
+    def size_bytes(self, name: str) -> int:
+        """Of one buffer."""
+        numbers, dtype = self.buffers.get(name, (0, torch.int8))
+        return numbers * dtype.itemsize
+
+    def stays(self, resident: Names) -> bool:
+        """Whether none of its buffers is on the device, where those of these names are."""
+        return not resident & self.buffers.keys()
+
+    def pieces(self) -> Iterable[tuple[int, int]]:
+        """(begin, end) of what is brought to a desk."""
+        step = max(1, MOST // self.whole) * self.whole
+        most = range(0, self.numbers, step)
+        return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All stages of a model; those between the first and the last are alike.
+
+    Attributes:
+        first: planes of what comes before the blocks.
+        middle: of some blocks.
+        last: of what comes after them.
+        count: how many stages, these two included.
+        tied: whether the last reads weights of the first.
+    """
+
+    first: tuple[PlaneShape, ...]
+    middle: tuple[PlaneShape, ...]
+    last: tuple[PlaneShape, ...]
+    count: int
+    tied: bool
+
+    def planes(self, index: int) -> tuple[PlaneShape, ...]:
+        """Of one stage."""
+        return self.first if index == 0 else self.last if index == self.count - 1 else self.middle
+
+    @property
+    def names(self) -> list[str]:
+        """Of all buffers."""
+        every = (*self.first, *self.middle, *self.last)
+        return list(dict.fromkeys(name for plane in every for name in plane.buffers))
+
+    def size_bytes(self, index: int, name: str) -> int:
+        """Of a stage's buffers of that name."""
+        kind = 0 if index == 0 else 2 if index == self.count - 1 else 1
+        return self._sizes[kind].get(name, 0)
+
+    @functools.cached_property
+    def _sizes(self) -> list[dict[str, int]]:
+        """By buffers' names: of the first stage, of one in the middle, of the last. A search asks millions of times."""
+        kinds = self.first, self.middle, self.last
+        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
+
+
+def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:
+    """The stages of a model; `blocks_per_stage` divides its blocks."""
+    short = replace(config, num_hidden_layers=blocks_per_stage, layer_types=config.layer_types[:blocks_per_stage])
+    with META:
+        model = Llama(short)
+    placement = Placement(META, blocks_per_stage=blocks_per_stage)
+    store = stored(model, optim.kinds(model), optim, rounds=Precision(precision).rounds, placement=placement)
+    first, middle, last = (_shapes(stage) for stage in store.stages)
+    return Stages(first, middle, last, config.num_hidden_layers // blocks_per_stage + 2, store.tied)
+
+
+def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
+    found = []
+    for each in stage.stored:
+        plane = each.plane
+        numbers = plane.param.numel()
+        buffers = {name: (buffer.tensor.numel(), buffer.tensor.dtype) for name, buffer in each.buffers.items()}
+        found.append(
+            PlaneShape(plane.number, numbers, numbers // len(plane.slots) if plane.kind.matrix else 1, buffers)
+        )
+    return tuple(found)
+
+
+def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
+    """What a `monograph.stream.slots.DeviceBuffer` for these takes."""
+    sizes: dict[tuple[Any, torch.dtype], int] = {}
+    for guest in guests:
+        for key, (numbers, dtype) in guest.items():
+            sizes[key, dtype] = max(sizes.get((key, dtype), 0), numbers)
+    return sum(numbers * dtype.itemsize for (_, dtype), numbers in sizes.items())
+
+
+def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
+    """What `monograph.stream.slots.Slots` take; `resident`: names of each stage's buffers on the device."""
+    kinds = _kinds(stages, resident)
+    first, middle, last = ([each for each in kinds if each[0] == kind] for kind in ("first", "middle", "last"))
+    ends = [first, last] if stages.tied else [first + last]
+    return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
+
+
+def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
+    """What the desks take, whose guests have gradients with them unless these never leave a slot.
+
+    `on_host`: what is all at home is updated there, and is no guest.
+    """
+    guests = []
+    for _, planes, names in _kinds(stages, resident):
+        for plane in (each for each in planes if not (on_host and each.stays(names))):
+            away = [name for name in plane.buffers if name not in names and (gradient or name != GRADIENT)]
+            guests += [{name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()]
+    return STAGING_BUFFERS * room_bytes(guests)
+
+
+def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
+    """What gradients take at home, where stages take turns with it."""
+    every = enumerate(resident)
+    guests = [
+        (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
+        for index, names in every
+        for plane in stages.planes(index)
+        if plane.stays(names)
+    ]
+    return sum(room_bytes(guest for turn, guest in guests if turn == each) for each in range(TURNS))
+
+
+def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torch.dtype]:
+    numbers, dtype = plane.buffers[name]
+    block = plane.numbers // numbers
+    return -(-end // block) - begin // block, dtype
+
+
+def _kinds(stages: Stages, resident: Sequence[Names]) -> list[tuple[str, tuple[PlaneShape, ...], Names]]:
+    """What there is to bring: stages that are alike, and of which the same buffers are on the device, once."""
+    ends = {0: "first", stages.count - 1: "last"}
+    every = Counter((ends.get(index, "middle"), names) for index, names in enumerate(resident))
+    planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
+    return [(kind, planes[kind], names) for kind, names in every]
+
+
+def _slot_bytes(kinds: Sequence[tuple[str, tuple[PlaneShape, ...], Names]]) -> int:
+    return sum(
+        room_bytes(
+            {plane.place: plane.buffers[name] for plane in planes} for _, planes, names in kinds if name not in names
+        )
+        for name in (WEIGHTS, GRADIENT)
+    )
+
+
+Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, of "device", "host" and "disk"
+# What passes take is estimated; what stays on the device leaves so much more room for it.
+MARGIN = 1.25
+GOLDEN = 0.618033988749895  # multiples of it, modulo 1, are spread evenly, however many there are
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to stream a model.
+
+    Attributes:
+        work: of a micro-batch.
+        stages: of the model.
+        blocks_per_stage: of which they are made.
+        when: weights are updated.
+        offload: whether boundaries are kept on the host.
+        where: weights are updated, if they are at home.
+        on_disk: names of buffers in files.
+        files_first: whether these are the first to stay on the device, as a disk is slow, or the last, as there is room
+            on a disk.
+    """
+
+    work: Work
+    stages: Stages
+    blocks_per_stage: int
+    when: When
+    offload: bool
+    where: Where = "device"
+    on_disk: Names = frozenset()
+    files_first: bool = True
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an update."""
+        return -(-self.work.window_rows // self.work.rows)
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a number that is computed with."""
+        return 4 if self.work.precision == "fp32" else 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what goes from stage to stage of a micro-batch."""
+        return self.work.rows * self.work.length * self.work.config.hidden_size * self.number_bytes
+
+    @cached_property
+    def order(self) -> list[list[tuple[int, str]]]:
+        """What stays on the device first, as (stage, name), in groups of a name: what saves the most copies a byte.
+
+        Files first or last; weights, which come up to three times an update, then gradients, which go in the backward
+        pass and come in the forward pass. Where weights are updated at home a stage stays there as a whole, or on the
+        device.
+        """
+        stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
+        names = [WEIGHTS, GRADIENT, REST, *(n for n in self.stages.names if n not in (WEIGHTS, GRADIENT, REST))]
+        names = [name for name in names if name in self.stages.names and not (name == GRADIENT and self.at_once)]
+        names.sort(key=lambda name: (name in self.on_disk) != self.files_first)
+        groups = [[(index, name) for index in stages if self.stages.size_bytes(index, name)] for name in names]
+        if self.where == "host":
+            groups = [[(index, name) for name in names if self.stages.size_bytes(index, name)] for index in stages]
+        return [group for group in groups if group]
+
+    @property
+    def at_once(self) -> bool:
+        """Whether gradients never leave a slot."""
+        return self.when == "backward"
+
+    def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
+        """A stage's planes that are updated at home."""
+        return [plane for plane in self.stages.planes(index) if self.where == "host" and plane.stays(resident[index])]
+
+    @cached_property
+    def passing(self) -> dict[str, int]:
+        """Bytes on the device beside planes, by origin; estimates but for boundaries and masks."""
+        work, number = self.work, self.number_bytes
+        config, tokens = work.config, work.rows * work.length
+        inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
+        block = stored_numbers(work, "none") * number * tokens
+        head = config.vocab_size * config.hidden_size
+        chunk = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
+        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * tokens * config.hidden_size * number
+        matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
+        largest = max(MOST, *matrices, 1)
+        if work.compile == "none":
+            update = (EAGER_UPDATE_BYTES[work.optim.state] + 8) * largest
+        else:
+            update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
+        passes = inside + max(2 * block, loss - inside, 4 * head - inside, update - inside)
+        every = work.window_rows * work.length
+        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense ones, cosine and sine
+        return {
+            "boundaries": self._states * self.state_bytes,
+            "activations": int(inside),
+            "workspace": int(passes - inside) + masks,
+        }
+
+    @property
+    def _states(self) -> int:
+        """The most that are on the device: all inputs and a gradient, or what is read, what is made, and the rings."""
+        inner = self.stages.count - 1
+        if not self.offload:
+            return inner * self.micro_batches + 1
+        return (2 + min(RINGS, inner - 1)) * self.micro_batches
+
+    def resident(self, count: int) -> list[Names]:
+        """The names of each stage's buffers on the device, if so many of `order` are."""
+        found: list[set[str]] = [set() for _ in range(self.stages.count)]
+        for index, name in [each for group in self.order for each in group][:count]:
+            found[index].add(name)
+        return [frozenset(names) for names in found]
+
+    def device(self, resident: Sequence[Names]) -> dict[str, int]:
+        """Bytes on the device by origin."""
+        found = dict.fromkeys(("weights", "gradients", "moments"), 0)
+        for index, names in enumerate(resident):
+            for name in names:
+                found[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
+        slots = slots_bytes(self.stages, resident)
+        on_host = self.where == "host"
+        desks = desks_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
+        return found | {"slots": slots, "desks": desks} | self.passing
+
+    def filled(self, limit: int) -> list[Names]:
+        """What stays on the device, as much as its memory holds."""
+        passing = self.passing
+        spare = limit - int(MARGIN * (passing["activations"] + passing["workspace"])) - passing["boundaries"]
+
+        def fits(count: int) -> bool:
+            return sum(size for name, size in self.device(self.resident(count)).items() if name not in passing) <= spare
+
+        ends = [0]
+        for group in self.order:
+            ends.append(ends[-1] + len(group))
+        # Inside of a group memory only grows; at its end slots may vanish.
+        whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
+        if self.where == "host":
+            return self.resident(ends[whole])
+        low, high = ends[whole], ends[min(whole + 1, len(ends) - 1)]
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return self.resident(low)
+
+    def tiers(self, resident: Sequence[Names]) -> Tiers:
+        """Bytes by origin, tier by tier."""
+        tiers = {"device": self.device(resident), "host": dict[str, int](), "disk": dict[str, int]()}
+        for index in range(self.stages.count):
+            for name in self.stages.names:
+                size = self.stages.size_bytes(index, name)
+                if not size or name in resident[index] or (name == GRADIENT and self.at_once):
+                    continue
+                tier = tiers["disk" if name in self.on_disk else "host"]
+                origin = ORIGIN.get(name, "moments")
+                tier[origin] = tier.get(origin, 0) + size
+        if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
+            tiers["host"]["gradients"] = turns
+        if self.offload:
+            tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.state_bytes
+        return tiers
+
+    def placement(self, resident: Sequence[Names]) -> Placement:
+        """The same for the engine; its device and folder are the caller's."""
+        return Placement(
+            when=self.when,
+            where=self.where,
+            blocks_per_stage=self.blocks_per_stage,
+            offload=self.offload,
+            on_device=frozenset((index, name) for index, names in enumerate(resident) for name in names),
+            on_disk=self.on_disk,
+        )

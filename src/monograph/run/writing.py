@@ -1,0 +1,103 @@
+"""Files of a run's folder and folders of results: each there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from monograph.data import companions
+from monograph.data.files import parse_json
+from monograph.data.tokenizer import Tokenizer
+from monograph.errors import DiskFull, InputRefused
+from monograph.files import contents, entries, exists, is_file
+from monograph.interrupts import taken_back
+from monograph.run.folder import Run, claim_new_folder, explained
+from monograph.run.run_index import SWEEP
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is the former one or this one, whole, whatever happens; raises DiskFull."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise DiskFull(f"{path}: cannot be written: {error.strerror}; what was there before is untouched") from error
+
+
+def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
+    for name, text in tokenizer.companions.files().items():
+        write_whole(run.folder / name, text)
+    write_whole(run.tokenizer, tokenizer.to_json() + "\n")
+
+
+def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
+    """Write the tokenizer of a run's text again where the run's own file is not it; whether that was so."""
+    with suppress(InputRefused):
+        if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
+            return False
+    write_tokenizer(run, tokenizer)
+    return True
+
+
+def record_parent(run: Run, parent: Run, at: int | None) -> None:
+    """Write down where a run branches from, for a process that goes on before its first checkpoint."""
+    write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+
+
+def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
+    """What `record_parent` wrote down, None for a run that branches from none; raises InputRefused if it is damaged."""
+    content = contents(run.parent_file)
+    if content is None:
+        return None
+    try:
+        record = parse_json(content)
+        return Run(Path(record["run"])), record["update"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None
+
+
+def discard(run: Run) -> None:
+    """Remove a new run that never began, so that `last` still names the last one that did."""
+    beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
+    for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
+        path.unlink(missing_ok=True)
+    if not entries(run.folder):
+        run.folder.rmdir()
+
+
+@contextmanager
+def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
+    """A folder for the block to write files into: `out`, or `root`/YYYY-MM-DD-HHMM; none is left if the block fails.
+
+    Raises:
+        InputRefused: `out` is a file, holds something, or cannot be made.
+        DiskFull: it cannot be made for want of space.
+    """
+    if out is not None and (is_file(out) or entries(out)):
+        raise InputRefused(f"--out {out}: holds something already; name a new folder")
+    given = root if out is None else out
+    new = [each for each in (given, *given.parents) if not exists(each)]
+    with explained(given):
+        folder = claim_new_folder(root) if out is None else out
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with taken_back():
+            yield folder
+    except BaseException:
+        with suppress(OSError):  # another program may have put something there meanwhile
+            for file in folder.iterdir():
+                file.unlink()
+            for each in [*([folder] if out is None else []), *new]:
+                each.rmdir()
+        raise

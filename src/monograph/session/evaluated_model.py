@@ -1,0 +1,100 @@
+"""What is measured: a trained model, how it computes, how it reads, and what was held out of its training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph.data.progress import Progress
+from monograph.data.questions import Question
+from monograph.data.tokenizer import Tokenizer
+from monograph.device import default_device
+from monograph.errors import InputRefused
+from monograph.evaluation.choices import Accuracy, Answer, choose
+from monograph.graph.precision import Precision
+from monograph.loss import Batch, Loss, token_loss
+from monograph.measure.quantities import counted
+from monograph.model.llama import Llama
+from monograph.run.folder import Run
+from monograph.run.models import load, load_trained
+from monograph.session.recorded import run_settings, strange_text
+
+LONGEST_ROW = 4096
+_READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model, how it computes and how it reads text; of a run also the text that was held out."""
+
+    module: nn.Module
+    loss: Loss
+    tokenizer: Tokenizer
+    precision: Precision
+    reading: dict[str, Any]  # arguments of `corpus`
+    averaged: bool = False
+    own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
+    fingerprint: str = ""
+    strange: str = ""  # what a person is told before `own_text` is read; nothing of their own run
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, targets), uncompiled and in the run's own precision."""
+        with self.precision.context(default_device().type):
+            return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
+
+
+def require_finite(loss: float, name: str, text: str) -> None:
+    """Refuse a model's loss on a text that is no number to compare or to rank.
+
+    Raises:
+        InputRefused: it is NaN or infinite.
+    """
+    if not math.isfinite(loss):
+        raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
+
+
+def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
+    """A run's newest sound model; see `load_trained`."""
+    settings = run_settings(run)
+    precision = Precision(settings.train.precision)  # the run's own, or the figures differ
+    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
+    return EvaluatedModel(
+        module,
+        loss,
+        tokenizer,
+        precision,
+        {key: getattr(settings.data, key) for key in _READING},
+        averaged,
+        {key: getattr(settings.data, key) for key in ("source", "held_out")},
+        state["fingerprint"],
+        strange_text(run, settings),
+    )
+
+
+def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
+    """The model of a Hugging Face folder or weight file."""
+    model, tokenizer = load(folder, warn)
+    length = min(model.config.max_position_embeddings, LONGEST_ROW)
+    return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
+
+
+def answered(
+    subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
+) -> tuple[list[Answer], Accuracy]:
+    """What a model answers; see `evaluation.choose`.
+
+    Raises:
+        InputRefused: it cannot be asked.
+    """
+    if not isinstance(subject.module, Llama):
+        raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
+    answers, shares = choose(subject.module, subject.tokenizer, questions, subject.precision, report, chat)
+    if shares.cut:
+        warn(f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out")
+    return answers, shares

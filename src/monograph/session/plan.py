@@ -1,0 +1,120 @@
+"""A run's plan: the values of its settings, every "auto" decided, as plain numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from monograph.config import Settings
+from monograph.measure.footprint import Compile
+from monograph.model.config import LlamaConfig
+from monograph.optim import Optimizer
+from monograph.planner import Candidate, StreamCandidate
+from monograph.planner.defaults import EVALUATIONS
+from monograph.run.recipe import Recipe
+from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
+from monograph.step import Clip
+from monograph.stream import Placement
+from monograph.transfer import WidthTransfer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does. `monograph.session.resolve.resolve` decides every value; whatever trains reads them here.
+
+    Attributes:
+        settings: what config.toml records; an "auto" is recorded as soon as nothing can change it any more.
+        recipe: what the model is built from, checked.
+        reading: the arguments of `monograph.corpus`.
+        seed: of weights and of the order of rows.
+        tokens_per_update: tokens of an update.
+        minutes: that the training may take, where neither updates nor epochs are given; `minutes_given`: by a person.
+        epochs: passes over the text, None where another key says how long the run is.
+        optimizer: the optimizer's name, with the bits of its state.
+        update_rule: the optimizer itself; once the model's shape is known with what width transfer does to it.
+        clip: the largest norm of a gradient.
+        averaged: whether an average of the weights is kept, and is what is scored.
+        schedule_name: of the learning rate's course; `final`: the share of the peak rate that it falls to.
+        precision: of the arithmetic.
+        parallel: how several devices share the work.
+        keep: how many of the newest checkpoints stay.
+        micro_batch: rows of one device at once; 0: left open until the model's shape is known.
+        compile: what one graph holds; `remat`: what is recomputed; `memory`: where weights live; "auto" until then.
+        transfer: the rule by which rates are carried to this width, None without it.
+        expected: what the planner expects of the run, None where it was not asked.
+        updates: of the whole run, 0 until it is known; with it `warmup_updates`, `eval_every` and `save_every`.
+    """
+
+    settings: Settings
+    recipe: Recipe
+    reading: Mapping[str, Any]
+    seed: int
+    tokens_per_update: int
+    minutes: float
+    minutes_given: bool
+    epochs: int | None
+    optimizer: str
+    update_rule: Optimizer
+    clip: Clip | None
+    averaged: bool
+    schedule_name: str
+    final: float
+    precision: str
+    parallel: str
+    keep: int
+    micro_batch: int = 0
+    compile: Compile | Literal["auto"] = "auto"
+    remat: str | float = "auto"
+    memory: Literal["auto", "device", "stream"] = "auto"
+    transfer: WidthTransfer | None = None
+    expected: Candidate | None = None
+    updates: int = 0
+    warmup_updates: int = 0
+    eval_every: int = 1
+    save_every: int = 1
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return int(self.reading["sequence_length"])
+
+    @property
+    def rows(self) -> int:
+        """Rows of an update."""
+        return self.tokens_per_update // self.sequence_length
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the buffers of a streamed model live, None of another."""
+        return self.expected.placement if isinstance(self.expected, StreamCandidate) else None
+
+    def schedule(self, updates: int) -> Schedule:
+        """The learning rate's course over so many updates."""
+        if self.schedule_name == "constant":
+            return constant(self.warmup_updates)
+        course = warmup_stable_decay if self.schedule_name == "wsd" else warmup_cosine
+        return course(self.warmup_updates, updates, final=self.final)
+
+
+class Shape(NamedTuple):
+    """What is known of a run once its text is read: the shape of its model.
+
+    Attributes:
+        config: with a row for each token; None for a module that is no Llama.
+        tokens: ids whose rows are trained next to adapters.
+        ranks: processes that train it together.
+        like: the plan of another run of that shape, whose choices are taken over.
+    """
+
+    config: LlamaConfig | None
+    tokens: tuple[int, ...] = ()
+    ranks: int = 1
+    like: Plan | None = None
+
+
+class Length(NamedTuple):
+    """How many updates a run has, once that is known, and how often it is evaluated where nobody says it."""
+
+    updates: int
+    evaluations: int = EVALUATIONS

@@ -1,0 +1,241 @@
+"""The settings that a run's config.toml holds: read, held to what the run was begun with, gone on with, branched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from monograph import checkpointing
+from monograph.checkpointing import CheckpointDamaged
+from monograph.config import Settings, load
+from monograph.config.settings import EXCLUSIVE
+from monograph.data.sources import weighted
+from monograph.errors import InputRefused, UsageError
+from monograph.files import contents, entries, exists, is_file, is_folder, resolved
+from monograph.measure.quantities import counted
+from monograph.planner import defaults
+from monograph.run.folder import Follower, Run
+from monograph.run.recipe import names_run
+from monograph.run.run_index import checkpoint_named
+from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
+from monograph.run.writing import write_whole
+from monograph.session.adapting import KEYS
+from monograph.session.new_tokens import require_no_new
+from monograph.terminal import shell_words
+
+# A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
+_OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates", "train.parallel"}
+
+
+def run_settings(
+    run: Run, *, runs_code: bool = True, inits: Sequence[str] = (), recorded: str | None = None
+) -> Settings:
+    """The settings of a run; whatever reads its config.toml reads it here.
+
+    Args:
+        run: its folder.
+        runs_code: whether what is made of the settings may run the Python file that they name.
+        inits: values of model.init that a sweep names beside those of its config.toml.
+        recorded: the fingerprint of the settings, where no checkpoint of the run says it.
+
+    Raises:
+        InputRefused: the file is not what the run was begun with, or it names code that nobody here vouches for.
+        UsageError: it is no configuration, and no checkpoint says what it was.
+    """
+    state = _state(run)
+    expected = recorded or state.get("settings")
+    try:
+        found = load(run.config, {}, {})
+    except UsageError as error:
+        if expected is None:
+            raise
+        there = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
+        raise _changed(run, expected, f"{there} ({error})") from None
+    if expected is not None and not found.has_fingerprint(expected):
+        raise _changed(run, expected, found.fingerprint)
+    if runs_code:
+        recipe = state.get("recipe")
+        trained_with = recipe.get("sha256") if isinstance(recipe, dict) else None
+        require_trusted(run.config, [found.model.init, *inits], trained_with)
+    return found
+
+
+def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
+    """Hold a TOML file that a person named to the rules of the run that wrote it, or in whose folder it lies.
+
+    A link is what it leads to; and a stranger may leave out what makes a folder a run. What `strange_text` says of it
+    is printed.
+
+    Raises:
+        InputRefused: as `run_settings`.
+    """
+    if toml is None or not is_file(toml):
+        return
+    toml = resolved(toml)
+    run = Run(toml.parent)
+    if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
+        if told := strange_text(run, run_settings(run, runs_code=runs_code)):
+            print("warning:", told, file=sys.stderr)
+    elif runs_code and (carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents)):
+        require_trusted(toml, [load(toml, {}, {}).model.init])
+
+
+def require_text(settings: Settings) -> None:
+    """Refuse a run, one of its checkpoints or a model's folder where text is meant: none of their files is text.
+
+    Raises:
+        UsageError: with the settings that name it.
+    """
+    source = settings.data.source
+    for place in [source] if isinstance(source, str) else source:
+        folder = Path(os.path.expanduser(place))
+        if is_file(folder / "run.lock") or checkpoint_named(folder) is not None:
+            raise UsageError(f"{place} is a run, no text: give its config.toml, or model.init={place}")
+        if is_file(folder / "config.json") and entries(folder, "model"):
+            raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
+
+
+def strange_text(run: Run, settings: Settings) -> str:
+    """A line on the text outside of its folder that a run names which this user did not write here; of others empty."""
+    source, home = settings.data.source, run.folder.resolve()
+    places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
+    beyond = [
+        each for each in places if each != "stdlib" and home not in Path(os.path.expanduser(each)).resolve().parents
+    ]
+    if not beyond or is_ours(run.config, [settings.model.init]):
+        return ""
+    return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """The state of the newest checkpoint of which it is sound; nothing of a run without one."""
+    for folder in reversed(entries(run.checkpoints, "step-")):
+        with suppress(CheckpointDamaged):
+            return checkpointing.load_state(folder)
+    return {}
+
+
+def _changed(run: Run, expected: str, found: str) -> InputRefused:
+    return InputRefused(
+        f"{run.config}: not what the run was begun with: expected content of sha256 {expected}, found {found}; "
+        "put it back, and give other settings as KEY=VALUE to a new run with --from"
+    )
+
+
+def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> None:
+    """Write config.toml so that it is the former one or this one, whole, whatever happens; with this user's mark.
+
+    Args:
+        run: its folder.
+        settings: of the run, or of a sweep.
+        inits: values of model.init that a sweep varies.
+    """
+    write_whole(run.config, marked(settings.to_toml(), [settings.model.init, *inits]))
+
+
+def settings_of(run: Run, given: Settings) -> Settings:
+    """The run's own settings; what the command line adds to `--resume` must not contradict them.
+
+    Raises:
+        UsageError: it does.
+        InputRefused: the run was stopped before its settings were written; or as `run_settings`.
+    """
+    if not run.begun and not entries(run.checkpoints):
+        raise InputRefused(
+            f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
+        )
+    own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
+    for key, value in given.pinned().items():
+        mine = own.values()[key]
+        if value in (mine, "auto"):
+            continue
+        if key == "train.memory":
+            own = own.resolve(_moved(str(value), own), given.origins[key])
+            continue
+        if key == "train.parallel":  # the same updates by more ranks or fewer
+            own = own.resolve({key: value}, given.origins[key])
+            continue
+        if key == "optim.transfer" and _same_transfer(value, mine):
+            continue
+        if (
+            key == "train.tokens"
+            and defaults.updates_of(int(value), int(own.train.tokens_per_update)) == own.train.updates
+        ):
+            continue
+        if key == "train.minutes" and given.origins[key] != "command line":
+            continue  # what the file of settings asked for became updates, once
+        if key in EXCLUSIVE[0]:
+            epochs, updates = own.train.epochs, own.train.updates
+            mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
+        raise UsageError(
+            f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
+            f"leave it out, or start a new run with --from {shell_words(run.handle)}"
+        )
+    return own
+
+
+def _moved(memory: str, own: Settings) -> dict[str, Any]:
+    """What changes where a run goes on with its weights elsewhere; a stream has no graph of the whole step."""
+    whole = memory == "stream" and own.train.compile == "whole"
+    return {"train.memory": memory} | ({"train.compile": "blocks"} if whole else {})
+
+
+def parent_named(name: str) -> tuple[Run, int | None]:
+    """The run, and the update if one is given, that RUN[@UPDATE] names."""
+    run, _, update = name.rpartition("@")
+    if run and not update.isdecimal() and not exists(name):
+        raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
+    parent = Run.open(run if run and update.isdecimal() else name)
+    return parent, int(update) if run and update.isdecimal() else parent.at
+
+
+def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
+    """The settings, and the run that `--from` names: a model's folder that is no run is model.init, with no optimizer.
+
+    Raises:
+        UsageError: model.init is given, too.
+    """
+    if name is None or names_run(name) or not is_file(Path(name, "config.json")):
+        return settings, name
+    if settings.model.init:
+        raise UsageError(f"--from {name} and model.init = {settings.model.init} both name a model; give one")
+    return settings.resolve({"model.init": name}, "--from"), None
+
+
+def branched(parent: Run, given: Settings) -> Settings:
+    """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
+    if not parent.begun and not entries(parent.checkpoints):
+        raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
+    own = run_settings(parent, runs_code=given.model.init is None)
+    taken = {*given.pinned()}
+    if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
+        raise UsageError(
+            f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
+            f"their optimizer; for adapters beside them start anew with model.init={parent.folder}"
+        )
+    if "optim.transfer" in taken and not _same_transfer(given.optim.transfer, own.optim.transfer):
+        origin = given.origins["optim.transfer"]
+        raise UsageError(
+            f"{origin}: optim.transfer = {given.optim.transfer}, but the weights of {parent.folder} were drawn with "
+            f"{own.optim.transfer}; leave it out"
+        )
+    if "data.tokenizer" in taken:
+        require_no_new(given, str(parent.folder))
+    taken -= {"optim.transfer"}
+    closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
+    if given.model.init:  # brings its own shape
+        closed |= {key for key in own.values() if key.startswith("model.")}
+    kept = {key: value for key, value in own.pinned().items() if key not in closed}
+    if "data.tokenizer" not in taken:
+        kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
+    return given.resolve(kept, str(parent.config))
+
+
+def _same_transfer(given: str, own: str) -> bool:
+    """Whether what is asked for is what a run has: its own, or "width" without saying which."""
+    return given == own or (given == "width" and own.startswith("width:"))

@@ -1,0 +1,363 @@
+"""What a run shows and hands over: the held-out curve, samples, figures, a summary, the last lines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import deque
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from monograph import compat
+from monograph.data.chat import stop_ids
+from monograph.data.corpus import Corpus
+from monograph.data.files import parse_json
+from monograph.decode import Sampling, generate
+from monograph.device import clock, default_device, describe
+from monograph.errors import InputRefused
+from monograph.evaluation import Evaluation, evaluate
+from monograph.files import contents, exists, is_folder
+from monograph.graph import capture as graph
+from monograph.measure.flops import flops_per_token, mfu
+from monograph.measure.memory import reset_peak_memory
+from monograph.measure.python_lines import accepted_share
+from monograph.measure.quantities import counted, duration, memory
+from monograph.measure.report import write_report
+from monograph.measure.yardsticks import yardsticks
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.planner.defaults import most_updates, updates_for
+from monograph.run.folder import Run
+from monograph.run.progress import Progress, TrainingBlock
+from monograph.session.ranks import show
+from monograph.session.session import Session
+
+
+def finished(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
+    last: dict[str, Any] = {}
+    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
+        last = next(reversed(run.rows()), {})
+    summary: dict[str, Any] | None = last.get("summary")
+    if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
+        return None
+    return summary
+
+
+def standard_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null for NaN and infinities, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+STDLIB_PROMPT = "def read(self, size"
+_SHOWN_CHARS = 40
+
+
+class Opening(NamedTuple):
+    """Where samples begin.
+
+    Attributes:
+        text: what is shown before what the model writes.
+        begun: the text or the ids that it goes on from.
+        stop: ids that end what it writes, beside the end of a text.
+        arguments: what `monograph generate` is told to do the like.
+    """
+
+    text: str
+    begun: str | list[int]
+    stop: tuple[int, ...]
+    arguments: tuple[str, ...]
+
+
+def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
+    """As much of the held-out text, or of the training text, as leaves a model room to go on."""
+    rows = corpus.held_out if len(corpus.held_out) else corpus.train
+    # Half of the positions, or what the first token of a document and one that is written leave of two or three.
+    room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
+    if rows.conversations:
+        ids = rows.first_prompt()
+        ids = ids if room is None else ids[-max(1, room) :]
+        asked = corpus.tokenizer.decode(ids).strip()
+        if len(asked) > _SHOWN_CHARS:  # whole words of its end
+            asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
+    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
+    python = corpus.name == "stdlib"
+    text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
+    text = _shortened(corpus, text, room)
+    prompt = _shortened(corpus, "class Cache:", room) if python else text
+    dashes = ("--",) if prompt.startswith("-") else ()  # or it would be taken for an option
+    return Opening(text, text, (), (*dashes, prompt))
+
+
+def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
+    while room is not None and len(corpus.tokenizer.encode(text)) > room:
+        text = text[: len(text) // 2]
+    return text
+
+
+SAMPLE_SHARES = (0.15, 0.5, 1.0)
+SAMPLE_TOKENS = 48
+RECENT = 25  # rates
+JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
+LARGEST_YARDSTICK_BYTES = 64_000_000
+# The time is kept from this share of it on, if the run would take more than LATE times as long as it may; what comes
+# after the last update has the rest after END_SHARE.
+COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
+
+
+class Reporter:
+    """Shows one run while it trains, and says at its end what came of it."""
+
+    def __init__(self, session: Session, progress: Progress):
+        """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run told."""
+        self.session, self.progress = session, progress
+        self.rows = session.run.rows()
+        self.yardsticks = self._yardsticks()
+        reset_peak_memory(session.engine.step.device)  # what the yardsticks took is not the run's
+        self.opening = opening_of(session.corpus, session.model_config)
+        self.python = session.corpus.name == "stdlib"
+        self.recompiles = 0
+        self.rates: deque[float] = deque(maxlen=RECENT)
+        self.held_out: Evaluation | None = None
+        self.averaged = session.plan.averaged
+        self.lines = (0, 0)
+
+    def sample_updates(self) -> list[int]:
+        """After which updates a sample is drawn."""
+        return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
+
+    def block(self) -> TrainingBlock:
+        """The live block, with what an earlier process of the run showed."""
+        updates = self.session.updates
+        tokens = updates * self.session.plan.tokens_per_update
+        block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
+        for row in self.rows:
+            if row.get("eval_bits_per_byte") is not None:
+                block.held_out(row["tokens"], row["eval_bits_per_byte"])
+            if "sample" in row:
+                block.sample(row["share"], row["sample"])
+        return block
+
+    def rate(self, updates: int, seconds: float) -> float:
+        """Tokens per second of the last updates."""
+        self.rates.append(updates * self._tokens / seconds)
+        return self.rates[-1]
+
+    @property
+    def recent_s(self) -> float:
+        """Seconds that one of the last updates took, at the median of a few; 0 before there were any."""
+        recent = sorted(self.rates)
+        return self._tokens / recent[len(recent) // 2] if recent else 0.0
+
+    @property
+    def _tokens(self) -> float:
+        """Of an update: targets, or of conversations all that could be."""
+        return self.session.corpus.stats.packed_share * self.session.plan.tokens_per_update
+
+    def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
+        """Score held-out rows, note it, show it."""
+        rows = self.session.corpus.held_out
+        if len(rows) == 0:
+            return
+        # The engine cuts them; streamed, a model crosses the link once for all of them.
+        size = self.session.batches.rows_per_window
+        self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
+        tokens = int(self.session.engine.step.tokens)
+        bits = self.held_out.bits_per_byte
+        result = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
+        self.session.run.log(
+            {"update": update, "tokens": tokens, **result, "eval_rows": min(limit or len(rows), len(rows))}
+        )
+        if bits is not None and math.isfinite(bits):
+            block.held_out(tokens, bits)
+
+    def sample(self, block: TrainingBlock, update: int) -> None:
+        """Let a Llama go on from the run's prompt, always with the same draws."""
+        text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
+        if text is None:
+            return
+        share, sample = update / self.session.updates, self.opening.text + text
+        self.session.run.log({"update": update, "share": share, "sample": sample})
+        block.sample(share, sample)
+
+    def keep_time(self, update: int) -> None:
+        """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
+        if ends := self.session.world.number(self._too_late(update)):
+            self.session.shorten(ends)
+            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+
+    def _too_late(self, update: int) -> int:
+        """After how many updates a run ends that is too slow, 0 of another."""
+        session = self.session
+        if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
+            return 0
+        spent = session.spent_s
+        # The last evaluation and the last samples come after the updates.
+        until = END_SHARE * session.budget_s
+        per_update = max(spent / update, self.recent_s)
+        if spent + per_update * (session.updates - update) <= LATE * until:
+            return 0
+        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
+        return update + updates_for(left, per_update, session.updates - update)
+
+    def end(self, block: TrainingBlock) -> None:
+        """The last evaluation, over all held-out rows, and the last sample."""
+        self.evaluate(block, self.session.updates, limit=None)
+        self.sample(block, self.session.updates)
+        if self.python:
+            texts = [text for text in self._write(4, JUDGED_TOKENS) if text]
+            found = [accepted_share(text) for text in texts]
+            self.lines = sum(f[0] for f in found), sum(f[1] for f in found)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the report, say what came of it and what to type next; return the JSON object of the contract."""
+        session, progress = self.session, self.progress
+        summary, trained = self._summary(), duration(session.spent_s)
+        rows = session.run.rows()
+        samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
+        with progress.stage("report", str(session.run.report)):
+            write_report(session.run.folder, summary, rows, self.yardsticks, samples)
+        session.run.log({"update": summary["update"], "summary": summary})
+        progress.gap()
+        promised = ""
+        if session.budget_s:
+            ended = session.plan.updates >= most_updates(
+                session.corpus.train.per_epoch, session.batches.rows_per_window
+            )  # the text, and not the time
+            promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
+        progress.line("done", f"{trained} of training{promised}{self._standing()}")
+        peak = summary["peak_memory_bytes"]
+        needed = "not measured" if peak is None else memory(peak)
+        if session.plan.expected:
+            needed += f" ({memory(session.plan.expected.peak_memory_bytes)} planned)"
+        compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
+        skipped = counted(self._skipped(rows), "skipped update")
+        progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
+        if self.lines[1]:
+            progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
+        progress.gap()
+        self._next()
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        session = self.session
+        machine = describe(default_device())
+        rows = session.run.rows()
+        last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
+        rates = [row["tokens_per_s"] for row in rows[len(self.rows) :] if row.get("tokens_per_s")] or self.rates
+        rate = statistics.median(rates) if rates else None
+        config, peak = session.model_config, machine.peak_flops.get(session.plan.precision)
+        peak = peak * session.world.size if peak else None
+        length, adapters = session.plan.sequence_length, session.adapter_params
+        use = mfu(rate, flops_per_token(config, length, adapters), peak) if rate and config and peak else None
+        return {
+            "schema": "monograph.train/1",
+            "run": str(session.run.folder),
+            "update": session.engine.index,
+            "tokens": int(session.engine.step.tokens),
+            "train_loss": last.get("train_loss"),
+            "eval_loss": self.held_out.loss if self.held_out else None,
+            "eval_bits_per_byte": self.held_out.bits_per_byte if self.held_out else None,
+            "eval_weights": "averaged" if self.averaged else "last",
+            "tokens_per_s": rate,
+            "mfu": use,
+            "peak_memory_bytes": session.peak_memory_bytes,
+            "wall_s": session.elapsed_s + clock() - session.started_s,
+            "training_s": session.spent_s,
+            "promised_s": session.budget_s,
+            "compile_s": session.compile_s,
+            "graph_breaks": None if session.eager_reason else compat.graph_breaks(),
+            "recompiles": None if session.eager_reason else self.recompiles,
+            "device": machine.name,
+            "dtype": session.plan.precision,
+            "params": session.params,
+            "passed_over": session.corpus.stats.skipped,
+        }
+
+    def _standing(self) -> str:
+        if self.held_out and self.session.corpus.stats.conversations:
+            before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
+            return f"   loss of held-out answers {self.held_out.loss:.3f}" + (
+                f", {before[0]:.3f} before" if before else ""
+            )
+        bits = self.held_out.bits_per_byte if self.held_out else None
+        if bits is None:
+            return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
+        below = [
+            f"{name} {value:.2f}"
+            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
+            if bits < value
+        ]
+        above = [
+            f"{name} {value:.2f}"
+            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
+            if bits >= value
+        ]
+        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.averaged else "")
+        text += f"   below {', '.join(below)}" if below else ""
+        return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
+
+    def _next(self) -> None:
+        name = self.session.run.handle
+        longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
+        more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
+        if self._writes:
+            more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
+        elif self.held_out:
+            more = [("evaluate", name), *more]
+        if self.held_out and name == "last":  # which is what a sweep without arguments takes
+            more = [more[0], ("sweep",), *more[1:]]
+        for index, arguments in enumerate(more):
+            show(self.progress, "next" if index == 0 else "", *arguments)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether the model can go on from a token: a Llama of one position has no room for the next."""
+        config = self.session.model_config
+        return config is not None and config.max_position_embeddings > 1
+
+    def _write(self, n: int, tokens: int) -> list[str]:
+        engine = self.session.engine
+        if not self._writes:
+            return []
+        training, step = engine.model.training, engine.step
+        sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
+        with step.averaged(), step.assembled() as model, graph.set_aside(step):
+            if not isinstance(model, Llama) or not self.session.world.leads:
+                return []
+            tokenizer, opening = self.session.corpus.tokenizer, self.opening
+            written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
+            texts = [completion.text for completion in written]
+        engine.model.train(training)
+        return texts
+
+    def _yardsticks(self) -> dict[str, float]:
+        corpus = self.session.corpus
+        # What answers are worth depends on what they answer, which no compressor is told.
+        if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
+            return {}
+        if not self.session.world.leads:
+            return {}
+        kept = corpus.folder / "yardsticks.json"
+        with suppress(ValueError, InputRefused):
+            found: dict[str, float] = parse_json(contents(kept) or b"")
+            return found
+        with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
+            found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
+            stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+        # A cache only: where it cannot be kept, the next run computes them again.
+        with suppress(OSError):
+            kept.write_text(json.dumps(found))
+        return found
+
+    def _skipped(self, rows: list[dict[str, Any]]) -> int:
+        return sum(1 for row in rows if row.get("skipped"))
+
+
+def _free() -> str:
+    """A folder name that nothing has here yet."""
+    names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not exists(name))

@@ -1,0 +1,186 @@
+"""What cannot be together, or not on this machine: refused in one line before any text is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from monograph.config import Settings
+from monograph.device import Device
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
+from monograph.graph.targets import targeted
+from monograph.measure.quantities import count, gibibytes
+from monograph.model.adapter import is_adapter
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.planner import Limits, defaults
+from monograph.session.plan import Plan
+
+LEAST_BYTES = 2  # of a parameter: its weight
+
+
+def require_possible(settings: Settings, machine: Device) -> None:
+    """Refuse what this machine has no arithmetic for and choices that exclude one another, before any text is read.
+
+    Raises:
+        UsageError: naming what to use.
+    """
+    require_together(settings)
+    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # what is best for the base is not known
+        origin = settings.origins.get("optim.transfer", "default")
+        raise UsageError(
+            f"{origin}: optim.transfer = {settings.optim.transfer} carries a learning rate that was found on a "
+            "narrower model: give it as optim.lr (`monograph sweep` finds it)"
+        )
+    name = settings.train.precision
+    obstacle = None if name == "auto" else Precision(name).obstacle(machine)
+    if obstacle:
+        origin, instead = settings.origins.get("train.precision", "default"), defaults.precision(machine)
+        raise UsageError(f"{origin}: train.precision = {name}: {obstacle}; use {instead}")
+
+
+def require_together(settings: Settings) -> None:
+    """Refuse choices that exclude one another.
+
+    Raises:
+        UsageError: naming both.
+    """
+    train = settings.train
+    if (train.remat, train.compile) == ("offload", "whole"):
+        raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
+    if train.memory == "stream" and (train.compile == "whole" or train.remat == "offload"):
+        key, instead = (
+            ("compile", "blocks or none")
+            if train.compile == "whole"
+            else ("remat", "none, full, pointwise or a number")
+        )
+        raise UsageError(
+            f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
+            f"not {train.compile if key == 'compile' else train.remat}"
+        )
+    require_with_lora(settings)
+    require_with_ranks(settings)
+    name, precision = settings.optim.name, train.precision
+    if train.memory == "stream" and name.endswith(":all-bf16"):
+        raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
+    if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
+        raise UsageError(
+            f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
+            "take bf16 or fp8"
+        )
+
+
+def require_with_ranks(settings: Settings) -> None:
+    """Refuse what several devices cannot do together.
+
+    Raises:
+        UsageError: naming both.
+    """
+    train, name = settings.train, settings.optim.name
+    if train.parallel == "none":
+        return
+    beside: dict[str, tuple[bool, str]] = {
+        "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
+        "train.precision = fp8": (train.precision == "fp8", "take bf16"),
+        f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
+    }
+    if train.parallel == "fsdp":
+        beside |= {
+            f"optim.name = {name}": (
+                not name.startswith(("auto", "adamw")) or name.endswith(("8bit", "all-bf16")),
+                "a rank has some rows of each matrix: take adamw or adamw:bf16, or ddp",
+            ),
+            "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
+            f"train.remat = {train.remat}": (
+                train.remat not in ("auto", "none", "full"),
+                "what to keep is found on a whole model: take none or full",
+            ),
+            "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
+        }
+    if odd := [(what, instead) for what, (is_so, instead) in beside.items() if is_so]:
+        raise UsageError(f"train.parallel = {train.parallel} does not go with {odd[0][0]}: {odd[0][1]}")
+
+
+def require_with_lora(settings: Settings) -> None:
+    """Refuse what does not go with adapters.
+
+    Raises:
+        UsageError: naming both.
+    """
+    if settings.lora.rank is None and not (settings.model.init and is_adapter(settings.model.init)):
+        return
+    train = settings.train
+    if train.memory == "stream":
+        raise UsageError("train.memory = stream fetches weights that are trained: with lora.rank it is device")
+    if train.precision == "fp8":
+        raise UsageError("train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32")
+
+
+def require_one_device(settings: Settings, command: str) -> None:
+    """Refuse several devices for what one does on one.
+
+    Raises:
+        UsageError: naming the command.
+    """
+    if settings.train.parallel != "none":
+        origin = settings.origins.get("train.parallel", "default")
+        raise UsageError(
+            f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
+            f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
+        )
+
+
+def require_positions(length: int, config: LlamaConfig | None) -> None:
+    """Refuse rows that are longer than a model of that shape reads; None: nobody knows it yet.
+
+    Raises:
+        InputRefused: naming both lengths.
+    """
+    positions = config.max_position_embeddings if config else math.inf
+    if length > positions:
+        raise InputRefused(
+            f"data.sequence_length = {length} is longer than the model's max_position_embeddings = {positions}: "
+            "shorten the rows"
+        )
+
+
+def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
+    """Refuse targets that mean nothing in a model of that shape, which need not be there yet; None: nobody knows it.
+
+    A rank above the shorter side of every target is refused, too: B A has no more of it, and more numbers than W.
+    """
+    if lora is None or config is None:
+        return
+    with torch.device("meta"):
+        found = targeted(Llama(config), lora.targets)
+    most = max(min(layer.weight.shape) for layer in found.values())
+    if lora.rank > most:
+        raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
+
+
+def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
+    """Refuse a new model whose weights alone are more than all there is to keep them in, before anything of it is made.
+
+    Raises:
+        OutOfDeviceMemory: naming the keys that shape it, what it needs and what there is.
+    """
+    needed, device_bytes = LEAST_BYTES * config.parameter_count(), 0 if limits.shared else machine.memory_bytes
+    if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
+        keys = (f"{key} = {value}" for key, value in settings.pinned().items() if key.startswith("model."))
+        raise OutOfDeviceMemory(
+            f"{', '.join(keys)}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{gibibytes(needed)} at {LEAST_BYTES} bytes each; {machine.name} has {gibibytes(machine.memory_bytes)}, "
+            f"the host {gibibytes(limits.host_bytes)} and the disk {gibibytes(limits.disk_bytes)}: make it smaller"
+        )
+
+
+def notes_on(plan: Plan) -> Iterator[str]:
+    """What is said where settings of known sizes mean something else than a reader may expect."""
+    if plan.micro_batch > plan.rows:
+        yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
+    if plan.parallel == "fsdp" and plan.settings.optim.name == "auto":
+        yield "train.parallel = fsdp: AdamW and its rate, as a new model's Muon needs whole matrices"

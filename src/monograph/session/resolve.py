@@ -1,0 +1,384 @@
+"""The one place where a key of the settings becomes what a run does: `resolve` writes every "auto".
+
+A value is decided as soon as what it depends on is known: sizes from the settings alone, so that what cannot be is
+refused before any text is read; what fits the device from the model's shape; intervals from the number of updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from monograph import planner
+from monograph.config import Settings
+from monograph.config.keys import DEFAULT_MINUTES
+from monograph.data.place import cache_root, calibration_file
+from monograph.data.tokenizer import parse
+from monograph.device import Device, compiler_obstacle, default_device
+from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.files import is_file
+from monograph.measure.calibration import Calibration
+from monograph.measure.footprint import Compile
+from monograph.model import hub
+from monograph.model.adapter import is_adapter, read_adapter, resolved_base
+from monograph.model.config import LlamaConfig
+from monograph.model.files import has_weights
+from monograph.optim import AdamW, Muon, Optimizer
+from monograph.planner import Asked, Candidate, Limits, StreamCandidate, defaults
+from monograph.run.base import tokenizer_of
+from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
+from monograph.session.adapting import fixed_lora, lora_of
+from monograph.session.new_tokens import NewTokens, require_tokens
+from monograph.session.plan import Length, Plan, Shape
+from monograph.session.requirements import (
+    require_positions,
+    require_room,
+    require_targets,
+    require_together,
+)
+from monograph.step import Clip
+from monograph.transfer import WidthTransfer, narrowed
+
+ORIGIN = "plan"  # of a value that was decided here
+WIDTH = "width"
+# What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
+REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
+FP32_BYTES, COPIES = 4, 4  # of a parameter: weight, gradient, two moments
+RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
+FINAL = 0.05  # of the peak learning rate, where the schedule falls to if optim.schedule names no floor
+
+
+def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
+    """Decide what a run does, as far as it can be known.
+
+    Args:
+        given: its settings, or the plan that was made of them before more was known.
+        machine: what it trains on.
+        known: the shape of its model, its number of updates.
+        built: whether its model will be built; if not, a folder that holds config.json and no weights will do.
+
+    Raises:
+        InputRefused: a model, a tokenizer or an adapter that cannot be used.
+        OutOfDeviceMemory: by the plan nothing fits.
+        UsageError: choices that exclude one another.
+    """
+    plan = given if isinstance(given, Plan) else _sized(given, machine, built)
+    for each in known:
+        plan = _fitted(plan, machine, each) if isinstance(each, Shape) else _lasting(plan, each)
+    return plan
+
+
+# ── from the settings alone ─────────────────────────────────────────────────────────────────────
+
+
+def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
+    shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
+    length = settings.data.sequence_length
+    settings, recipe, shape = _with_model(settings, length, shape_alone)
+    train, lora = settings.train, lora_of(settings)
+    name = _optimizer_name(settings.optim.name, train.parallel, fresh=recipe.init is None)
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
+    schedule, _, final = settings.optim.schedule.partition(":")
+    per_update = int(train.tokens_per_update)
+    updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
+    warmup, eval_every, save_every = _intervals(settings, Length(updates))
+    plan = Plan(
+        settings=settings,
+        recipe=recipe,
+        reading=settings.data.model_dump(),
+        seed=recipe.seed,
+        tokens_per_update=per_update,
+        minutes=train.minutes or DEFAULT_MINUTES,
+        minutes_given="train.minutes" in settings.origins,
+        epochs=train.epochs,
+        optimizer=name,
+        update_rule=update_rule,
+        clip=_clip(settings),
+        averaged=update_rule.ema is not None,
+        schedule_name=schedule,
+        final=float(final or FINAL),
+        precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
+        parallel=train.parallel,
+        keep=train.keep,
+        micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
+        compile=train.compile,
+        remat=train.remat,
+        memory=train.memory,
+        updates=updates,
+        warmup_updates=warmup,
+        eval_every=eval_every,
+        save_every=save_every,
+    )
+    if not shape_alone:
+        require_tokens(settings)
+    require_targets(lora, shape)
+    require_positions(length, shape)
+    return plan
+
+
+def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
+    """The settings with preset, tokenizer, adapters and tokens per update decided; the recipe of the model; its shape.
+
+    The shape is None where only building the model tells it, or where the model is new.
+    """
+    model, chosen = settings.model, dict[str, Any]()
+    if model.init and (other := run_named(model.init)):  # as soon as this run has begun, `last` is itself
+        chosen["model.init"] = str(other.named)
+    if model.preset == "auto" and model.init is None and not model.hidden_size:
+        chosen["model.preset"] = defaults.DEFAULT.preset
+    preset = str(chosen.get("model.preset", model.preset))
+    chosen |= fixed_lora(settings)
+    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
+    recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
+    if settings.optim.transfer != "none":
+        transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
+        chosen["optim.transfer"] = f"{WIDTH}:{transfer.base.hidden_size}" if transfer else "none"
+    if settings.data.tokenizer == "auto" and not shape_alone:
+        own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
+        chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
+    if settings.train.tokens_per_update == "auto":
+        chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
+    settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
+    init = settings.model.init  # which a run records by its full path, and an error shows as it was typed
+    if init and is_adapter(init):
+        return settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape
+    return settings, recipe._replace(init=init), shape
+
+
+def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer | None:
+    """The rule by which a model of that shape is trained, None without transfer.
+
+    Args:
+        settings: of the run.
+        config: the model's shape, None if it is no Llama whose weights are drawn here.
+
+    Raises:
+        UsageError: transfer of something else, or from a width that does not keep the shape's ratios.
+    """
+    value = settings.optim.transfer
+    if value == "none":
+        return None
+    origin = settings.origins.get("optim.transfer", "default")
+    if config is None:
+        raise UsageError(
+            f"{origin}: optim.transfer = {value} is a rule for a model whose weights are drawn here, by preset or "
+            f"sizes, not for model.init = {settings.model.init}; leave it at none"
+        )
+    try:
+        return WidthTransfer(config, narrowed(config, None if value == WIDTH else int(value.removeprefix(f"{WIDTH}:"))))
+    except UsageError as error:
+        raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
+
+
+def _optimizer_name(given: str, parallel: str, *, fresh: bool) -> str:
+    if given != "auto":
+        return given
+    return "adamw" if parallel == "fsdp" else defaults.optimizer(fresh=fresh)
+
+
+def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
+    """The optimizer before width transfer has changed what it does to the tensors of a model."""
+    optim, (rule, _, state) = settings.optim, name.partition(":")
+    return (Muon if rule == "muon" else AdamW)(
+        state=state or "fp32",
+        seed=recipe.seed,
+        lr=_usual_rate(recipe, rule, adapted) if optim.lr == "auto" else optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        ema=None if optim.ema == "none" else optim.ema,
+    )
+
+
+def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
+    """The peak learning rate where nobody gives it, for the optimizer "adamw" or "muon"."""
+    if adapted:
+        return defaults.FINETUNING_RATES["adapters"]
+    if recipe.init is not None:
+        from_elsewhere = not (recipe.file or run_named(recipe.init))
+        return defaults.FINETUNING_RATES["all"] if from_elsewhere else defaults.UNKNOWN_RATE
+    return defaults.UNKNOWN_RATE if recipe.preset == "auto" else defaults.known_learning_rate(recipe.preset, rule)
+
+
+def _clip(settings: Settings) -> Clip | None:
+    """A number skips spikes, too; NUMBER:all makes every finite update."""
+    asked = settings.optim.grad_clip
+    if isinstance(asked, float):
+        return Clip(asked, skip_spikes=True)
+    return None if asked == "none" else Clip(float(asked.partition(":")[0]))
+
+
+# ── from the model's shape ──────────────────────────────────────────────────────────────────────
+
+
+def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
+    """Micro-batch, recomputation and what one graph holds: as given, as planned for a Llama, else all rows at once.
+
+    What another module would need nobody knows. Of several ranks it is one rank's share of the rows that is planned.
+    """
+    settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
+    expected: Candidate | None = None
+    found: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
+    if shape.like:
+        expected, found = shape.like.expected, {key: getattr(shape.like, key) for key in found}
+    elif config:
+        expected = _planned(plan, config, machine, shape)
+        # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
+        holds = expected.work.compile
+        holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
+        found |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
+    if plan.memory == "stream" or isinstance(expected, StreamCandidate):
+        found |= {"memory": "stream", "compile": "blocks"}
+    if plan.remat == "offload" or plan.parallel == "fsdp":  # what leaves the device, or comes, is between graphs
+        found["compile"] = "blocks"
+    found |= {key: getattr(plan, key) for key in found if getattr(plan, key) not in (0, "auto")}
+    found["micro_batch"] = min(found["micro_batch"], plan.rows)  # or the rest of them would be empty
+    recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
+    transfer = transfer_of(settings, None if plan.recipe.init else config)
+    return replace(
+        plan,
+        settings=settings.resolve(recorded | {f"train.{key}": value for key, value in found.items()}, ORIGIN),
+        update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
+        transfer=transfer,
+        expected=None if plan.parallel == "fsdp" else expected,  # nobody knows it of some rows of each weight
+        **found | {"micro_batch": min(found["micro_batch"], share)},
+    )
+
+
+def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Asked:
+    """What is given of the way in which a model of that shape trains, and what may be chosen of what is built.
+
+    Args:
+        plan: of the run.
+        config: its model's shape.
+        machine: where it is to train.
+        tokens: ids whose rows are trained next to adapters.
+
+    Raises:
+        UsageError: choices that exclude one another.
+    """
+    require_together(plan.settings)
+    transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
+    return Asked(
+        config,
+        plan.sequence_length,
+        plan.tokens_per_update,
+        transfer.optimizer(plan.update_rule) if transfer and not plan.transfer else plan.update_rule,
+        plan.optimizer,
+        plan.micro_batch or None,
+        (plan.precision,),
+        _scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
+        _remats(plan.parallel, machine) if plan.remat == "auto" else (plan.remat,),
+        plan.reading["packing"] == "packed",
+        plan.clip,
+        lora_of(plan.settings, tokens),
+    )
+
+
+def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
+    return ("blocks",) if parallel == "fsdp" else defaults.scopes(config.num_hidden_layers)
+
+
+def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
+    if parallel == "fsdp":
+        return "none", "full"
+    return REMATS if machine.type == "cuda" else REMATS[:-1]
+
+
+def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
+    """What `monograph plan` would choose for one rank on this machine.
+
+    DDP has a second copy of the gradients. FSDP2 has a rank's share of weights, gradients and moments, and two blocks
+    whole, in whose place all but the share is taken to be free.
+
+    Raises:
+        OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
+    """
+    memory = plan.memory
+    if plan.parallel != "none":
+        rows, weights = -(-plan.rows // shape.ranks), FP32_BYTES * config.parameter_count()
+        spared = -weights if plan.parallel == "ddp" else int(COPIES * weights * (1 - 1 / shape.ranks))
+        free_bytes, machine_bytes = machine.free_memory_bytes + spared, machine.memory_bytes + spared
+        machine = replace(machine, memory_bytes=machine_bytes, free_memory_bytes=free_bytes)
+        plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
+    asked = asked_of(plan, config, machine, shape.tokens)
+    eager = asked.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
+    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
+    rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
+    limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
+    require_room(plan.settings, config, machine, limits)
+    if machine.type == "cpu" and memory == "auto":
+        memory = "device"  # there is no other memory to stream from
+    found = planner.streamed_or_resident(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
+    if not found.candidates or (found.chosen is None and found.nearest.peak_memory_bytes > machine.free_memory_bytes):
+        raise OutOfDeviceMemory(found.refusal)
+    best = found.nearest
+    if isinstance(best, StreamCandidate):
+        return replace(best, placement=replace(best.placement, device=default_device(), folder=limits.folder))
+    return best
+
+
+# ── from the number of updates ──────────────────────────────────────────────────────────────────
+
+
+def _lasting(plan: Plan, length: Length) -> Plan:
+    warmup, eval_every, save_every = _intervals(plan.settings, length)
+    recorded = {"optim.warmup_updates": warmup, "train.eval_every": eval_every, "train.save_every": save_every}
+    recorded |= {} if plan.epochs else {"train.updates": length.updates}
+    return replace(
+        plan,
+        settings=plan.settings.resolve(recorded, ORIGIN),
+        updates=length.updates,
+        warmup_updates=warmup,
+        eval_every=eval_every,
+        save_every=save_every,
+    )
+
+
+def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
+    """Updates of the warm-up, between evaluations and between checkpoints."""
+    warmup, train = settings.optim.warmup_updates, settings.train
+    checkpoints = defaults.interval(length.updates, defaults.CHECKPOINTS)
+    evaluations = defaults.interval(length.updates, length.evaluations)
+    return (
+        defaults.warmup(length.updates) if warmup == "auto" else warmup,
+        evaluations if train.eval_every == "auto" else train.eval_every,
+        checkpoints if train.save_every == "auto" else train.save_every,
+    )
+
+
+# ── for a plan alone ────────────────────────────────────────────────────────────────────────────
+
+
+def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
+    """The shape that a run will have, with no text read: a BPE has the size that it is asked for.
+
+    Args:
+        plan: of the run.
+        tokens: its new tokens, as far as they are known.
+
+    Raises:
+        UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
+        InputRefused: a folder without a model.
+    """
+    recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
+    if init := recipe.init:
+        if not recipe.adapter and (":" in init or is_weight_file(init) or run_named(init)):
+            raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
+        return with_rows(hub.read_config(init), tokens)
+    kind = tokenizer.partition(":")[0]
+    sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}
+    if kind == "bpe":
+        sizes["vocab_size"] = parse(tokenizer)
+    elif kind == "bytes":
+        sizes["vocab_size"] = 259  # the bytes and three special tokens
+    elif "vocab_size" not in recipe.sizes and recipe.preset == "auto":
+        raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")
+    return recipe.shape(**sizes)
+
+
+def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:
+    """The shape with a row for each token."""
+    rows = tokens.vocabulary.all if tokens and tokens.vocabulary else 0
+    return replace(config, vocab_size=max(config.vocab_size, rows))

@@ -1,0 +1,243 @@
+"""What comes before the first update: a trial step, the choice of a kernel, the capture, and how long the run is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from torch import Tensor, nn
+
+from monograph.data.place import calibration_file
+from monograph.device import clock, compiler_obstacle, describe, synchronize
+from monograph.distributed.world import World
+from monograph.engine import Engine
+from monograph.graph import capture as graph
+from monograph.graph.lora import starts_still
+from monograph.graph.precision import Precision
+from monograph.loss import Batch
+from monograph.measure.calibration import Calibration, peak_flops
+from monograph.measure.footprint import Work
+from monograph.measure.memory import LiveBytes, peak_memory_bytes
+from monograph.measure.quantities import count, counted, duration
+from monograph.model.llama import Llama
+from monograph.ops.attention import Kernel
+from monograph.ops.attention_kernels import compared, fastest, time_kernels
+from monograph.planner import StreamCandidate, defaults
+from monograph.planner.streaming import describe_tiers
+from monograph.run.base import lora_of
+from monograph.run.progress import Progress
+from monograph.session.plan import Length
+from monograph.session.resolve import asked_of, resolve
+from monograph.session.session import Session
+from monograph.stream import Streamed
+
+
+def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
+    """Let the model's causal attention be computed by the kernel that is fastest on the run's shapes.
+
+    A run that is taken up keeps the kernel that it was begun with, as another one rounds otherwise, unless this device
+    cannot run it. Nothing is measured on a CPU, where there is one kernel, nor for packed rows, whose borders another
+    implementation reads (`monograph.model.masks.attention_mask`).
+    """
+    engine, model = session.engine, session.engine.model
+    if engine.step.device.type != "cuda" or not isinstance(model, Llama) or not is_causal(model, window):
+        return
+    config, (rows, length) = model.config, window["tokens"].shape
+    times = time_kernels(
+        min(engine.micro_batch or rows, rows),
+        (config.num_attention_heads, config.num_key_value_heads),
+        length,
+        config.head_dim,
+        Precision(session.plan.precision).dtype,
+        engine.step.device,
+    )
+    session.kernel = session.world.agreed(chosen(times, session.kernel))
+    assert session.kernel
+    model.use_attention(model.attention, session.kernel)
+    if times:
+        progress.line("attention", compared(times, session.kernel))
+
+
+def is_causal(model: Llama, window: Batch) -> bool:
+    """Whether a layer attends to all earlier positions of a row, without a mask."""
+    length, layers = window["tokens"].shape[1], range(model.config.num_hidden_layers)
+    unbounded = any((model.config.window(layer) or length) >= length for layer in layers)
+    return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
+
+
+def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
+    """The one of before if it can be run, else the fastest."""
+    return before if before in times else fastest(times)
+
+
+CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
+
+
+def calibrate(session: Session) -> float:
+    """Seconds that an update of the session takes; see `seconds_per_update`."""
+    engine, window = session.engine, next(session.open_batches(0))
+
+    with session.undisturbed():
+        return float(session.world.agreed(seconds_per_update(engine, lambda: engine.rehearse(window), session.world)))
+
+
+def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
+    """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
+
+    A run that is planned too long cools down in time (`Reporter.keep_time`), one planned too short would waste it.
+
+    Args:
+        engine: whose counters stay as they are.
+        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
+            the same.
+        world: the ranks that update together, of which rank 0 says how often.
+    """
+    times: list[float] = []
+    world = world or World()
+    with engine.step.counters_kept():
+        while world.agreed(len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)):
+            synchronize(engine.step.device)
+            began = clock()
+            update()
+            synchronize(engine.step.device)
+            times.append(clock() - began)
+    return sorted(times)[len(times) // 4]
+
+
+def measure_memory(session: Session) -> None:
+    """Note what an update needs on a CPU, where nothing counts it while the run goes on.
+
+    After the run, since an update more before it would be one more in which memory can run out; and what goes wrong in
+    it costs the figure alone.
+    """
+    if session.engine.step.device.type != "cuda":
+        with suppress(Exception):
+            session.peak_bytes = peak_bytes(session)
+
+
+def peak_bytes(session: Session) -> int:
+    """Bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations and the window.
+
+    On a GPU torch's allocator has counted them since it was last told to begin anew. On a CPU its events are recorded
+    in an update of two micro-batches, which is thrown away: libraries and the compiler, which take hundreds of MB of
+    the process, would hide what a technique saves.
+    """
+    engine = session.engine
+    if engine.step.device.type == "cuda":
+        return peak_memory_bytes(engine.step.device)
+    batches = session.open_batches(0)
+    window = next(batches)
+    batches.close()
+    rows = 2 * (engine.micro_batch or session.batches.rows_per_window)
+    with session.undisturbed(), engine.step.counters_kept(), LiveBytes() as live:
+        engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
+    if isinstance(engine, Streamed):
+        return live.peak_bytes + sum(engine.ledger()["device"].values())
+    flat = [each for plane in engine.step.planes for each in (plane.param, plane.grad, *plane.state.values())]
+    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
+    return live.peak_bytes + _bytes([*frozen, *engine.model.buffers(), *flat, *window.values()])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def remember(session: Session, seconds: float) -> None:
+    """Keep what an update takes on this machine, so that the next plan knows it."""
+    engine = session.engine
+    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
+        return
+    machine, rows = describe(), session.batches.rows_per_window
+    tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
+    asked = asked_of(session.plan, engine.model.config, machine, tokens)
+    work = Work(
+        asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
+        asked.remats[0], rows, asked.packed, asked.clip, machine.type, asked.lora,
+    )  # fmt: skip
+    rate = peak_flops(machine, asked.precisions)[work.precision]
+    Calibration(calibration_file()).note(machine, work, seconds, rate)
+
+
+_BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+
+def mixing_rows(model: nn.Module) -> list[str]:
+    """Names of the layers that normalise over the rows of a micro-batch."""
+    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_STATISTICS)]
+
+
+def prepare(session: Session, progress: Progress) -> None:
+    """One eager trial step, then capture; what cannot be captured trains eagerly, and the reason is said once."""
+    with session.undisturbed():
+        _prepare(session, progress)
+
+
+def _prepare(session: Session, progress: Progress) -> None:
+    engine, scope = session.engine, session.plan.compile
+    window = next(session.open_batches(0))
+    with progress.stage("trial", "one eager step") as stage:
+        trial = engine.trial(window)
+        expected = math.log(session.corpus.vocab_size)
+        stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {counted(trial.gradients, 'finite gradient')}"
+    if without := [name for name in trial.without_gradient if not starts_still(name)]:
+        progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
+    if left := engine.step.left_in_bf16:
+        layers = counted(len(left), "linear layer")
+        progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
+    rows = session.batches.rows_per_window
+    mixing = mixing_rows(engine.model)
+    if mixing and (engine.micro_batch or rows) < rows:
+        progress.line(
+            "note",
+            f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
+            "its statistics, and so the gradient, depend on train.micro_batch",
+        )
+    choose_kernel(session, window, progress)
+    if scope == "none":
+        session.eager_reason = "train.compile = none"
+    elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
+        session.eager_reason = obstacle
+    else:
+        with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
+            began = clock()
+            session.eager_reason = engine.capture(window, scope="blocks" if scope == "blocks" else "whole")
+            session.compile_s = clock() - began
+            replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
+            stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
+    if session.eager_reason:
+        progress.line("eager", f"training without a graph: {session.eager_reason}")
+
+
+def fix_length(session: Session, progress: Progress) -> None:
+    """Decide how many updates the run has: as given, as its epochs have, or as its minutes allow; and say so."""
+    plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
+    per_epoch = session.corpus.train.per_epoch
+    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)
+    if not updates:
+        with progress.stage("calibrate", "a few updates, thrown away") as stage:
+            seconds = calibrate(session)
+            stage.result = f"{seconds * 1000:.0f} ms each"
+        remember(session, seconds)
+        given_s = 60 * plan.minutes
+        session.budget_s = given_s if plan.minutes_given else defaults.default_seconds(plan.minutes, seconds)
+        if session.budget_s > given_s:
+            longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
+            progress.line("time", f"{longer}: what a good first model needs on this machine")
+        most = defaults.most_updates(per_epoch, rows)
+        updates = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        lasting = f", about {duration(session.budget_s)}"
+        if updates >= most:
+            lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
+    plan = session.plan = resolve(plan, describe(), Length(updates))
+    session.engine.step.schedule = session.schedule()
+    adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
+    progress.line(
+        "plan",
+        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {plan.tokens_per_update:,} "
+        f"tokens = {count(updates * plan.tokens_per_update)}, {counted(rows, 'row')} of {plan.sequence_length}, "
+        f"{plan.precision}{lasting}",
+    )
+    if isinstance(plan.expected, StreamCandidate):
+        for label, text in describe_tiers(plan.expected):
+            progress.line(label, text)

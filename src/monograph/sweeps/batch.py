@@ -1,0 +1,306 @@
+"""Members that train at once: one engine, a session for each of them, and the windows that they read.
+
+Shapes: N members, R rows of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.data.batches import Batches
+from monograph.data.corpus import Corpus
+from monograph.device import Device, describe
+from monograph.engine import Engine
+from monograph.ensemble import Ensemble
+from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.files import entries
+from monograph.graph.precision import Precision
+from monograph.graph.windows import settle
+from monograph.loop import EngineState
+from monograph.loss import Batch
+from monograph.run.folder import Run
+from monograph.run.models import load_weights
+from monograph.run.progress import Progress
+from monograph.run.writing import write_tokenizer
+from monograph.session.plan import Length
+from monograph.session.recorded import write_config
+from monograph.session.resolve import resolve
+from monograph.session.session import Session, seed_all
+from monograph.session.setup import BuiltRun, build_run, make_engine
+from monograph.sweeps.spec import Member
+
+EVALUATIONS = 6  # of each member, where the settings leave it open
+
+
+class MemberEngine:
+    """One member of an ensemble as its session sees an engine: its module, its state, and the step of all members.
+
+    Attributes:
+        step: trains all members; the sessions of all of them are at the same update.
+    """
+
+    def __init__(self, engine: Ensemble, number: int):
+        self._engine, self._number, self.step = engine, number, engine.step
+
+    @property
+    def model(self) -> nn.Module:
+        """The member, an ordinary module."""
+        return self._engine.members[self._number]
+
+    @property
+    def index(self) -> int:
+        """Updates done."""
+        return self._engine.index
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Rows on the device at once."""
+        return self._engine.micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, rows: int | None) -> None:
+        self._engine.micro_batch = rows
+
+    def state(self) -> EngineState:
+        """Return what an engine of this member alone would return."""
+        return self._engine.member_state(self._number)
+
+    def load_state(self, state: EngineState) -> None:
+        """Take weights, moments and counters over.
+
+        Raises:
+            InputRefused: they do not fit.
+        """
+        load_weights(self.model, state.model)
+        whole = self._engine.state()
+        if odd := sorted(whole.optimizer.keys() ^ state.optimizer.keys()):
+            raise InputRefused(f"the saved optimizer does not fit: {odd[0]!r} is missing or unknown")
+        for name, tensor in whole.optimizer.items():
+            tensor[self._number].copy_(state.optimizer[name])
+        for name, counter in self._engine.stacked.counters(self._number).items():
+            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
+
+
+class Windows:
+    """The members' windows: the same [R, ...] for all where they have one seed, else [N, R, ...], each its own."""
+
+    def __init__(self, sessions: Sequence[Session]):
+        """Members of one seed share what reads their rows from here on."""
+        by_seed: dict[int, Batches] = {}
+        for session in sessions:
+            shared = by_seed.setdefault(session.plan.seed, session.batches)
+            if shared is not session.batches:
+                session.batches.close()
+                session.batches = shared
+        self._sources = list(by_seed.values())
+        self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
+
+    @property
+    def each(self) -> bool:
+        """Whether a window has a member axis."""
+        return len(self._sources) > 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        found = [next(source) for source in self._sources]
+        return found[0] if len(found) == 1 else stacked(found, self._which)
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        for source in self._sources:
+            source.close()
+
+
+def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
+    """[N, R, ...]: of each member the window that it trains on."""
+    return {name: torch.stack([windows[index][name] for index in which]) for name in windows[0]}
+
+
+@dataclass
+class MemberBatch:
+    """What trains a round.
+
+    Attributes:
+        members: of the round, in order.
+        engine: of all of them, an ordinary one for a single member.
+        sessions: of each, to save and to be told as any run is.
+        windows: what they train on.
+        ended: members that diverged, by their place in the round, and after which update.
+    """
+
+    members: list[Member]
+    engine: Engine
+    sessions: list[Session]
+    windows: Windows
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def save(self) -> None:
+        """A checkpoint of each member that still learns; what a member would draw next depends on its seed alone."""
+        # Each keeps the one before as well, or a crash between two members would leave no update that all have.
+        for place, session in enumerate(self.sessions):
+            if place not in self.ended:
+                seed_all(session.plan.seed)
+                session.save(keep=min(2, len(self.sessions)))
+
+    def freeze(self, ended: dict[int, int]) -> None:
+        """Members that learn nothing more."""
+        self.ended |= ended
+        if ended and isinstance(self.engine, Ensemble):
+            self.engine.freeze(list(ended))
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self.windows.close()
+
+
+def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
+    """The members' models, and their settings with every value fixed but those that follow from the run's length.
+
+    What the planner chooses it chooses once, for the first of them.
+
+    Raises:
+        OutOfDeviceMemory: not even one member fits.
+    """
+    plans = [member.plan for member in members if member.plan]
+    first = build_run(plans[0], text, machine)
+    return [first, *(build_run(plan, text, machine, like=first.plan) for plan in plans[1:])]
+
+
+def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
+    """The same, trained for so many updates."""
+    length = Length(updates, EVALUATIONS)
+    return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
+
+
+def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+    """The engine of these models: the ordinary one for one of them, an ensemble for more.
+
+    Args:
+        made: one for each member.
+        each: whether their windows differ.
+        device: where they train.
+
+    Raises:
+        UsageError: they cannot be one graph.
+        InputRefused: likewise.
+    """
+    if len(made) == 1:
+        return make_engine(made[0], device)
+    plan = made[0].plan
+    return Ensemble(
+        [settle(one.model, device).to(device) for one in made],
+        [{"seed": one.plan.seed} for one in made],
+        loss=made[0].loss,
+        # The seed is that of stochastic rounding, which an ensemble does not do.
+        optim=[replace(one.plan.update_rule, seed=0) for one in made],
+        clip=plan.clip,
+        precision=Precision(plan.precision),
+        micro_batch=plan.micro_batch,
+        each=each,
+    )
+
+
+def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
+    """Give each member the schedule that its settings name; their number of updates is fixed."""
+    found = [one.plan.schedule(one.plan.updates) for one in made]
+    if isinstance(engine, Ensemble):
+        engine.stacked.schedules = found
+    else:
+        engine.step.schedule = found[0]
+
+
+def refill(engine: Engine, fresh: Engine) -> bool:
+    """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would.
+
+    Returns:
+        False, nothing changed, where more than weights and learning rate differ: the rest is in the graph.
+    """
+    old, new = engine.step.optim, fresh.step.optim
+    seed = old.seed if old.state == "fp32" else new.seed  # of stochastic rounding
+    in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr, seed=seed)
+    if in_graph != ([plane.kind for plane in fresh.step.planes], replace(new, seed=seed)):
+        return False
+    engine.load_state(fresh.state())
+    engine.step.optim = new
+    return True
+
+
+def batch_of(
+    members: Sequence[Member], runs: Sequence[Run], made: Sequence[BuiltRun], text: Corpus, engine: Engine
+) -> MemberBatch:
+    """Sessions of members at their runs' beginning; their settings and tokenizer are written where they are not yet."""
+    schedule(engine, made)
+    sessions = []
+    for number, (run, each) in enumerate(zip(runs, made, strict=True)):
+        if not run.begun:
+            write_tokenizer(run, text.tokenizer)
+            write_config(run, each.plan.settings)
+        own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
+        plan = each.plan
+        batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
+        session = Session(run, plan, text, own, batches)
+        sessions.append(session)
+    return MemberBatch(list(members), engine, sessions, Windows(sessions))
+
+
+def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
+    """Take the members up where all of them stood last; the update, 0 where there is none.
+
+    A member that had diverged by then has its last checkpoint, and stays as it is.
+
+    Raises:
+        InputRefused: a run is not what it was begun with, or its metrics are damaged.
+    """
+    update = _common(batch, ended)
+    if not update:
+        for session in batch.sessions:
+            session.run.truncate_metrics(0)
+        return 0
+    lost = {place: at for place, at in ended.items() if at <= update}
+    for place, session in enumerate(batch.sessions):
+        session.restore(_checkpoint(session, None if place in lost else update), progress)
+        if place in lost:  # its place in a window stays, whatever it reads there
+            session.run.log({"update": update, "diverged": lost[place]})
+            session.batches.close()
+            session.batches = session.open_batches(update * session.batches.rows_per_window)
+    batch.engine.step.index = update
+    if isinstance(batch.engine, Ensemble):
+        rows = batch.sessions[0].batches.rows_per_window
+        batch.engine.stacked.members.draw.fill_(update * -(-rows // (batch.engine.micro_batch or rows)))
+    batch.windows = Windows(batch.sessions)
+    batch.freeze(lost)
+    return update
+
+
+def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
+    """The newest update of which every member that had not diverged by then has a sound checkpoint."""
+    saved = [
+        {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
+        for session in batch.sessions
+    ]
+    for update in sorted(set().union(*saved), reverse=True):
+        going = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
+        if going and all(update in saved[place] and _sound(batch.sessions[place], update) for place in going):
+            return update
+    return 0
+
+
+def _sound(session: Session, update: int) -> bool:
+    try:
+        _checkpoint(session, update)
+    except NoValidCheckpoint:
+        return False
+    return True
+
+
+def _checkpoint(session: Session, at: int | None) -> Checkpoint:
+    return checkpointing.newest(session.run.checkpoints, lambda line: None, at=at)

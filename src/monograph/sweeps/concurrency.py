@@ -1,0 +1,357 @@
+"""How many members train at once, from times that are measured: one member's, and those of a few fused widths.
+
+    T(K) = seconds of one update of K members in one graph; between measured widths a straight line, a + b·K
+    total(K) = updates · sum over rounds of T(members of the round), and the compiling that is still to do
+
+No width is good by itself: where one member fills the device, T(K) is K · T(1) or worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from monograph import compat, planner
+from monograph.data.corpus import Corpus
+from monograph.device import Device, clock, compiler_obstacle
+from monograph.engine import Engine
+from monograph.ensemble import Ensemble
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.evaluation import evaluate_members
+from monograph.graph.inspect import buffers_kept
+from monograph.loss import Batch
+from monograph.measure.quantities import counted, duration
+from monograph.planner import defaults
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session.setup import BuiltRun
+from monograph.session.warmup import seconds_per_update
+from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
+from monograph.sweeps.spec import Group, Member
+
+# Nothing is known of a wider graph before it is compiled: one is tried where it could save twice what that costs, so
+# that a disappointment takes no more than half as long again as one after another.
+WORTH = 2.0
+
+
+class Timed(NamedTuple):
+    """What a width took; width 1 is the ordinary engine.
+
+    Attributes:
+        update_s: seconds of an update of all its members.
+        compile_s: seconds of tracing and compiling it.
+    """
+
+    update_s: float
+    compile_s: float
+
+
+class Width(NamedTuple):
+    """A choice.
+
+    Attributes:
+        members: at once; 1: one after another.
+        total_s: seconds that the whole takes, compiling that is still to do included.
+        gain: how many times faster than one after another the best fused width is, compiling left out.
+        why: in one line.
+    """
+
+    members: int
+    total_s: float
+    gain: float
+    why: str
+
+
+def rounds(members: int, width: int) -> list[int]:
+    """How many members each round has: as few rounds as possible, as equal as possible, the larger first."""
+    count = -(-members // width)
+    return [members // count + (index < members % count) for index in range(count)]
+
+
+def update_s(timed: Mapping[int, Timed], width: int) -> float:
+    """T(width): measured, or on the straight line through the nearest measured widths, never less than below it."""
+    if width in timed:
+        return timed[width].update_s
+    below = max((each for each in timed if each < width), default=1)
+    above = min((each for each in timed if each > width), default=None)
+    if above is None:  # beyond what was measured a member costs what it did on average
+        return timed[below].update_s * width / below
+    share = (width - below) / (above - below)
+    line = timed[below].update_s + share * (timed[above].update_s - timed[below].update_s)
+    return max(line, timed[below].update_s)
+
+
+def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
+    """Seconds until all members are trained; widths that were not compiled yet take as long as the nearest one."""
+    sizes = rounds(members, width)
+    new = {size for size in sizes if size not in timed}
+    compile_s = sum(timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new)
+    return updates * sum(update_s(timed, size) for size in sizes) + compile_s
+
+
+def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
+    """The width that is worth measuring next; None if none is.
+
+    First one member; then as many as fit, where they could save WORTH times what compiling them costs: K members take
+    at least as long as one. From then on what the straight line promises to be faster than anything that was measured.
+
+    Args:
+        timed: what was measured so far.
+        members: of the group.
+        most: members that fit the memory at once.
+        updates: of each member.
+        dearer: how many times as long as a member's graphs one of several takes to compile, as far as is known before.
+    """
+    if 1 not in timed:
+        return 1
+    widths = {rounds(members, width)[0] for width in range(1, min(most, members) + 1)} - timed.keys()
+    if not widths:
+        return None
+    if len(timed) == 1:
+        widest = max(widths)
+        saved = updates * (members - len(rounds(members, widest))) * timed[1].update_s
+        return widest if saved > WORTH * dearer * timed[1].compile_s else None
+    promised = min(widths, key=lambda width: total_s(timed, members, width, updates))
+    known = min(total_s(timed, members, width, updates) for width in timed)
+    return promised if total_s(timed, members, promised, updates) < known else None
+
+
+def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
+    """The measured width with the shortest total; of equals the smaller."""
+    best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
+    alone = members * timed[1].update_s
+    fused = [width for width in timed if width > 1]
+    shown = best if best > 1 or not fused else min(fused, key=lambda width: _together(timed, members, width))
+    gain = alone / _together(timed, members, shown)
+    return Width(best, total_s(timed, members, best, updates), gain, _why(timed, members, best, shown, gain))
+
+
+def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
+    """Seconds of one update of all members."""
+    return sum(update_s(timed, size) for size in rounds(members, width))
+
+
+def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: float) -> str:
+    if members == 1:
+        return "one member"
+    if shown == 1:
+        return f"{members} members one after another: compiling a wider graph takes too much of what it could save"
+    measured = f"measured at {', '.join(map(str, sorted(timed)))}"
+    several = f"{shown} at once" if shown < members else "all at once"
+    if best == 1:
+        return f"{members} members, {several}: {gain:.2f}x over one after another, so one after another ({measured})"
+    return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"
+
+
+# How many times as long as a member's graphs one of several takes to compile (docs/log.md), and the
+# share of it where the compiler's cache has them (benchmarks/start.py).
+DEARER, CACHED = 1.3, 0.23
+CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
+
+
+class Timing:
+    """The widths of one group, timed; what was built and captured last is kept, to train with.
+
+    Attributes:
+        timed: by width.
+        most: members that fit at once.
+        dearer: how many times as long as a member's graphs took one of several would take to compile.
+        refused: why no graph holds several, in one line; empty if one does or it was not tried.
+        row_s: seconds that a held-out row takes, of all members of a width.
+        kept: the first members and an engine of them that is captured, by width.
+    """
+
+    def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
+        """Nothing is built yet."""
+        self.group, self.text, self.device, self.machine = group, text, device, machine
+        self.timed: dict[int, Timed] = {}
+        self.row_s: dict[int, float] = {}
+        self.most, self.refused, self.dearer = len(group.members), "", DEARER
+        self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
+
+    def measure(self, updates: int, progress: Progress) -> None:
+        """Time every width that the planner wants to know for runs of so many updates.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+        """
+        while (width := next_width(self.timed, len(self.group.members), self.most, updates, self.dearer)) is not None:
+            if width == 1:
+                self.timed[1] = self._time(1, progress)
+                continue
+            try:
+                self.timed[width] = self._time(width, progress)
+            except OutOfDeviceMemory as error:
+                self.most = width - 1
+                progress.line("memory", f"{width} members at once: {error}")
+            except (UsageError, InputRefused) as error:
+                self.most, self.refused = 1, str(error)
+
+    def decide(self, updates: int) -> None:
+        """Fix the group's rounds."""
+        found = choose(self.timed, len(self.group.members), updates)
+        alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
+        self.group.rounds = rounds(len(self.group.members), found.members)
+        self.group.why = alone if self.refused else found.why
+        self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
+        self.group.compile_s = max(0.0, found.total_s - updates * self.group.update_s)
+        self.group.held_out_s = self.held_out_s(self.group.rounds)
+        for width in [width for width in self.kept if width not in self.group.rounds]:
+            del self.kept[width]
+
+    def held_out_s(self, rounds: Sequence[int]) -> float:
+        """Seconds of all evaluations of members that train in such rounds."""
+        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
+        return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
+
+    def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
+        """Members of a round, ready to train from their beginning.
+
+        The first ones have the engine that was timed; who comes alone after them takes it over. Another round of
+        several is built and captured anew, which the compiler's cache makes short.
+        """
+        size, first = len(members), members[0] is self.group.members[0]
+        if first and size in self.kept:
+            made, engine = self.kept[size]
+            return batch_of(members, runs, of_length(made, updates), self.text, engine)
+        made = of_length(models_of(members, self.text, self.machine), updates)
+        engine = engine_of(made, several(made), self.device)
+        if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
+            engine = self.kept[1][1]
+        else:
+            capture(engine, first_window(made, self.text), made[0].plan.compile, progress)
+            self.kept |= {1: (made, engine)} if size == 1 else {}
+        return batch_of(members, runs, made, self.text, engine)
+
+    def _time(self, width: int, progress: Progress) -> Timed:
+        members = self.group.members[:width]
+        made = models_of(members, self.text, self.machine)
+        for line in made[0].notes if width == 1 else ():
+            progress.line("tokens", line)
+        if width == 1 and (plan := made[0].plan.expected):
+            free = planner.budget(self.machine)
+            self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
+        window = first_window(made, self.text)
+        engine = engine_of(made, several(made), self.device)
+        began, cached = clock(), compat.graphs_from_cache()
+        capture(engine, window, made[0].plan.compile, progress)
+        compile_s = clock() - began
+        if width == 1 and compat.graphs_from_cache() > cached:
+            self.dearer = DEARER / CACHED  # as the graph of several, of which nothing is known, may not be there
+        with buffers_kept(engine.model):
+            seconds = timed_update(engine, window)
+            size = engine.micro_batch or CURVE_ROWS
+            began = clock()
+            evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
+            self.row_s[width] = (clock() - began) / size
+        self.kept[width] = made, engine
+        return Timed(seconds, compile_s)
+
+
+def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
+    """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
+    size = engine.size if isinstance(engine, Ensemble) else 1
+    if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
+        return
+    what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
+    by_block = scope == "blocks" and not isinstance(engine, Ensemble)
+    with progress.stage("compile", what) as stage, buffers_kept(engine.model):
+        reason = engine.capture(window, scope="blocks" if by_block else "whole")
+        stage.result = reason or "0 graph breaks"
+
+
+def timed_update(engine: Engine, window: Batch) -> float:
+    """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+
+    def together() -> None:
+        engine.accumulate(window)
+        engine.update()  # of members that are frozen it is made, and thrown away
+
+    if not isinstance(engine, Ensemble):
+        return seconds_per_update(engine, lambda: engine.rehearse(window))
+    frozen, index = engine.stacked.frozen, engine.index
+    frozen.fill_(True)
+    seconds = seconds_per_update(engine, together)
+    frozen.fill_(False)
+    engine.step.index = index
+    return seconds
+
+
+def several(made: Sequence[BuiltRun]) -> bool:
+    """Whether the members have different seeds, and so windows of their own."""
+    return len({one.plan.seed for one in made}) > 1
+
+
+def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
+    """The first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
+    windows = []
+    for one in made if several(made) else made[:1]:
+        batches = text.batches(one.plan.tokens_per_update, seed=one.plan.seed)
+        windows.append(next(batches))
+        batches.close()
+    return stacked(windows, range(len(windows))) if several(made) else windows[0]
+
+
+def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
+    """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
+
+    Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
+    `least_tokens`.
+    """
+    for timing in timings:
+        if given := _given(timing):
+            timing.measure(given, progress)
+            timing.decide(given)
+    open_ended = [timing for timing in timings if not _given(timing)]
+    if not open_ended:
+        return [_given(timing) for timing in timings]
+    minutes = open_ended[0].group.plan.minutes
+    budget_s = defaults.UPDATES_SHARE * 60 * minutes
+    for timing in open_ended:
+        timing.measure(1, progress)  # one member, whatever the length
+    per_token_s, beside_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
+    tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, beside_s))
+    for timing in open_ended:
+        updates = max(1, round(tokens / _size(timing)))
+        timing.measure(updates, progress)
+        timing.decide(updates)
+    per_token_s, beside_s = _costs(open_ended, [timing.group.rounds for timing in open_ended])
+    tokens = _tokens_in(budget_s, per_token_s, beside_s)
+    if tokens < least_tokens:
+        longer = duration(least_tokens * per_token_s + beside_s)
+        progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
+        tokens = least_tokens
+    found = []
+    for timing in timings:
+        found.append(
+            _given(timing)
+            or defaults.updates_for(
+                tokens, _size(timing), defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows)
+            )
+        )
+    return found
+
+
+def _given(timing: Timing) -> int:
+    """Updates that the group's own settings name; 0 where they name a time."""
+    plan = timing.group.plan
+    rows = timing.text.train.per_epoch * (plan.epochs or 0)
+    return plan.updates or -(-rows // plan.rows)
+
+
+def _size(timing: Timing) -> int:
+    return timing.group.plan.tokens_per_update
+
+
+def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Seconds in which every member learns from a token, and of all evaluations, of groups in these rounds each."""
+    both = list(zip(timings, of, strict=True))
+    per_token_s = sum(sum(update_s(t.timed, size) for size in sizes) / _size(t) for t, sizes in both)
+    return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
+
+
+def _tokens_in(seconds: float, per_token_s: float, beside_s: float) -> float:
+    """Tokens that every member can learn from in so many seconds, of which evaluations have up to half."""
+    return max(seconds / 2, seconds - beside_s) / per_token_s

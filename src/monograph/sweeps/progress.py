@@ -1,0 +1,224 @@
+"""A sweep as it goes on: what is to be trained, how far it is, what is known of every member."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from monograph.data.corpus import Corpus
+from monograph.device import Device, clock
+from monograph.distributed.world import World
+from monograph.evaluation import evaluate_members
+from monograph.measure.quantities import count, counted, duration
+from monograph.measure.sweep_report import write_sweep_report
+from monograph.run.progress import Progress, SweepDisplay
+from monograph.session.requirements import require_possible
+from monograph.session.resolve import resolve
+from monograph.session.setup import open_corpus
+from monograph.sweeps import results
+from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
+from monograph.sweeps.folder import Sweep
+from monograph.sweeps.results import Outcome
+from monograph.sweeps.spec import Member, groups_of, members_of, short, spread
+
+
+class SweepProgress:
+    """One sweep, told while it goes on.
+
+    Attributes:
+        sweep: its folder.
+        members: all of them; `groups` by what one graph can hold.
+        timings: of each group, once prepared, and `updates` of its members.
+        rate: targets per second of the last updates, over all members that train at once.
+        done: updates of members so far.
+    """
+
+    def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
+        """Read back what earlier processes did; of several ranks each trains its share of the rounds."""
+        self.sweep, self.progress, self.world = sweep, progress, world or World()
+        self.members = members_of(sweep.settings, sweep.points)
+        self.groups = groups_of(self.members)
+        self.outcomes = self.read()
+        self.timings: list[Timing] = []
+        self.updates: list[int] = []
+        self.rate, self.done = 0.0, 0
+        self._began_s = clock()
+        self._training_s = 0.0
+
+    def read(self) -> list[Outcome]:
+        """What is known of every member now, whoever trained it."""
+        return [results.outcome(self.sweep, member) for member in self.members]
+
+    @property
+    def batches(self) -> list[tuple[Timing, int, list[Member]]]:
+        """The rounds of this rank: of which group, for how many updates, with which members."""
+        pairs = zip(self.timings, self.updates, strict=True)
+        found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
+        return found[self.world.rank :: self.world.size]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to train."""
+        return all(each.over for each in self.outcomes)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds so far, over all processes."""
+        earlier: float = self.sweep.record.get("elapsed_s", 0.0)
+        return earlier + clock() - self._began_s
+
+    @property
+    def figures(self) -> str:
+        """Beside the bar."""
+        return count(self.rate, "tok/s") if self.rate else ""
+
+    def prepare(self, device: torch.device, machine: Device) -> None:
+        """Read the text, decide how many members train at once and for how long, and say so.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+            UsageError: settings that cannot be together, or not on this machine.
+        """
+        for member in self.members:
+            require_possible(member.settings, machine)
+            member.plan = resolve(member.settings, machine)
+        pairs = zip(self.groups, self._texts(), strict=True)
+        self.timings = [Timing(group, text, device, machine) for group, text in pairs]
+        known = self.sweep.record.get("groups")
+        if known:
+            for group, of in zip(self.groups, known, strict=True):
+                group.rounds, group.why = of["rounds"], of["why"]
+            self.updates = [of["updates"] for of in known]
+        else:
+            self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
+            spread(self.groups, self.world.size)
+            self.sweep.record["groups"] = [
+                {"rounds": group.rounds, "updates": updates, "why": group.why}
+                for group, updates in zip(self.groups, self.updates, strict=True)
+            ]
+            self.sweep.write()
+        self._tell_plan()
+
+    def _texts(self) -> list[Corpus]:
+        """Of each group, each opened once."""
+        texts: dict[str, Corpus] = {}
+        for group in self.groups:
+            if (key := repr(group.plan.reading)) not in texts:
+                texts[key] = open_corpus(group.plan.reading, self.progress)
+        return [texts[repr(group.plan.reading)] for group in self.groups]
+
+    def _tell_plan(self) -> None:
+        for group, updates in zip(self.groups, self.updates, strict=True):
+            size = group.plan.tokens_per_update
+            seconds = group.compile_s + updates * group.update_s + group.held_out_s
+            self.progress.line(
+                "plan",
+                f"{group.name + ': ' if group.name else ''}{counted(updates, 'update')} of {size:,} tokens = "
+                f"{count(updates * size)} each; {group.why}{', about ' + duration(seconds) if seconds else ''}",
+            )
+
+    def block(self) -> SweepDisplay:
+        """The live bar and table."""
+        per_member = {member.index: updates for _, updates, members in self.batches for member in members}
+        self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
+        return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
+
+    def table(self) -> list[str]:
+        """As it stands."""
+        return results.lines(results.compared(self.outcomes), self._lost())
+
+    def _lost(self) -> dict[int, int]:
+        return {each.member.index: each.diverged for each in self.outcomes if each.diverged is not None}
+
+    def all_over(self, members: Sequence[Member]) -> bool:
+        """Whether none of these is left to train."""
+        return all(self.outcomes[member.index].over for member in members)
+
+    def ended(self, members: Sequence[Member]) -> dict[int, int]:
+        """By their place, members that diverged, and after which update."""
+        places = enumerate(self.outcomes[member.index].diverged for member in members)
+        return {place: at for place, at in places if at is not None}
+
+    def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
+        """Members were trained for so many updates."""
+        first = batch.sessions[0]
+        targets = first.corpus.stats.packed_share * first.plan.tokens_per_update
+        self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
+        self.done += len(batch.members) * updates
+        self._training_s += seconds
+
+    def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
+        """Score held-out rows by every member that still learns, note it, show it; at the end all of them too."""
+        self._score(batch, update, CURVE_ROWS)
+        if last:
+            self._score(batch, update, None)
+        self._read(batch)
+
+    def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
+        rows = batch.sessions[0].corpus.held_out
+        found = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
+        used = min(limit or len(rows), len(rows))
+        tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
+        for place, (session, score) in enumerate(zip(batch.sessions, found, strict=True)):
+            if place not in batch.ended:
+                scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
+                session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
+
+    def _read(self, batch: MemberBatch) -> None:
+        for member in batch.members:
+            self.outcomes[member.index] = results.outcome(self.sweep, member)
+
+    def ends(self, batch: MemberBatch) -> None:
+        """The members came to their end: say so in their metrics, as any run does."""
+        self._read(batch)
+        for place, session in enumerate(batch.sessions):
+            if place not in batch.ended:
+                known = {
+                    "dtype": session.plan.precision, "params": session.params,
+                    "eval_weights": "averaged" if session.plan.averaged else "last",
+                }  # fmt: skip
+                rows = self.outcomes[batch.members[place].index].rows
+                found = results.summary(rows, session.run, known)
+                session.run.log({"update": found["update"], "summary": found})
+        self._read(batch)
+
+    def keep_time(self) -> None:
+        """Write down what this process did, for the next one or for the end."""
+        record = self.sweep.record
+        record["elapsed_s"] = self.spent_s
+        record["training_s"] = record.get("training_s", 0.0) + self._training_s
+        self._began_s, self._training_s = clock(), 0.0
+        if self.world.leads:
+            self.sweep.write()
+
+    def finish(self) -> dict[str, Any]:
+        """Compare, write tables and figures, say what came of it; the JSON object of the contract."""
+        table = results.compared(self.outcomes)
+        self.sweep.record["tokens"] = sum(
+            next((row["tokens"] for row in reversed(each.rows) if "train_loss" in row), 0) for each in self.outcomes
+        )
+        found = results.whole(self.sweep, self.outcomes, table)
+        told_of_wide = []
+        if table.best:
+            self.sweep.link_best(table.best.member)
+            told_of_wide = self.sweep.write_wide(dict(table.best.setting.knobs))
+        self.sweep.record["result"] = found
+        self.sweep.write()
+        path = self.sweep.write_table(found["members"])
+        report = self.sweep.run.report
+        with self.progress.stage("report", f"{report}, {path}"):
+            told = [*results.lines(table, self._lost()), table.how]
+            curves = [({short(k): v for k, v in each.member.knobs.items()}, each.rows) for each in self.outcomes]
+            write_sweep_report(self.sweep.run.folder, found, results.drawn(table), curves, table.how)
+        self.progress.gap()
+        for number, line in enumerate(told):
+            self.progress.line("members" if number == 0 else "", line)
+        self.progress.line("best", results.verdict(table))
+        for line in told_of_wide:
+            self.progress.line("width", line)
+        spent = duration(self.sweep.record.get("elapsed_s", 0.0))
+        self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
+        return found

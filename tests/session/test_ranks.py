@@ -1,0 +1,78 @@
+"""Run: pytest tests/session/test_ranks.py"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from monograph.run.progress import Progress
+from monograph.session.ranks import command, show
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an environment in .venv whose Python is a link, as they are, and nothing on the PATH."""
+    executable(tmp_path / "elsewhere" / "python3")
+    (tmp_path / "project/.venv/bin").mkdir(parents=True)
+    (tmp_path / "project/.venv/bin/python").symlink_to(tmp_path / "elsewhere/python3")
+    executable(tmp_path / "project/.venv/bin/monograph")
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "project/.venv/bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    return tmp_path / "project"
+
+
+def called(monkeypatch: pytest.MonkeyPatch, name: object) -> str:
+    monkeypatch.setattr(sys, "argv", [str(name), "train"])
+    return command("train", "--resume", "last").removesuffix(" train --resume last")
+
+
+def test_as_a_module_of_an_environment_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert called(monkeypatch, "/src/monograph/__main__.py") == ".venv/bin/python -m monograph"
+
+
+def test_as_a_script_here_and_from_below(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert called(monkeypatch, ".venv/bin/monograph") == ".venv/bin/monograph"
+    monkeypatch.chdir(place / ".venv/bin")
+    assert called(monkeypatch, "./monograph") == "./monograph"
+
+
+def test_from_elsewhere_it_is_the_whole_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert called(monkeypatch, place / ".venv/bin/monograph").endswith("/project/.venv/bin/monograph")
+
+
+def test_on_the_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(place / ".venv/bin"))
+    assert called(monkeypatch, place / ".venv/bin/monograph") == "monograph"
+    assert called(monkeypatch, "/src/monograph/__main__.py") == "monograph"
+
+
+def test_another_installation_on_the_path_is_not_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(place.parent / "elsewhere/monograph")
+    assert called(monkeypatch, place / ".venv/bin/monograph") == ".venv/bin/monograph"
+    assert called(monkeypatch, "/src/monograph/__main__.py") == ".venv/bin/python -m monograph"
+
+
+@pytest.mark.parametrize("prompt", ["class Cache:", "it's $HOME `x`", 'a "b" \\', ""])
+def test_arguments_survive_the_shell(prompt: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [".venv/bin/monograph"])
+    assert shlex.split(command("generate", "my runs/a", prompt))[1:] == ["generate", "my runs/a", prompt]
+
+
+@pytest.mark.parametrize("length", [5, 400])
+def test_a_command_is_never_cut(length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    show(Progress(screen), "next", "generate", "x" * length)
+    assert "x" * length in screen.getvalue() + capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""Run: pytest tests/session/test_recorded.py"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from monograph.config import Settings, load
+from monograph.data.tokenizer import Tokenizer
+from monograph.device import describe
+from monograph.distributed.world import World
+from monograph.errors import InputRefused, UsageError
+from monograph.run.folder import Run
+from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
+from monograph.session import ranks, warmup
+from monograph.session.recorded import branched, parent_named, settings_of, write_config
+from monograph.session.resolve import resolve
+
+SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
+FIXED = {
+    "train.updates": 50, "train.tokens_per_update": 512, "optim.lr": 1e-3, "optim.warmup_updates": 5,
+    "train.eval_every": 5, "train.save_every": 9, "data.tokenizer": "bytes",
+}  # fmt: skip
+
+
+def settings(values: dict[str, Any], toml: Path | None = None) -> Settings:
+    return load(toml, values, {})
+
+
+def sized(given: Settings) -> Settings:
+    return resolve(given, describe()).settings
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create(tmp_path / "run")
+    write_config(run, settings(SHAPE | FIXED))
+    return run
+
+
+def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
+    assert settings_of(run, settings({})).values() == settings(SHAPE | FIXED).values()
+    assert settings_of(run, settings({})).fingerprint == settings(SHAPE | FIXED).fingerprint
+    assert not list(run.folder.glob("*.partial"))
+
+
+def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "own")
+    (tmp_path / "own.py").write_text("")
+    init = f"{tmp_path}/own.py:build"
+    write_config(run, settings({"model.init": init} | FIXED))
+    assert settings_of(run, settings({})).model.init == init
+
+
+@pytest.mark.parametrize(
+    "same",
+    [{}, SHAPE, FIXED, {"optim.lr": "auto"}, {"data.tokenizer": "auto"}, {"train.tokens": 50 * 512}],
+    ids=lambda values: " ".join(values),
+)
+def test_what_agrees_may_be_said_again(same: dict[str, Any], run: Run) -> None:
+    assert settings_of(run, settings(same)).train.updates == 50
+
+
+def test_the_file_of_settings_may_be_given_again(run: Run, tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text("[train]\nminutes = 3\ntokens_per_update = 512\n")
+    assert settings_of(run, settings({}, toml)).train.updates == 50
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"optim.lr": 2e-3},
+            "optim.lr = 0.002 (command line), but .* was started with 0.001; leave it out",
+        ),
+        ({"train.updates": 60}, "was started with 50 updates"),
+        ({"train.minutes": 3.0}, "was started with 50 updates"),
+        ({"train.epochs": 3}, "was started with 50 updates"),
+        ({"train.tokens": 999999}, "was started with 50 updates"),
+        ({"data.source": "other"}, "was started with stdlib"),
+        ({"model.preset": "nano"}, "was started with auto"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_contradicts_the_run_is_refused(other: dict[str, Any], said: str, run: Run) -> None:
+    with pytest.raises(UsageError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        settings_of(run, settings(other))
+
+
+def test_a_branch_takes_over_what_was_not_given_but_for_its_length(run: Run) -> None:
+    child = branched(run, settings({"optim.lr": 5e-4, "train.updates": 7}))
+    assert (child.optim.lr, child.train.updates, child.model.hidden_size) == (5e-4, 7, 16)
+    assert (child.train.tokens_per_update, child.optim.warmup_updates) == (512, "auto")
+    assert (child.train.eval_every, child.train.save_every) == ("auto", "auto")
+    assert child.data.tokenizer == str(run.tokenizer) and child.origins["model.hidden_size"] == str(run.config)
+
+
+@pytest.mark.parametrize("length", [{"train.minutes": 1.0}, {"train.epochs": 2}, {}], ids=str)
+def test_a_branch_has_one_length(length: dict[str, Any], run: Run) -> None:
+    train = branched(run, settings(length)).train
+    assert (train.updates, train.tokens) == (None, None)
+    assert (train.epochs, train.minutes) == (
+        length.get("train.epochs"),
+        None if "train.epochs" in length else train.minutes,
+    )
+
+
+def test_a_branch_may_have_another_tokenizer_or_model(run: Run) -> None:
+    assert branched(run, settings({"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
+    assert branched(run, settings({"model.init": "x.py:build"})).model.preset == "auto"
+
+
+@pytest.mark.parametrize("at", [None, 40])
+def test_where_a_branch_begins_is_written_down(at: int | None, run: Run, tmp_path: Path) -> None:
+    child = Run.create(tmp_path / "child")
+    assert recorded_parent(child) is None
+    record_parent(child, run, at)
+    found = recorded_parent(child)
+    assert found and (found[0].folder, found[1]) == (run.folder.resolve(), at)
+
+
+def test_the_name_of_a_parent(run: Run, tmp_path: Path) -> None:
+    assert parent_named(f"{run.folder}@12")[1] == 12 and parent_named(str(run.folder))[1] is None
+    other = Run.create(tmp_path / "a@b")
+    assert parent_named(str(other.folder))[0].folder == other.folder
+    with pytest.raises(InputRefused, match="nothing is not a run"):
+        parent_named("nothing@3")
+    with pytest.raises(UsageError, match="a whole number after the @, not 'x'"):
+        parent_named("nothing@x")
+
+
+def test_a_run_without_settings_is_said(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "bare")
+    for asked in (lambda: settings_of(run, settings({})), lambda: branched(run, settings({}))):
+        with pytest.raises(InputRefused, match="stopped before it began"):
+            asked()
+
+
+def test_a_shape_by_its_sizes_is_not_sized_again() -> None:
+    chosen = sized(settings(SHAPE))
+    assert chosen.model.preset == "auto" and chosen.data.tokenizer.startswith("bpe:")
+    with pytest.raises(InputRefused, match="not a multiple"):
+        sized(settings(SHAPE | {"model.num_attention_heads": 3}))
+
+
+def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parent = Run.create()
+    write_config(parent, settings(SHAPE | FIXED))
+    parent.tokenizer.touch()
+    chosen = sized(settings({"model.init": "last"}))
+    child = Run.create()
+    write_config(child, chosen)
+    assert Run.open("last").folder == child.folder
+    assert settings_of(child, settings({})).model.init == str(parent.folder)
+    assert sized(chosen) == chosen and chosen.data.tokenizer == str(parent.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "updates", "said"),
+    [(10, 80, "8 epochs and no more, about 16 s"), (10_000, 285, "about 1 min 00 s"), (1, 10, "no more, about 2.0 s")],
+)
+def test_a_small_text_ends_before_the_time_does(
+    per_epoch: int, updates: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "calibrate", lambda _: 0.2)
+    monkeypatch.setattr(warmup, "remember", lambda *_: None)
+    told: dict[str, str] = {}
+    progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
+    session: Any = SimpleNamespace(
+        plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
+        batches=SimpleNamespace(rows_per_window=2),
+        corpus=SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)),
+        engine=SimpleNamespace(step=SimpleNamespace(schedule=None)),
+        schedule=lambda: None,
+        params=1000,
+    )
+    warmup.fix_length(session, progress)
+    assert session.plan.updates == updates and session.budget_s == 60 and told["plan"].endswith(said), told
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> None:
+    tokenizer = Tokenizer.bytes()
+    write_tokenizer(run, tokenizer)
+    whole = run.tokenizer.read_bytes()
+    assert not mended_tokenizer(run, tokenizer) and run.tokenizer.read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    changed = {"flipped": bytes(flipped), "cut": whole[:99], "gone": None}[damage]
+    run.tokenizer.unlink()
+    if changed is not None:
+        run.tokenizer.write_bytes(changed)
+    assert changed != whole and mended_tokenizer(run, tokenizer)
+    assert Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest
+
+
+def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
+    alone, two = World(), SimpleNamespace(alone=False, size=2)
+    shared = settings(SHAPE | FIXED | {"train.parallel": "ddp"})
+    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder}")
+    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder} train.parallel=ddp")
+    write_config(run, shared)
+    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
+    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder} train.parallel=none")

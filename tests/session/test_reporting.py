@@ -1,0 +1,68 @@
+"""Run: pytest tests/session/test_reporting.py"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from batches import packed, tiny_llama
+from monograph import compat
+from monograph.data.tokenizer import Tokenizer
+from monograph.distributed.world import World
+from monograph.resident import Resident
+from monograph.session.reporting import Opening, Reporter
+
+
+class Run:
+    """A run of 1,000 updates that may take 100 s, on a machine whose speed nobody foresaw."""
+
+    def __init__(self, seconds_per_update: float) -> None:
+        self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+        self.told: list[str] = []
+        self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
+        self.session, self.world = self, World()
+        self.spent_s, self.recent_s = 0.0, seconds_per_update
+        while (update := round(self.spent_s / seconds_per_update)) < self.updates:
+            self.spent_s += seconds_per_update
+            Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
+
+    _too_late = Reporter._too_late
+
+    def shorten(self, updates: int) -> None:
+        self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("seconds_per_update", [0.105, 0.13, 0.2, 1.0, 3.0])
+def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
+    run = Run(seconds_per_update)
+    assert run.cooled and 70 <= run.cooled <= 75 and len(run.told) == 1
+    assert run.spent_s == pytest.approx(97, rel=0.03) or run.updates - run.cooled / seconds_per_update <= 11
+
+
+@pytest.mark.parametrize("seconds_per_update", [0.05, 0.09, 0.099])
+def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
+    run = Run(seconds_per_update)
+    assert run.cooled is None and run.updates == 1000
+
+
+def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:
+    run = Run(0.09)
+    run.spent_s, run.recent_s, run.cooled = 72.0, 0.3, None
+    Reporter.keep_time(run, 800)  # type: ignore[arg-type]
+    assert run.updates == 800 + int(25 / 0.3)
+
+
+def test_a_sample_makes_no_graphs_of_blocks() -> None:
+    """A block's graph would be made anew for each layer's cache: two a layer, in the middle of the training."""
+    tokenizer = Tokenizer.bytes()
+    engine = Resident(tiny_llama(num_hidden_layers=4, vocab_size=tokenizer.vocab_size, max_position_embeddings=64))
+    assert engine.capture(packed(6), "eager", "blocks") is None
+    graphs = compat.captured_graphs()
+    plan = SimpleNamespace(seed=0)
+    session = SimpleNamespace(engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World())
+    telling = SimpleNamespace(session=session, _writes=True, opening=Opening("alpha", "alpha", (), ()))
+    assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
+    engine.accumulate(packed(6))
+    engine.update()
+    assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"

@@ -1,0 +1,127 @@
+# Run: pytest tests/session/test_resolve.py
+"""What the settings pin, the planner leaves alone; what nothing fits, `train` refuses before anything is built."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from monograph.config import load
+from monograph.data.tokenizer import Tokenizer
+from monograph.device import named
+from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.measure.estimate import estimate_bytes
+from monograph.measure.footprint import Footprint
+from monograph.model.config import LlamaConfig
+from monograph.planner import choose
+from monograph.run.recipe import Recipe
+from monograph.session import setup
+from monograph.session.plan import Plan, Shape
+from monograph.session.resolve import REMATS, asked_of, resolve, shape_of
+
+CARD = named("4090")
+
+
+def settings(**keys):
+    return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
+
+
+def sized(**keys) -> Plan:
+    return resolve(settings(**keys), CARD)
+
+
+def shape(plan: Plan) -> Shape:
+    return Shape(shape_of(plan))
+
+
+@pytest.fixture(autouse=True)
+def _not_traced(monkeypatch):
+    guess = lambda work: Footprint("forward", {"weights": estimate_bytes(work, "muon")})  # noqa: E731
+    monkeypatch.setattr(choose, "footprint", guess)
+
+
+def test_a_run_takes_the_whole_update_where_it_fits():
+    given = sized(model__preset="micro", train__tokens_per_update=8192)
+    assert resolve(given, CARD, shape(given)).micro_batch == given.rows == 8192 // given.sequence_length
+
+
+def test_what_is_pinned_stays():
+    given = sized(train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw")
+    asked = asked_of(given, shape(given).config, CARD)
+    assert (asked.micro_batch, asked.precisions, asked.scopes, asked.optimizer) == (3, ("fp32",), ("none",), "adamw")
+
+
+def test_only_what_is_built_is_chosen():
+    asked = asked_of(sized(), shape(sized()).config, CARD)
+    for key, values in (("compile", asked.scopes), ("remat", asked.remats)):
+        assert values and all(settings(**{f"train__{key}": value}) for value in values)  # else refused
+
+
+def test_what_nothing_fits_is_exit_code_6():
+    given = sized(model__preset="8b")
+    with pytest.raises(OutOfDeviceMemory, match=r"nothing fits .* of NVIDIA GeForce RTX 4090: .* GiB more") as refusal:
+        resolve(given, CARD, shape(given))
+    assert refusal.value.exit_code == 6
+
+
+@pytest.mark.parametrize("pinned", [{}, {"train__micro_batch": 1}, {"train__micro_batch": 1, "train__remat": "full"}])
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder, monkeypatch, tmp_path):
+    """They alone may be more than the host has, and then the system kills the process without a word."""
+    monkeypatch.setattr(setup, "build", lambda recipe: pytest.fail("built"))
+    keys = {"model__preset": "8b", **pinned}
+    if folder:
+        monkeypatch.setattr(Recipe, "checked", lambda self: self)  # here is no file of weights
+        (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
+        keys = {"model__init": str(tmp_path), "data__tokenizer": "bytes", **pinned}
+    text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes())
+    host = replace(CARD, type="cpu")
+    with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
+        setup.build_run(resolve(settings(**keys), host), text, host)
+
+
+def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
+    given = sized(
+        model__preset="124m", data__sequence_length=1024, train__micro_batch=8, train__tokens_per_update=2**16
+    )
+    tight = replace(CARD, free_memory_bytes=4 * 2**30)
+    for device, remats in ((CARD, {"none"}), (tight, set(REMATS) - {"none"})):
+        plan = resolve(given, device, shape(given))
+        assert plan.micro_batch == 8 and plan.remat in remats
+
+
+def test_a_little_less_memory_is_a_smaller_micro_batch():
+    given = sized(model__preset="124m", data__sequence_length=1024, train__tokens_per_update=2**19)
+    roomy, tight = (
+        resolve(given, replace(CARD, free_memory_bytes=gib * 2**30), shape(given)).micro_batch for gib in (24, 6)
+    )
+    assert 512 > roomy > tight >= 1 and 512 % roomy == 0 == 512 % tight
+
+
+def test_the_shape_is_the_settings_own_and_needs_no_text():
+    assert shape_of(sized(data__tokenizer="bpe:700", model__preset="nano")).vocab_size == 700
+    assert shape_of(sized(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
+    assert shape_of(sized(model__vocab_size=900, model__preset="nano")).vocab_size == 900
+
+
+def test_a_module_of_ones_own_cannot_be_planned(tmp_path):
+    (tmp_path / "own.py").write_text("def build(): ...")
+    with pytest.raises(UsageError, match="a preset, sizes or a Hugging Face folder"):
+        shape_of(sized(model__init=f"{tmp_path}/own.py:build"))
+
+
+def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_host():
+    deep, shallow = sized(model__preset="8b"), sized(model__preset="124m")
+    assert asked_of(deep, shape(deep).config, CARD).scopes[0] == "blocks"
+    assert asked_of(shallow, shape(shallow).config, CARD).scopes[0] == "whole"
+    assert asked_of(deep, shape(deep).config, CARD).remats == REMATS
+    assert "offload" not in asked_of(deep, shape(deep).config, replace(CARD, type="cpu")).remats
+
+
+def test_offloading_inside_one_graph_is_refused():
+    given = sized(train__remat="offload", train__compile="whole")
+    with pytest.raises(UsageError, match="train.compile is blocks or none"):
+        asked_of(given, shape(given).config, CARD)
