@@ -91,7 +91,7 @@ class Engine:
         return self.step.index
 
     def trial(self, window: Batch) -> Trial:
-        """One eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
+        """Run one eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
 
         def attempt() -> Trial:
             batch = next(self._micro_batches(window))
@@ -175,7 +175,7 @@ class Engine:
         self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        """`work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
+        """Return `work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
         while True:
             try:
                 return work()
@@ -242,7 +242,7 @@ class Engine:
         self.step.layout.at_rest(self.step, False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode.
+        """Return the sum of losses and the number of targets of a batch, in the module's evaluation mode.
 
         Where the optimizer keeps an average of the weights it is the average that is scored.
         """
@@ -319,7 +319,7 @@ class Engine:
             yield self._filled(part, size)
 
     def _rows(self, window: Batch) -> int:
-        """How many rows a window has.
+        """Return how many rows a window has.
 
         Raises:
             UsageError: it is no dict of tensors that all have so many, or has none.
@@ -342,7 +342,7 @@ class Engine:
         return next(iter(found.values()))
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
-        """The batch with rows appended that add nothing to sum, count or gradient, if the loss says what these hold."""
+        """Return the batch with rows appended that count nothing, if the loss says what these hold."""
         dim = self._row_dim
         own = next(iter(batch.values())).shape[dim]
         if own == rows:
@@ -377,7 +377,7 @@ def _rows(number: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether the device's memory, or the host's, was too small."""
+    """Return whether the device's memory, or the host's, was too small."""
     if isinstance(error, InputRefused):  # the trial step explains what a module raises
         return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))
