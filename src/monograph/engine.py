@@ -7,6 +7,7 @@ Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -42,30 +43,41 @@ class Engine:
     and 3 changes no gradient; the change is announced through `announce`.
 
     Attributes:
-        step: what is stepped.
         micro_batch: rows per micro-batch; None: the whole window at once.
         announce: gets a line when the engine goes on in another way.
     """
 
-    step: Step
-
-    def __init__(self, micro_batch: int | None, *, members: int | None = None, recomputes: bool = True):
-        """Note how windows are cut; the step is made by the engine.
+    def __init__(
+        self,
+        make_step: Callable[[], Step],
+        micro_batch: int | None,
+        *,
+        members: int | None = None,
+        recomputes: bool = True,
+    ):
+        """Note how windows are cut.
 
         Args:
+            make_step: makes the step, when it is first asked for.
             micro_batch: rows per micro-batch.
             members: that have rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
             recomputes: whether blocks may be recomputed to save memory.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
             raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
-        self.micro_batch, self._members, self._recomputes = micro_batch, members, recomputes
+        self._make_step, self._members, self._recomputes = make_step, members, recomputes
+        self.micro_batch = micro_batch
         self._row_dim = 0 if members is None else 1
         # A row number that the captured step has not seen yet is one more graph, which is announced once.
         self._sizes = set[int]()  # rows of the micro-batches that the captured step was called with
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
         # Engines print nothing: a command shows the line on its progress, a library user may pass `print`.
         self.announce: Callable[[str], None] = lambda line: None
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """What is stepped; made at first use, with gradients and moments."""
+        return self._make_step()
 
     @property
     def model(self) -> nn.Module:
@@ -79,7 +91,7 @@ class Engine:
         return self.step.index
 
     def trial(self, window: Batch) -> Trial:
-        """One eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
+        """Run one eager step on the first micro-batch; weights and state stay as they are. See `monograph.trial`."""
 
         def attempt() -> Trial:
             batch = next(self._micro_batches(window))
@@ -163,7 +175,7 @@ class Engine:
         self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        """`work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
+        """Return `work()`, repeated with half the micro-batch as often as the device's memory asks for it."""
         while True:
             try:
                 return work()
@@ -230,11 +242,12 @@ class Engine:
         self.step.layout.at_rest(self.step, False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses, targets) of a batch, without gradients and in the module's evaluation mode.
+        """Return the sum of losses and the number of targets of a batch, in the module's evaluation mode.
 
         Where the optimizer keeps an average of the weights it is the average that is scored.
         """
-        return self._scored(batch)
+        loss_sum, count = self._scored(batch)
+        return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         model = self.model
@@ -306,7 +319,7 @@ class Engine:
             yield self._filled(part, size)
 
     def _rows(self, window: Batch) -> int:
-        """How many rows a window has.
+        """Return how many rows a window has.
 
         Raises:
             UsageError: it is no dict of tensors that all have so many, or has none.
@@ -329,7 +342,7 @@ class Engine:
         return next(iter(found.values()))
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
-        """The batch with rows appended that add nothing to sum, count or gradient, if the loss says what these hold."""
+        """Return the batch with rows appended that count nothing, if the loss says what these hold."""
         dim = self._row_dim
         own = next(iter(batch.values())).shape[dim]
         if own == rows:
@@ -364,7 +377,7 @@ def _rows(number: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether the device's memory, or the host's, was too small."""
+    """Return whether the device's memory, or the host's, was too small."""
     if isinstance(error, InputRefused):  # the trial step explains what a module raises
         return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

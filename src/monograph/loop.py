@@ -80,6 +80,7 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
         raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
     if updates is not None:
         COUNT.require("updates", updates)
+    # A resumed engine may be done: then no window is read, which could be one of a stream that is waited for.
     for window in () if updates is not None and engine.index >= updates else batches:
         engine.accumulate(window)
         yield engine.update()

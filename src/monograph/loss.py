@@ -59,14 +59,14 @@ class TokenLoss:
         self.head: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum in nats, count); see the class."""
+        """Return the sum in nats and the number of targets; see the class."""
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
         head: Any = model.lm_head
         targets_N, rows = batch["targets"].flatten(), rows_of(head)
         return self.head(hidden_BTD.flatten(0, -2), head.weight, targets_N, impl=self.impl, rows=rows)
 
     def count(self, batch: Batch) -> Tensor:
-        """Number of targets that are not -100, 0-d int64."""
+        """Return the number of targets that are not -100, 0-d int64."""
         return (batch["targets"] != IGNORE).sum()
 
 
@@ -74,7 +74,7 @@ token_loss = TokenLoss()
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
-    """What a row without targets holds by the loss's own word, None if it gives none.
+    """Return what a row without targets holds, by the loss's attribute `fill`; None if it has none.
 
     Raises:
         UsageError: it names a tensor that the batch lacks, or gives something else than numbers.
@@ -95,7 +95,7 @@ _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(m
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor]:
-    """What a loss returned, its count as `counted` gives it.
+    """Return the sum that a loss gave, and its count as `counted` returns it.
 
     Raises:
         UsageError: it is no pair of a 0-d tensor and a count.
@@ -110,7 +110,7 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
 
 
 def counted(count: Any, device: torch.device) -> Tensor:
-    """A count of targets, or a sum of their weights, as a 0-d fp64 tensor.
+    """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
     A tensor's number is not read: one below 0 becomes NaN, which refuses the update on the device.
 

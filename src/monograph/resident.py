@@ -43,5 +43,5 @@ class Resident(Engine):
             remat: which activations are computed a second time.
             micro_batch: rows per micro-batch; None: the whole window at once.
         """
-        self.step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
-        super().__init__(micro_batch)
+        step = Step(model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat)
+        super().__init__(lambda: step, micro_batch)

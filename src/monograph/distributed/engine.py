@@ -65,11 +65,6 @@ class RankEngine(Engine):
                 f"rank {self.world.rank}: {str(error).splitlines()[0]}; use a smaller train.micro_batch"
             ) from error
 
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Engine.evaluate`; every rank scores its share, and has the sums of all."""
-        loss_sum, count = super().evaluate(batch)
-        return self.world.sum(loss_sum), self.world.sum(count)
-
 
 def total(step: Step) -> None:
     """Sum loss and count over the ranks, once before the update."""
@@ -102,11 +97,11 @@ class Replicated(RankEngine):
         """
         self.world = world
         layout = Layout(accumulate=self._accumulate, complete=total)
-        self.step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
-        self.step.recorder = None  # a replay would hold collectives
+        step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
+        step.recorder = None  # a replay would hold collectives
         compat.one_graph_under_ddp()
         # Not gradient_as_bucket_view: gradients are views of the planes already.
-        self.parallel = DistributedDataParallel(_Whole(self.step))
+        self.parallel = DistributedDataParallel(_Whole(step))
         # A lambda, since torch refuses annotations that are text.
         self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
         # Gradients are summed over ranks with the window's last micro-batch, all at once.
@@ -115,8 +110,8 @@ class Replicated(RankEngine):
         )
         # DDP lays its buckets out anew after a process's first pass, and more than two ranks' numbers are then added in
         # another order. That pass is over before the first update, so ranks that are started again have the same bits.
-        self.parallel(None, self.step.loss_factor).backward()
-        super().__init__(micro_batch)
+        self.parallel(None, step.loss_factor).backward()
+        super().__init__(lambda: step, micro_batch)
 
     def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
         step.link()
@@ -146,9 +141,9 @@ class Sharded(RankEngine):
         self.world, self.shards = world, Shards(world)
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
-        self.step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
-        self.step.recorder = None  # a replay would hold collectives
-        super().__init__(micro_batch)
+        step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
+        step.recorder = None  # a replay would hold collectives
+        super().__init__(lambda: step, micro_batch)
 
     def load_state(self, state: EngineState) -> None:
         """See `Engine.load_state`; of whole tensors each rank takes its rows."""

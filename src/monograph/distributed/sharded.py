@@ -157,7 +157,7 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters have shapes and no numbers."""
+    """Return a copy of a module whose parameters have shapes and no numbers."""
     empty = {id(p): nn.Parameter(_without_numbers(p), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, dict(empty))
 
@@ -170,19 +170,19 @@ def _without_numbers(parameter: Tensor) -> Tensor:
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """The rows of a rank among so many."""
+    """Return the rows of a rank among so many."""
     each = -(-rows // size)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
-    """This rank's rows as a part of a tensor of the shape of `whole`."""
+    """Return this rank's rows as a part of a tensor of the shape of `whole`."""
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor as `like` lies on the ranks: this rank's rows of it, or itself."""
+    """Return a whole tensor as `like` lies on the ranks: this rank's rows of it, or itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -219,7 +219,7 @@ class RowsPlane(Plane):
 
 
 def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
-    """A plane for each trainable parameter of a module that is sharded.
+    """Make a plane for each trainable parameter of a module that is sharded.
 
     `number` and `start` say where its elements lie in the planes of one process.
     """

@@ -31,7 +31,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
-from monograph.step import Clip, Step, Update
+from monograph.step import Clip, Update
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
 
@@ -106,7 +106,8 @@ class Ensemble(Engine):
             precision=precision, remat=remat, each=each,
         )  # fmt: skip
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
-        super().__init__(micro_batch, members=len(members) if each else None, recomputes=False)
+        own_rows = len(members) if each else None
+        super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
         # An attribute, since `compile` puts a compiled function in its place.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
@@ -118,11 +119,6 @@ class Ensemble(Engine):
         stacked = self._make_stacked()
         self.stack.relink()
         return stacked
-
-    @property
-    def step(self) -> Step:  # type: ignore[override]
-        """The step of all members."""
-        return self.stacked.step
 
     @property
     def size(self) -> int:

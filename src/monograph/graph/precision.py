@@ -54,7 +54,7 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Whether what is computed with are the bf16 roundings of fp32 weights, which are then kept `settled`."""
+        """Whether what is computed with are the bf16 roundings of fp32 weights, which are then kept `splittable`."""
         return self.name == "bf16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:

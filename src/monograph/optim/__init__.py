@@ -1,6 +1,6 @@
 """Optimizers: free in-place updates of tensors, the flat planes that they run over, and which parameter gets which."""
 
-from monograph.optim.narrow import join, settled, split
+from monograph.optim.narrow import join, split, splittable
 from monograph.optim.optimizers import AdamW, Group, Muon, Optimizer, checked, hidden_matrices, initialise, update_
 from monograph.optim.planes import Kind, Plane, planes, trainable, unlinked
 from monograph.optim.updates import adamw_, ema_, muon_, newton_schulz
@@ -8,5 +8,5 @@ from monograph.optim.updates import adamw_, ema_, muon_, newton_schulz
 __all__ = [
     "AdamW", "Group", "Kind", "Muon", "Optimizer", "Plane",
     "adamw_", "checked", "ema_", "hidden_matrices", "initialise", "join", "muon_", "newton_schulz", "planes",
-    "settled", "split", "trainable", "unlinked", "update_",
+    "splittable", "split", "trainable", "unlinked", "update_",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ Noise = tuple[Tensor, Tensor, Tensor]
 
 
 def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
-    """A buffer of zeros as `state` keeps it: itself, and with "8bit" its blocks' largest, `<name>_scale` [K] fp32."""
+    """Return a buffer of zeros as `state` keeps it, with "8bit" also its blocks' largest, `<name>_scale` [K] fp32."""
     if state == "fp32":
         return {name: torch.zeros_like(like_N)}
     if state != "8bit":
@@ -31,7 +31,7 @@ def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
 
 
 def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """The values of a buffer [N] in `dtype`; the buffer itself if they are kept so."""
+    """Return the values of a buffer [N] in `dtype`; the buffer itself if they are kept so."""
     scale_K = buffers.get(f"{name}_scale")
     return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K).to(dtype)
 
@@ -48,7 +48,7 @@ def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Ten
 
 
 def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
-    """Three independent random words [N] in [0, 2^32), int64: a function of (seed, update, plane, start + index)."""
+    """Return three independent random words [N], int64 in [0, 2^32), by (seed, update, plane, start + index)."""
     # By the place in the whole plane: chunks of a streamed plane and rows of a sharded one draw the same words.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
@@ -74,13 +74,13 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-def settled(master: Tensor) -> Tensor:
-    """What lies halfway between two bf16 numbers, and would be rounded down, moved by its last bit towards zero.
+def splittable(master: Tensor) -> Tensor:
+    """Return the weights, of which those halfway between two bf16 numbers are moved by their last bit towards zero.
 
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000
 
-    Its rounding to bf16 stays what it was, and `split` needs no 65,537th value. One master of 131,072 is moved, by
-    2^-24 of itself.
+    Only those that would be rounded down are moved: their rounding to bf16 stays what it was, and `split` needs no
+    65,537th value. One master of 131,072 is moved, by 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -90,7 +90,7 @@ def settled(master: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A settled fp32 tensor as (hi, lo): hi = its rounding to bf16, to the nearest, ties to even; lo int16, the rest.
+    """Return a splittable fp32 tensor as (hi, lo): hi its rounding to bf16, ties to even; lo the rest, int16.
 
         hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of the master
 
@@ -102,12 +102,12 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """The fp32 tensor that `split` was given, bit for bit."""
+    """Return the fp32 tensor that `split` was given, bit for bit."""
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
 def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022 (arXiv 2110.02861).
+    """Return 8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022 (arXiv 2110.02861).
 
         a = max |x| of the block
         signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
@@ -137,7 +137,7 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(codes_N: Tensor, scale_K: Tensor) -> Tensor:
-    """The values [N], fp32, that codes stand for; see `quantised`."""
+    """Return the values [N], fp32, that codes stand for; see `quantised`."""
     codes_K256 = codes_N.view(-1, BLOCK).to(torch.float32)
     if codes_N.dtype == torch.int8:
         share = codes_K256 / SIGNED_STEPS

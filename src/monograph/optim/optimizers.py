@@ -77,7 +77,7 @@ class AdamW:
         _require_ranges(self)
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
-        """How each trainable parameter is updated.
+        """Return how each trainable parameter is updated, by name.
 
         Raises:
             UsageError: a group that matches none.
@@ -113,7 +113,7 @@ class Muon:
         DECAY.require("momentum", self.momentum)
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
-        """How each trainable parameter is updated.
+        """Return how each trainable parameter is updated, by name.
 
         Raises:
             UsageError: no matrix is found, a pattern or a group matches none, or a pattern one that is no matrix.
@@ -136,7 +136,7 @@ Optimizer = AdamW | Muon
 
 
 def checked(optim: Optimizer) -> Optimizer:
-    """The same optimizer.
+    """Return the optimizer, if it is one.
 
     Raises:
         UsageError: another object.
@@ -222,18 +222,21 @@ def _moments(plane: Plane) -> tuple[str, ...]:
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """A plane of matrices of one shape as [..., matrices, rows, cols], without the zeros between them."""
+    """Return a plane of matrices of one shape as [..., matrices, rows, cols], without the zeros between them."""
     rows, cols = plane.kind.matrix  # type: ignore[misc]
     return flat.unflatten(-1, (len(plane.slots), -1))[..., : rows * cols].unflatten(-1, (rows, cols))
 
 
 def _over(stack: Tensor, knob: Any) -> Any:
-    """A knob, which may have one value for each member [N], as it broadcasts against a stack [N, ...]."""
+    """Return a knob, which may have one value for each member [N], as it broadcasts against a stack [N, ...]."""
     return knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """The matrices of a module's `blocks`: trainable parameters with two dimensions, but not those of an embedding."""
+    """Return the names of the matrices in a module's `blocks`, without those of embeddings.
+
+    A matrix is a trainable parameter with two dimensions.
+    """
     # An embedding's rows are looked up, not multiplied: orthogonalising its gradient would mix tokens that were not
     # seen.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}

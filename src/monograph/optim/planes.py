@@ -80,7 +80,7 @@ class Plane:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, view of `flat` in the parameter's shape, or of its blocks' numbers) for each parameter."""
+        """Yield each parameter's name and its view of `flat`, in its shape, or of its blocks' numbers."""
         block, lead = self.param.shape[-1] // flat.shape[-1], flat.ndim - 1
         for name, parameter, offset in self.slots:
             size = math.prod(parameter.shape[lead:])
@@ -117,7 +117,7 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name; tied ones once, under their first name.
+    """Return the parameters that are trained, by name; tied ones once, under their first name.
 
     Raises:
         UsageError: there is none, or they have different dtypes or devices.
@@ -153,6 +153,7 @@ def planes(
         parts: of which part of the module each parameter is, by name, any value; parameters in a row of one part are
             one of the plane's `parts`. None: the module is one part.
     """
+    # In the module's order within a kind, which a checkpoint of other ranks or another engine has too.
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))

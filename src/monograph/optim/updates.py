@@ -70,7 +70,7 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
 
 
 def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: U f(S) V^T for U S V^T = G / |G|, with f(s) near 1.
+    """Return the nearest semi-orthogonal matrices, roughly: U f(S) V^T for U S V^T = G / |G|, with f(s) near 1.
 
         X <- G / |G| (Frobenius);   5 times:   A = X X^T,   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.ops.once import once
-from monograph.optim import Optimizer, Plane, settled, update_
+from monograph.optim import Optimizer, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
 
 WINDOW = 128
@@ -115,28 +115,31 @@ def update_plane(
     applied: Tensor,
 ) -> None:
     """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
+    # `once`: a compiler would convert the fp64 factor again for every element.
     grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
-    settle_(plane.param, precision)
+    make_splittable_(plane.param, precision)
 
 
-def settle_(param: Tensor, precision: Precision) -> None:
+def make_splittable_(param: Tensor, precision: Precision) -> None:
     """Let fp32 weights that are computed with in bf16 be what `monograph.optim.split` can keep in 32 bits.
 
     Resident engines do it too, though they split nothing: streamed weights are then theirs to the bit.
     """
     if precision.rounds and param.dtype == torch.float32:
-        param.copy_(settled(param))
+        param.copy_(splittable(param))
 
 
 def largest(dtype: torch.dtype) -> float:
     """Return the largest number whose square is finite in the dtype of gradients and moments, at least fp32."""
+    # Second moments are squares of gradients, and the first thing to overflow.
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
 
 
 def reciprocal(count: Tensor) -> Tensor:
     """Return 1 / count in fp64, and 1 where the count is 0."""
+    # Without targets the sum is 0 as well; 0 / 0 would be NaN in the planes, where it stays.
     return 1.0 / torch.where(count == 0, 1.0, count)
 
 

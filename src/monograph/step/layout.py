@@ -24,6 +24,7 @@ Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
 
 def on_device(step: Any) -> list[Plane]:
     """Move the trainable parameters into planes, on the device where they are."""
+    # Fused siblings are read as one matrix, so their parameters have to lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
     made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
     siblings.settle(step.model)
@@ -32,6 +33,7 @@ def on_device(step: Any) -> list[Plane]:
 
 def named(step: Any, scope: str) -> list[tuple[Any, str]]:
     """Name the functions of a step that a capture of this scope compiles, each with the object that has it."""
+    # By blocks, the passes are functions of the blocks themselves, and only the update is one of the step.
     return [(step, name) for name in (("forward", "apply", "evaluate") if scope == "whole" else ("apply",))]
 
 
@@ -52,6 +54,7 @@ def targets_of(step: Any, batch: Any) -> Tensor | None:
 
 def one_by_one(step: Any, batches: Sequence[Any]) -> None:
     """Add the gradient of each micro-batch to the planes."""
+    # Again in each window: `zero_grad()` and whoever else sets `.grad` to None would have gradients added elsewhere.
     step.link()
     for batch in batches:
         step.micro_step(batch)
@@ -96,6 +99,7 @@ class Layout:
         frozen: members that are never updated again, bool [N].
     """
 
+    # Values and not methods to override: all that an engine does otherwise stands where the engine is made.
     device: torch.device | None = None
     planes: Callable[[Any], list[Plane]] = on_device
     captured: Callable[[Any, str], list[tuple[Any, str]]] = named
@@ -150,6 +154,7 @@ class Held:
                 return f"{name} was replaced by another parameter"
             if not parameter.requires_grad:
                 return f"{name} was frozen (requires_grad = False)"
+        # By identity: a name may be another parameter's by now.
         known = {id(parameter) for parameter in self.parameters.values()}
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
@@ -169,5 +174,6 @@ def trained_memory(module: nn.Module) -> list[tuple[int, int]]:
 
 def memory(parameter: Tensor) -> int:
     """Return what identifies the parameter's memory; of a parameter in shards that of its own shard."""
+    # The storage and not the address: a view that begins elsewhere in the same plane is the same memory.
     own = getattr(parameter, "_local_tensor", parameter)
     return int(own.untyped_storage()._cdata)

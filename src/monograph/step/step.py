@@ -30,8 +30,8 @@ from monograph.step.clip import (
     Clip,
     Update,
     largest,
+    make_splittable_,
     reciprocal,
-    settle_,
     squares,
     update_plane,
     without_spikes_,
@@ -129,7 +129,7 @@ class Step:
 
     def begun(self, plane: Plane) -> Plane:
         """Return the plane as it is before the first update."""
-        settle_(plane.param, self.precision)
+        make_splittable_(plane.param, self.precision)
         initialise(plane, self.optim)
         return plane
 
@@ -388,7 +388,7 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
-    """What an update did that was just applied; the next window begins."""
+    """Return what an update did that was just applied; the next window begins."""
     loss, count = step.loss_sum / step.count, step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()

@@ -89,13 +89,13 @@ class Streamed(Engine):
             take_weights=self._take_weights,
             assembled=self._assembled,
         )
-        self.step = Step(
+        step = Step(
             model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
         )
-        self.step.recorder = None  # a replay would hold copies that are each update's own
-        self.walk = Walk(self.step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
-        self.step.apply = self.walk.update
-        super().__init__(micro_batch)
+        step.recorder = None  # a replay would hold copies that are each update's own
+        self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
+        step.apply = self.walk.update
+        super().__init__(lambda: step, micro_batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradient.

@@ -28,7 +28,7 @@ NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, upd
 
 
 class Decision(NamedTuple):
-    """What is decided on the device, there and at home."""
+    """The numbers of a decision, on the device and at home."""
 
     there: Buffer
     home: Buffer
@@ -58,7 +58,7 @@ class HostUpdate:
         self.join, self.split = join_, split_
 
     def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
-        """Have a decision brought home: the index-th of those that may be under way at once."""
+        """Have a decision copied to the host, the index-th of those that may be under way at once."""
         decision = self._decisions.get(index) or self._decisions.setdefault(index, self._room(index))
         of_step = self.step.applied, self.step.lr
 
@@ -72,7 +72,7 @@ class HostUpdate:
         return decision
 
     def update(self, stage: Stage, decision: Decision) -> None:
-        """Update what of a stage stays at home, as soon as its gradients and the decision are there."""
+        """Update those planes of a stage that stay at home, as soon as their gradients and the decision are there."""
         found = list(self._chunks(stage))
         if not found:
             return

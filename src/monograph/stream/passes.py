@@ -30,7 +30,7 @@ class Passes:
         self.step, self.model = step, staged(step.model)
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
-        """The first block's input, and what blocks take besides: what the loss calls the model with says of what."""
+        """Return the first block's input and what blocks take besides, from what the loss calls the model with."""
 
         def called(*args: Any, **kwargs: Any) -> None:
             # By an exception, so that nothing of the loss behind the call is computed on a stage that has no output
@@ -48,22 +48,22 @@ class Passes:
         return hidden, further
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
-        """A stage's output."""
+        """Return a stage's output."""
         with torch.no_grad(), self.step.context(), self._repeatable([block for _, block in stage.blocks]):
             return self._blocks(stage, state, further)
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
-        """The first stage's output, and what blocks take besides."""
+        """Return the first stage's output and what blocks take besides."""
         with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
             return self.begin(batch)
 
     def score(self, state: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """(sum of losses, targets) from the last stage's input."""
+        """Return the sum of losses and the targets, from the last stage's input."""
         with self.step.context(), self._resumed(state):
             return self.step.evaluate(batch)  # type: ignore[no-any-return]
 
     def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
-        """Add the loss and the last stage's gradient; that of its input."""
+        """Add the loss and the last stage's gradient; return the gradient of its input."""
         state = state.detach().requires_grad_()
         with self._tracing(planes), self._resumed(state):
             loss, loss_sum, count = self.step.forward(batch, self.step.loss_factor)
@@ -71,7 +71,7 @@ class Passes:
         return _gradient_of(state)
 
     def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
-        """Add a stage's gradient; that of its input."""
+        """Add a stage's gradient; return the gradient of its input."""
         state = state.detach().requires_grad_()
         with self._tracing(planes):
             out = self._blocks(stage, state, further)

@@ -46,7 +46,7 @@ class DeviceBuffer:
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
-    """The buffers of that name of the stage's planes that do not live on the device, by the plane's number.
+    """Return the stage's buffers of that name that do not live on the device, by the plane's number.
 
     So planes of one kind share memory, and an embedding's is the head's.
     """
@@ -165,7 +165,7 @@ class Slots:
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """The stage with its weights in a slot; copied only if they are in none."""
+        """Return the stage with its weights in a slot; they are copied only if they are in none."""
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
@@ -173,7 +173,7 @@ class Slots:
         return here
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """The stage with a slot of its own, whatever is in it."""
+        """Return the stage with a slot of its own, whatever is in it."""
         # If the stage is in a slot already it keeps it, or what is there would be fetched a second time.
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, settled, split, trainable
+from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, splittable, trainable
 from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
@@ -69,14 +69,14 @@ class Stored:
     on_host: bool
 
     def master(self) -> Tensor:
-        """The fp32 (or fp64) weights: the live ones, or where they are split a copy."""
+        """Return the fp32 (or fp64) weights: the live ones, or where they are split a copy."""
         weights = self.buffers[WEIGHTS].tensor
         return join(weights, self.buffers[REST].tensor) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
         """Take over weights [size]."""
         if self.splits:
-            hi, lo = split(settled(master))
+            hi, lo = split(splittable(master))
             self.buffers[REST].tensor.copy_(lo)
             self.buffers[WEIGHTS].tensor.copy_(hi)
         else:
@@ -130,7 +130,7 @@ class Store:
         return (each for stage in self.stages for each in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """How much lies where; memory that stages share counts once."""
+        """Return how many bytes lie where; memory that stages share counts once."""
         found = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
         for tensor, space in (buffer for each in self.stored for buffer in each.buffers.values()):
@@ -142,7 +142,7 @@ class Store:
 
 
 def staged(module: nn.Module) -> Staged:
-    """The same module, as one with stages.
+    """Return the module, as one with stages.
 
     Raises:
         UsageError: it has none.
@@ -195,7 +195,7 @@ def stored(  # noqa: PLR0913 - what a store is made of
             plane.number, start = numbers[plane.kind], reached[plane.kind]
             reached[plane.kind] += plane.param.numel()
             for part in plane.param.split(AT_ONCE) if rounds else ():
-                part.copy_(settled(part))
+                part.copy_(splittable(part))
             # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
@@ -229,7 +229,7 @@ def _stages(
 
 
 def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
-    """A plane's buffers where they belong; the parameters are views of the new ones.
+    """Put a plane's buffers where they belong; the parameters are views of the new ones.
 
     Each leaves the host when it is there, before the next one goes: a stage is all that is there twice.
     """

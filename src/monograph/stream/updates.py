@@ -72,7 +72,7 @@ class Updates:
     # ── after the backward pass ─────────────────────────────────────────────────────────────────
 
     def decide(self, *, fresh: bool) -> Tensor:
-        """Clip what was added up, and apply it, now or when it is time; the gradient's norm before clipping.
+        """Clip what was added up, and apply it, now or when it is time; return the norm before clipping.
 
         `fresh`: there is no gradient, and nothing is applied.
         """

@@ -47,6 +47,7 @@ class Walk:
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
         self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
         self.updates = Updates(step, store, lanes, placement)
+        # No zeros are written at home for it: a slot's gradients are emptied when they are first added to.
         self.fresh = True
         lanes.finish()  # what was done to this memory, and to the planes, no lane knows of
 
@@ -91,7 +92,7 @@ class Walk:
         self.fresh = False
 
     def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-        """(sum of losses, targets) of each micro-batch."""
+        """Return the sum of losses and the targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
         here, found = self._next(last, back=0)(), []
@@ -101,7 +102,7 @@ class Walk:
         return found
 
     def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
-        """Every stage but the last, forward; for each micro-batch what its blocks take besides."""
+        """Run every stage but the last forward; return what each micro-batch's blocks take besides."""
         further: list[Any] = [None for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
@@ -136,7 +137,7 @@ class Walk:
         gradients[g] = self._compute(here, work, [space], backward=True)
 
     def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
-        """The stages on the device, one after another, the next one under way meanwhile.
+        """Yield the stages on the device, one after another, the next one under way meanwhile.
 
         On the way back so are the inputs of `back` micro-batches.
         """
@@ -149,7 +150,7 @@ class Walk:
                 ready = coming()
 
     def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
-        """Have a stage's weights fetched, or its update prepared; what to call when it is wanted."""
+        """Have a stage's weights fetched, or its update prepared; return what to call when it is wanted."""
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
@@ -183,6 +184,7 @@ class Walk:
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
+        # Tied weights lie in the first stage's slot, and both stages add to one gradient there.
         return [here, self.slots.fetch(first)] if self.store.tied and here.stage is last else [here]
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────
@@ -203,7 +205,7 @@ class Walk:
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 
     def update(self) -> Tensor:
-        """Clip and apply what was added; the gradient's norm before clipping."""
+        """Clip and apply what was added; return the gradient's norm before clipping."""
         grad_norm = self.updates.decide(fresh=self.fresh)
         self.fresh = True
         return grad_norm
