@@ -119,7 +119,7 @@ def _sections(function: ast.FunctionDef) -> dict[str, str]:
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
             pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            both = zip(target.elts, value.elts, strict=True) if pair else [(target, value)]
+            both = zip(target.elts, value.elts, strict=False) if pair else [(target, value)]
             found |= {t.id: v.attr for t, v in both if isinstance(t, ast.Name) and _is_section(v)}
     return found
 

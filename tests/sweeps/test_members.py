@@ -32,7 +32,7 @@ def test_what_no_graph_can_hold_together_makes_groups() -> None:
     assert [group.name for group in groups] == ["preset=nano", "preset=micro"]
     assert [[m.index for m in group.members] for group in groups] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     groups[0].rounds = [3, 1]
-    assert [[m.index for m in crew] for crew in groups[0].crews()] == [[0, 1, 4], [5]]
+    assert [[m.index for m in each] for each in groups[0].batches()] == [[0, 1, 4], [5]]
 
 
 def test_a_keys_short_name_is_its_own() -> None:

@@ -40,7 +40,7 @@ class _Side:
         name: as it was given.
         subjects: one for each seed.
         knobs: the seeds, of several.
-        tokens_per_s: of training; None where it was not measured, or with others beside it.
+        tokens_per_s: of training; None where it was not measured, or where others trained at the same time.
     """
 
     name: str
@@ -182,7 +182,7 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 
 def _speed(run: Run) -> float | None:
-    """The median of training; members of a sweep had others beside them, so theirs says nothing."""
+    """The median of training; members of a sweep train together, so theirs says nothing."""
     if is_file(run.folder.resolve().parent.parent / SWEEP):
         return None
     rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]

@@ -1,4 +1,4 @@
-"""What `monograph generate` is told beside the model: prompts, sampling options, a schema. Each refused in one line."""
+"""`monograph generate`: continue text, or answer, with a trained model."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
 
 
 class Asked(NamedTuple):
-    """What the command line says beside the model and the prompts.
+    """What the command line says in addition to the model and the prompts.
 
     Attributes:
         numbers: options of `Sampling`.

@@ -108,8 +108,8 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
         f"{_source_of_times(found)}"
     )
     adapters = trained_adapters(found.nearest.work) if found.candidates else 0
-    beside = f", {count(adapters)} more in adapters" if adapters else ""
-    print(f"model    {count(config.parameter_count())} parameters{beside}, updates of {tokens_per_update:,} tokens")
+    more = f", {count(adapters)} more in adapters" if adapters else ""
+    print(f"model    {count(config.parameter_count())} parameters{more}, updates of {tokens_per_update:,} tokens")
     if found.chosen is None:
         print(f"plan     {found.refusal}")
         if not found.candidates:

@@ -199,7 +199,7 @@ class TrainSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters beside frozen weights that model.init names."""
+    """Low-rank adapters, trained next to frozen weights that model.init names."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
         None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"

@@ -54,7 +54,7 @@ class Settings(BaseModel):
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> Settings:
-        """The same settings with some keys fixed, for example by the plan; `origin` is shown beside them.
+        """Return the same settings with some keys fixed, for example by the plan; `origin` is shown with each.
 
         Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the others.
 

@@ -41,7 +41,7 @@ UNKNOWN_RATE = 1e-3  # of a shape without a name
 MOST_EPOCHS = 8
 # Layers from which one graph for all of them takes minutes to compile (benchmarks/scopes.py).
 DEEP = 16
-# Of a run's time, what is left for updates beside evaluations, samples and checkpoints.
+# The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 

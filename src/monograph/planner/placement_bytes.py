@@ -270,7 +270,7 @@ class Way:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes on the device beside planes, by origin; estimates but for boundaries and masks."""
+        """Bytes on the device in addition to planes, by origin; estimates but for boundaries and masks."""
         work, number = self.work, self.number_bytes
         config, tokens = work.config, work.rows * work.length
         inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage

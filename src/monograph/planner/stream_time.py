@@ -38,7 +38,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """For how long the way there waits for what is updated beside it, in this order, at home."""
+        """Return how long the forward pass waits for stages that the host updates meanwhile, in this order."""
         ready, done = 0.0, self.device[0]
         for host_s, there_s, next_s in zip(self.host, self.there, [*self.device[1:], 0.0], strict=True):
             ready += host_s
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_in_backward_s(self) -> float:
-        """The same of what is updated at home as soon as its gradient is there, the last stage first."""
+        """Return the same where the host updates a stage as soon as its gradient is there, the last stage first."""
         done = ready = 0.0
         for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
             done += back_s
@@ -72,9 +72,9 @@ def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds
 
 
 def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Link) -> float:
-    """The longest of each phase, summed: computing beside what comes and what goes.
+    """Return the sum over phases of the longest of computing, copying in and copying out.
 
-    What is updated at home is computed beside the way there, which waits for it where it is late.
+    The host updates its stages during the forward pass, which waits for a stage that is late.
     """
     at_home = [way.on_host(index, resident) for index in range(way.stages.count)]
 

@@ -1,4 +1,4 @@
-"""The model that a run begins from, found again and compared: its weights beside adapters, its tokens beside the run's.
+"""The model that a run begins from, found again and compared: its weights for adapters, its tokens for a tokenizer.
 
 Shapes: V rows of the model's embedding.
 """
@@ -45,7 +45,7 @@ class Vocabulary(NamedTuple):
 
 
 def tokenizer_of(folder: str | Path) -> Path:
-    """The tokenizer.json of a run or of a Hugging Face folder, or beside a weight file.
+    """Find the tokenizer.json of a run, of a Hugging Face folder, or in the folder of a weight file.
 
     Raises:
         InputRefused: there is none.
@@ -68,7 +68,7 @@ def own_file(folder: str | Path) -> Path | None:
 
 
 def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> Vocabulary:
-    """A tokenizer beside that of the model in `base`, token by token.
+    """Compare a tokenizer with that of the model in `base`, token by token.
 
     Raises:
         InputRefused: an id that both have stands for another text, or the model's file cannot be read.
@@ -149,7 +149,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """The base of a stored adapter must have the weights that it was trained beside, where its folder says which.
+    """Refuse a base whose weights are not those that a stored adapter was trained with, where its folder says which.
 
     Raises:
         InputRefused: it has others.
@@ -162,7 +162,7 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
 
 
 def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:
-    """The base must still be what a run's adapters were trained beside.
+    """Refuse a base that is not what a run's adapters were trained with.
 
     Raises:
         InputRefused: it is not.

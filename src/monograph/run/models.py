@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """A run's newest model: module, loss, tokenizer, the state beside the weights, and whether these are averaged."""
+    """A run's newest model: module, loss, tokenizer, the rest of the saved state, and whether these are averaged."""
 
     model: nn.Module
     loss: Loss
@@ -71,8 +71,8 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     """A language model and its tokenizer, from a run ("last", a run's folder), a Hugging Face folder or a weight file.
 
     Of a run the newest checkpoint that passes verification is taken, or the one whose folder is named, and where the
-    run kept an average of its weights (`optim.ema`) the average. A file of torch.save has its tokenizer.json beside it.
-    Nothing is fetched from the network.
+    run kept an average of its weights (`optim.ema`) the average. A file of torch.save has its tokenizer.json in its
+    folder. Nothing is fetched from the network.
 
     Raises:
         InputRefused: none of these, or damaged; names what is wrong.
@@ -110,13 +110,13 @@ def load_to_export(
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
         stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
-        beside = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
-        stored = stored._replace(base=beside, tokenizer=tokenizer if recipe.vocabulary else None)
+        base_of = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
+        stored = stored._replace(base=base_of, tokenizer=tokenizer if recipe.vocabulary else None)
     return model, tokenizer, stored
 
 
 def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
-    """A run's model, adapters beside its base where it has some, and the shape of the base as it is stored."""
+    """A run's model, with adapters on its base where it has some, and the shape of the base as it is stored."""
     config = checkpoint.state["model_config"]
     if config is None:
         init = checkpoint.state["recipe"]["init"]
@@ -177,8 +177,8 @@ def _load(
         stored.require(model.config)
         if stored.weights_sha256:
             require_base_of(stored, digest(model))
-        if beside := hub.tokenizer_file(folder):
-            extended(model, compared(Tokenizer.from_file(beside), base, str(beside)), base)
+        if file := hub.tokenizer_file(folder):
+            extended(model, compared(Tokenizer.from_file(file), base, str(file)), base)
         adapter.put(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):

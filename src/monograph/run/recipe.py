@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
             leaves open.
         seed: of fresh weights; torch's generator is seeded with it, and `function` gets it if it takes a `seed`.
         sha256: of the file that holds the function, None where there is none.
-        lora: the adapters that are trained beside the module, None where the module itself is.
+        lora: the adapters that are trained next to the module, None where the module itself is.
         adapter: a stored adapter's folder to begin from; `init` is then its base.
         base_sha256: of the frozen weights as they are stored, where there are adapters.
         vocabulary: first id that the weights of `init` were not trained with and the number of tokens, where these

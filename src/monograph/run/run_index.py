@@ -62,7 +62,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def serial(folder: Path) -> int:
-    """A run's number, from 1, in the order in which those beside it were made; 0 if its run.lock does not say.
+    """A run's number, from 1, in the order in which the runs of its folder were made; 0 if its run.lock does not say.
 
     What follows the number is written anew by each process, and may be cut off. Raises Unreadable.
     """

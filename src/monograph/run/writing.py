@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
+    """Write tokenizer.json and the files that belong to it, each whole or not at all, itself last."""
     for name, text in tokenizer.companions.files().items():
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
@@ -68,8 +68,8 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
-    written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
+    others = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
         path.unlink(missing_ok=True)
     if not entries(run.folder):

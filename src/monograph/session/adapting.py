@@ -1,4 +1,4 @@
-"""Adapters of a run: what its settings say of them, what they leave open, and what does not go with them."""
+"""Adapters of a run: what its settings say of them and what they leave open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
 
     Args:
         settings: of a run.
-        tokens: ids whose rows are trained beside them.
+        tokens: ids whose rows are trained with them.
     """
     asked = settings.lora
     if asked.rank is None:

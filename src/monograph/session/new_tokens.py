@@ -22,7 +22,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokenizer: the run's.
-        vocabulary: it beside the model's own, None where a function builds the model as large as it is asked to.
+        vocabulary: how it compares with the model's own, None where a function builds a model for any number of tokens.
         listed: ids that `lora.tokens` names.
         stored: ids whose rows a stored adapter has, None where the run begins from none.
     """
@@ -33,11 +33,11 @@ class NewTokens(NamedTuple):
     stored: tuple[int, ...] | None
 
     def new(self, rows: int) -> range:
-        """The ids that a model of so many rows was not trained with."""
+        """Return the ids that a model of so many rows was not trained with."""
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
     def trained(self, rows: int) -> tuple[int, ...]:
-        """The ids whose rows are trained beside adapters: all new ones, those that are listed, or a stored adapter's.
+        """Return the ids whose rows are trained next to adapters: all new and all listed ones, or a stored adapter's.
 
         Raises:
             InputRefused: a stored adapter has none for a new token.
@@ -54,7 +54,7 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-    """What is known of a run's tokens, None of a new model.
+    """Compare a run's tokens with those of the model that it begins from; None for a new model.
 
     Args:
         settings: the run's.
@@ -78,7 +78,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
 
 
 def planned_tokens(settings: Settings) -> NewTokens | None:
-    """The same for a plan, which needs no tokenizer: what is not there, or not read here, is not known.
+    """Do the same for a plan, which needs no tokenizer: a file that is missing or refused leaves them unknown.
 
     Raises:
         InputRefused, UsageError: as `new_tokens_of`, of a tokenizer that is named.
@@ -119,7 +119,7 @@ def require_no_new(settings: Settings, parent: str) -> None:
 
 
 def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
-    """What `train` and `plan` say of the tokens of a run whose base has so many rows; nothing where all is as usual."""
+    """Return the lines that `train` and `plan` print on tokens, for a base of so many rows; none where all is usual."""
     if tokens is None:
         return ()
     lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None

@@ -40,7 +40,7 @@ def run_settings(
     Args:
         run: its folder.
         runs_code: whether what is made of the settings may run the Python file that they name.
-        inits: values of model.init that a sweep names beside those of its config.toml.
+        inits: values of model.init that a sweep names in addition to those of its config.toml.
         recorded: the fingerprint of the settings, where no checkpoint of the run says it.
 
     Raises:

@@ -61,7 +61,7 @@ class Opening(NamedTuple):
     Attributes:
         text: what is shown before what the model writes.
         begun: the text or the ids that it goes on from.
-        stop: ids that end what it writes, beside the end of a text.
+        stop: ids that end what it writes, in addition to the end of a text.
         arguments: what `monograph generate` is told to do the like.
     """
 

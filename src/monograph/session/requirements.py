@@ -83,13 +83,13 @@ def require_with_ranks(settings: Settings) -> None:
     train, name = settings.train, settings.optim.name
     if train.parallel == "none":
         return
-    beside: dict[str, tuple[bool, str]] = {
+    excluded: dict[str, tuple[bool, str]] = {
         "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
         f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
     }
     if train.parallel == "fsdp":
-        beside |= {
+        excluded |= {
             f"optim.name = {name}": (
                 not name.startswith(("auto", "adamw")) or name.endswith(("8bit", "all-bf16")),
                 "a rank has some rows of each matrix: take adamw or adamw:bf16, or ddp",
@@ -101,7 +101,7 @@ def require_with_ranks(settings: Settings) -> None:
             ),
             "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
         }
-    if odd := [(what, instead) for what, (is_so, instead) in beside.items() if is_so]:
+    if odd := [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]:
         raise UsageError(f"train.parallel = {train.parallel} does not go with {odd[0][0]}: {odd[0][1]}")
 
 
@@ -179,7 +179,7 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
 
 
 def notes_on(plan: Plan) -> Iterator[str]:
-    """What is said where settings of known sizes mean something else than a reader may expect."""
+    """Yield a line for each setting that means something else than a reader may expect."""
     if plan.micro_batch > plan.rows:
         yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
     if plan.parallel == "fsdp" and plan.settings.optim.name == "auto":

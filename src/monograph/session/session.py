@@ -52,7 +52,7 @@ class Session:
         engine: model and optimizer on the device.
         batches: the windows from where the run stands.
         eager_reason: why nothing was compiled, None if it was.
-        kernel: what computes attention, where it was measured; None before that, and where it was not.
+        kernel: the one that computes attention; None where kernels were not measured, and before that.
         world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
         compile_s: seconds that tracing and compiling took.
@@ -268,7 +268,7 @@ class Session:
         step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
-        if not self.world.alone:  # beside which DDP has its own
+        if not self.world.alone:  # DDP has buffers of its own, which no plan knows
             return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
