@@ -12,11 +12,9 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.config.recorded import run_settings
-from monograph.data.place import cache_root
 from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
-from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -25,6 +23,8 @@ from monograph.run.recipe import names_run
 from monograph.run.register import record, serial
 from monograph.run.vocabulary import tokenizer_of
 from monograph.session.choices import recorded_parent
+from monograph.storage.cache_dir import cache_root
+from monograph.storage.reading import entries, exists, is_folder
 
 
 def run(run: str | None, *, json: bool) -> int:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from monograph.commands.prompts import prompts_of, sampling_of, schema_text
 from monograph.data.chat import chat_ids, stop_ids
-from monograph.data.place import keep_compiled
 from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
@@ -21,6 +20,7 @@ from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
 from monograph.run.models import load
 from monograph.run.progress import Progress
+from monograph.storage.cache_dir import keep_compiled
 
 Message = dict[str, Any]
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from monograph.config import Settings
-from monograph.data.place import cache_root, calibration_file
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
@@ -35,6 +34,7 @@ from monograph.session.choices import sized
 from monograph.session.planning import asked_of, notes_on, require_room, shape_of
 from monograph.session.ranks import require_one_device
 from monograph.session.tokens import planned_words, said
+from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.config.nearest import did_you_mean
-from monograph.data.files import json_fault, parse_json
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
-from monograph.files import open_input, readable
+from monograph.storage.reading import json_fault, open_input, parse_json, readable
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")

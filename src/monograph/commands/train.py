@@ -8,12 +8,10 @@ from pathlib import Path
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
 from monograph.config.recorded import strange_text
-from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
-from monograph.files import entries, exists
 from monograph.loop import train
 from monograph.measure.quantities import counted
 from monograph.run.folder import Run
@@ -30,6 +28,8 @@ from monograph.session.speed import measure_memory
 from monograph.session.story import Story
 from monograph.session.summary import finished, standard_json
 from monograph.session.warming import prepare
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import entries, exists
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
 

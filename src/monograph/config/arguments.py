@@ -15,7 +15,7 @@ from monograph.config.sources import COMMAND_LINE, require_known
 from monograph.data.places import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import entries, exists, is_folder, matching
+from monograph.storage.reading import entries, exists, is_folder, matching
 
 _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
 

@@ -16,10 +16,10 @@ from monograph.config.settings import Settings
 from monograph.config.sources import load
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, entries, is_file, is_folder, resolved
 from monograph.run.folder import Run
 from monograph.run.register import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, require_trusted
+from monograph.storage.reading import contents, entries, is_file, is_folder, resolved
 
 
 def run_settings(

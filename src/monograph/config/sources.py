@@ -13,7 +13,7 @@ from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.nearest import did_you_mean
 from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.errors import UsageError
-from monograph.files import read_input
+from monograph.storage.reading import read_input
 
 COMMAND_LINE = "command line"
 MOST_TOML_BYTES = 1 << 20

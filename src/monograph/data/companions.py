@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data.files import inside, read_json
 from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
-from monograph.files import status
+from monograph.storage.reading import inside, read_json, status
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.data import companions, marked, tokenizer_file, tokenizer_trial
 from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
-from monograph.files import is_folder
+from monograph.storage.reading import is_folder
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3

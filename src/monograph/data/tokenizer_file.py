@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from monograph.data import marked
-from monograph.data.files import read_json
 from monograph.errors import InputRefused
+from monograph.storage.reading import read_json
 
 MAX_FILE_BYTES = 1 << 27
 MAX_VOCABULARY = 1 << 20

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from monograph.data.companions import Companions
-from monograph.data.files import inside, read_json
 from monograph.errors import InputRefused
-from monograph.files import exists, is_folder
 from monograph.graph.merging import plain_parameters
 from monograph.graph.windows import kept_dtype, settle, windowed
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.llama import Llama
+from monograph.storage.reading import exists, inside, is_folder, read_json
 
 LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length
 SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file

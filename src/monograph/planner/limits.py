@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from monograph.device import Device, describe
-from monograph.files import exists
 from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE
+from monograph.storage.reading import exists
 from monograph.stream.clock import Link
 
 # Of a host's free memory, what pinned buffers may take; of a disk's free space, what files may.

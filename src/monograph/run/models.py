@@ -15,7 +15,6 @@ from monograph.checkpointing import Checkpoint
 from monograph.data.tokenizer import Tokenizer
 from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
-from monograph.files import contents, exists
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
 from monograph.graph.windows import require_finite, settle, windowed
@@ -29,6 +28,7 @@ from monograph.run.adapters import digest, lora_of, require_base, require_base_o
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
 from monograph.run.vocabulary import compared, extended, tokenizer_of
+from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 
 if TYPE_CHECKING:

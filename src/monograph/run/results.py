@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from monograph.errors import InputRefused
-from monograph.files import entries, exists, is_file
 from monograph.interrupts import taken_back
 from monograph.run.folder import claim_new_folder, explained
+from monograph.storage.reading import entries, exists, is_file
 
 
 @contextmanager

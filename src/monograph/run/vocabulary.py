@@ -11,11 +11,11 @@ from typing import NamedTuple
 from monograph.data import tokenizer_file
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
-from monograph.files import is_file
 from monograph.model import adapter, hub
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.recipe import is_weight_file, run_named
+from monograph.storage.reading import is_file
 
 LONGEST = 40  # characters of a token in a message
 

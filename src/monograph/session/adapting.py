@@ -10,7 +10,6 @@ import torch
 from monograph import planner
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.files import exists
 from monograph.graph.lora import Lora
 from monograph.graph.targets import ALL_LINEAR, targeted
 from monograph.model.adapter import is_adapter, read_adapter
@@ -18,6 +17,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.run.recipe import Recipe, run_named
 from monograph.session.session import Session
+from monograph.storage.reading import exists
 
 FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
 KEYS = (*FIXED, "lora.tokens")  # which of them are new is known with the text's tokenizer

@@ -15,11 +15,9 @@ from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.data import companions
-from monograph.data.files import parse_json
 from monograph.data.places import spooled_stdin
 from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.files import contents, entries, exists, is_file
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
 from monograph.run.folder import Run
@@ -35,6 +33,7 @@ from monograph.session.session import Session
 from monograph.session.speed import calibrate, remember
 from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
+from monograph.storage.reading import contents, entries, exists, is_file, parse_json
 from monograph.terminal import shell_words
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open

@@ -15,10 +15,8 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config.recorded import run_settings
 from monograph.config.settings import build, check
-from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
-from monograph.files import contents, exists
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Run
 from monograph.run.follower import Follower
@@ -26,6 +24,7 @@ from monograph.run.progress import Progress
 from monograph.run.register import wait_until_free
 from monograph.session.choices import discard
 from monograph.session.invocation import command
+from monograph.storage.reading import contents, exists, parse_json
 from monograph.terminal import shell_words
 
 ENDED = "exit.json"

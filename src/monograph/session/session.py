@@ -15,7 +15,6 @@ from monograph.checkpointing import Checkpoint
 from monograph.config import Settings
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
-from monograph.data.place import calibration_file
 from monograph.device import clock, describe
 from monograph.distributed.checkpoint import not_finite, save
 from monograph.distributed.world import World
@@ -39,6 +38,7 @@ from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session import randomness
 from monograph.session.learning import floor, make_schedule
+from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
 

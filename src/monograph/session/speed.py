@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from monograph.data.place import calibration_file
 from monograph.device import clock, describe, synchronize
 from monograph.distributed.world import World
 from monograph.measure.calibration import Calibration, peak_flops
@@ -18,6 +17,7 @@ from monograph.resident import Resident
 from monograph.run.adapters import lora_of
 from monograph.session.planning import asked_of
 from monograph.session.session import Session
+from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed

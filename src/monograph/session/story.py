@@ -11,12 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from monograph import compat
-from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
-from monograph.files import contents, exists
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import reset_peak_memory
@@ -32,6 +30,7 @@ from monograph.session.choices import most_updates
 from monograph.session.invocation import show
 from monograph.session.opening import opening_of
 from monograph.session.session import Session
+from monograph.storage.reading import contents, exists, parse_json
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48

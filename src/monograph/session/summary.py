@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.files import is_folder
 from monograph.run.folder import Run
+from monograph.storage.reading import is_folder
 
 
 def finished(run: Run) -> dict[str, Any] | None:

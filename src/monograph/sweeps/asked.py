@@ -13,7 +13,6 @@ from monograph.config.axes import SEED, Axis, Point, axes_of, points
 from monograph.config.recorded import hold_to_its_run, require_text, run_settings
 from monograph.config.settings import EXCLUSIVE
 from monograph.errors import UsageError
-from monograph.files import is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recipe import Recipe
 from monograph.run.register import SWEEP, runs_in
@@ -21,6 +20,7 @@ from monograph.session import choices
 from monograph.session.adapting import usual_rate
 from monograph.session.ranks import require_one_device
 from monograph.session.width import WIDTH, proxy_of, transfer_of
+from monograph.storage.reading import is_file
 from monograph.sweeps.members import ORIGIN
 
 DEFAULT_MINUTES = 1.5  # of the whole sweep, where nothing at all is given

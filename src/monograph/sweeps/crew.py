@@ -20,7 +20,6 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.files import entries
 from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
@@ -33,6 +32,7 @@ from monograph.session import choices, randomness
 from monograph.session.learning import make_clip, make_schedule
 from monograph.session.session import Session
 from monograph.session.setup import Made, make_engine, make_model
+from monograph.storage.reading import entries
 from monograph.sweeps.members import ORIGIN, Member
 
 EVALUATIONS = 6  # of each member, where the settings leave it open

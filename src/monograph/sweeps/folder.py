@@ -15,13 +15,12 @@ from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
 from monograph.config.recorded import run_settings
-from monograph.data.files import parse_json
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.register import SWEEP, runs_in
 from monograph.session.choices import write_config, write_whole
 from monograph.session.width import carried
+from monograph.storage.reading import contents, is_file, parse_json
 from monograph.sweeps.members import ORIGIN, Member, described
 from monograph.terminal import shell_words
 

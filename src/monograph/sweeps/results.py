@@ -9,9 +9,9 @@ from typing import Any
 
 from monograph.config.axes import SEED
 from monograph.evaluation.noise import Setting, Table, tabulate, written
-from monograph.files import entries
 from monograph.run.folder import Run
 from monograph.session.summary import finished, standard_json
+from monograph.storage.reading import entries
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.members import Member, described, short, shown
 
