@@ -17,9 +17,9 @@ from monograph.data import shards, store
 from monograph.data.documents import Reading
 from monograph.data.sources import find
 from monograph.data.store import Request, open_or_build
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.storage import reading
+from monograph.text.tokenizer import Tokenizer
 
 
 def request_for(folder, tokenizer=None, held_out=0.1):

@@ -30,7 +30,7 @@ ALLOWED = {
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
 }  # fmt: skip
-STARTS_PROGRAMS = {"data/template.py", "data/tokenizer_trial.py"}
+STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py"}
 RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from monograph.config import Settings, load
-from monograph.data.tokenizer import Tokenizer
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
@@ -26,6 +25,7 @@ from monograph.session.choices import (
     write_config,
     write_tokenizer,
 )
+from monograph.text.tokenizer import Tokenizer
 
 SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
 FIXED = {

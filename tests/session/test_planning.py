@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from monograph.config import load
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.estimate import estimate_bytes
@@ -20,6 +19,7 @@ from monograph.planner import choose
 from monograph.session import setup
 from monograph.session.choices import sized
 from monograph.session.planning import REMATS, asked_of, fitting_choices, planned, shape_of
+from monograph.text.tokenizer import Tokenizer
 
 CARD = named("4090")
 

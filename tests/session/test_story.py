@@ -8,11 +8,11 @@ import pytest
 
 from batches import packed, tiny_llama
 from monograph import compat
-from monograph.data.tokenizer import Tokenizer
 from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session.opening import Opening
 from monograph.session.story import Story
+from monograph.text.tokenizer import Tokenizer
 
 
 class Run:

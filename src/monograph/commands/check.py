@@ -12,7 +12,6 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.config.recorded import run_settings
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
@@ -25,6 +24,7 @@ from monograph.run.vocabulary import tokenizer_of
 from monograph.session.choices import recorded_parent
 from monograph.storage.cache_dir import cache_root
 from monograph.storage.reading import entries, exists, is_folder
+from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, json: bool) -> int:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.commands.prompts import prompts_of, sampling_of, schema_text
-from monograph.data.chat import chat_ids, stop_ids
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
@@ -21,6 +19,8 @@ from monograph.model.llama import Llama
 from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.storage.cache_dir import keep_compiled
+from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 

@@ -19,9 +19,9 @@ from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
 from monograph.data.store import Request, Stored, open_or_build
-from monograph.data.tokenizer import Tokenizer, parse
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.writing import temporary_folder, writing
+from monograph.text.tokenizer import Tokenizer, parse
 
 if TYPE_CHECKING:
     from monograph.data.batches import Batches

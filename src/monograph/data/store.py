@@ -29,12 +29,12 @@ from monograph.data.request import FORMAT, Request
 from monograph.data.shards import open_shard, seal
 from monograph.data.split import check_fraction
 from monograph.data.text import status_of
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
 from monograph.storage.reading import exists, parse_json, read_input, status
 from monograph.storage.writing import sync, temporary_folder, write_durably, writing
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _POLL_S = 0.2
 

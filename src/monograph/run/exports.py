@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from monograph.data.chat import end_of_turn
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model import hub
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
+from monograph.text.chat import end_of_turn
+from monograph.text.tokenizer import Tokenizer
 
 
 def save(

@@ -12,8 +12,6 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
@@ -30,6 +28,8 @@ from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same
 from monograph.run.vocabulary import compared, extended, tokenizer_of
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.data import tokenizer_file
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.model import adapter, hub
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.recipe import is_weight_file, run_named
 from monograph.storage.reading import is_file
+from monograph.text import tokenizer_file
+from monograph.text.tokenizer import Tokenizer
 
 LONGEST = 40  # characters of a token in a message
 

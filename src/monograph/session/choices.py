@@ -14,9 +14,7 @@ from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.config.recorded import run_settings
 from monograph.config.settings import EXCLUSIVE
-from monograph.data import companions
 from monograph.data.places import spooled_stdin
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.measure.quantities import count, counted, duration
 from monograph.model.files import has_weights
@@ -35,6 +33,8 @@ from monograph.session.tokens import require_no_new, require_tokens
 from monograph.session.width import fixed_transfer, same_transfer
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json
 from monograph.terminal import shell_words
+from monograph.text import tokenizer_config
+from monograph.text.tokenizer import Tokenizer
 
 EVALUATIONS, CHECKPOINTS = 12, 6  # of a run, where the settings leave it open
 # A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
@@ -255,7 +255,7 @@ def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> Non
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json and what belongs beside it, each whole or not at all, itself last."""
-    for name, text in tokenizer.companions.files().items():
+    for name, text in tokenizer.config.files().items():
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
@@ -288,7 +288,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    beside = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    beside = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
     written = [run.config, run.parent_file, run.tokenizer, *beside, run.lock_file]
     for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
         path.unlink(missing_ok=True)

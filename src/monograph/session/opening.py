@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from monograph.data.chat import stop_ids
 from monograph.data.corpus import Corpus
 from monograph.model.config import LlamaConfig
+from monograph.text.chat import stop_ids
 
 STDLIB_PROMPT = "def read(self, size"
 _SHOWN_CHARS = 40

@@ -9,7 +9,6 @@ from typing import Any
 
 from monograph import planner
 from monograph.config import Settings
-from monograph.data.tokenizer import parse
 from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.measure.calibration import Calibration
@@ -24,6 +23,7 @@ from monograph.session.adapting import lora_of, require_with_lora
 from monograph.session.learning import make_clip, make_optimizer, optimizer_name
 from monograph.session.tokens import Words
 from monograph.storage.cache_dir import cache_root, calibration_file
+from monograph.text.tokenizer import parse
 
 # What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
