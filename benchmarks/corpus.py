@@ -128,7 +128,7 @@ def measured(folder: Path) -> dict[str, Any]:
 def prepare(folder: Path) -> dict[str, Any]:
     """Prepare and open again, in this process, and say what it took."""
     from monograph.data.corpus import corpus
-    from monograph.data.tokenizer import Tokenizer
+    from monograph.text.tokenizer import Tokenizer
 
     heap, ended = [0], threading.Event()
 

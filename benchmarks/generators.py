@@ -18,8 +18,6 @@ from peer_llama import llama_cpp, llama_cpp_backend
 from systems import drawn_on
 from torch import Tensor
 
-from monograph.data.tokenizer import BOS, EOS, PAD, Tokenizer
-from monograph.data.tokenizer_file import byte_alphabet
 from monograph.decode import Generation, Sampling
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
@@ -28,6 +26,8 @@ from monograph.decode.request import Request
 from monograph.device import default_device
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
+from monograph.text.tokenizer_file import byte_alphabet
 
 # transformers' order: temperature, top-k, top-p, min-p.
 CHAIN: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

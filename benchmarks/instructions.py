@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 
 WORDS = [
     first + second for first in ("ba", "de", "fi", "go", "ku", "la", "me", "no") for second in ("ra", "si", "tu", "vo")

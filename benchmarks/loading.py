@@ -99,12 +99,12 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
     """The folders that are loaded: a base with a byte tokenizer, an adapter for it, and a little text."""
     import torch
 
-    from monograph.data.tokenizer import Tokenizer
     from monograph.graph.lora import Lora, adapt, adapters
     from monograph.model.adapter import packed, save_adapter
     from monograph.model.config import LlamaConfig
     from monograph.model.hub import load_model, save_model
     from monograph.model.llama import Llama
+    from monograph.text.tokenizer import Tokenizer
 
     model = Llama(LlamaConfig(**shape)).bfloat16()
     save_model(model, folder / "base", Tokenizer.bytes(), SHARD_BYTES)

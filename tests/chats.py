@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 
 _LOOP, _END = "{% for m in messages %}", "{% endfor %}"
 TEMPLATES = {

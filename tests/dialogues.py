@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 
 _EACH, _END = "{% for m in messages %}", "{% endfor %}"
 _G, _E = "{% generation %}", "{% endgeneration %}"

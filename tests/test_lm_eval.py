@@ -19,10 +19,10 @@ import torch
 
 from batches import tiny_llama
 from monograph.data.questions import read_questions
-from monograph.data.tokenizer import Tokenizer
 from monograph.evaluation import choose
 from monograph.graph.precision import Precision
 from monograph.run.models import load, save
+from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")

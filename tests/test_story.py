@@ -18,8 +18,8 @@ from commands.test_new_tokens import with_tokens
 from dialogues import TEMPLATES, said, write_chats
 from distributed.launched import Torchrun
 from monograph import Sampling, checkpointing, generate, load
-from monograph.data.tokenizer import Tokenizer
 from monograph.run.folder import Run
+from monograph.text.tokenizer import Tokenizer
 
 SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
 SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]

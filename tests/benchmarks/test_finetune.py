@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 from scripts import smoke
 
 

@@ -15,9 +15,10 @@ from typing import cast
 import pytest
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import CheckpointDamaged, blocks, load, newest, save, verify
+from monograph.checkpointing import CheckpointDamaged, load, newest, save, verify
 from monograph.checkpointing.folder import FileEntry, read_manifest
 from monograph.errors import NoValidCheckpoint
+from monograph.storage import blocks
 
 FILES = ("MANIFEST.json", "model.safetensors", "optimizer.safetensors", "state.json")
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from monograph import checkpointing
-from monograph.checkpointing import Checkpoint, blocks, folder
+from monograph.checkpointing import Checkpoint, folder
 from monograph.checkpointing.folder import CheckpointDamaged
 from monograph.errors import NoValidCheckpoint
+from monograph.storage import blocks
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import Checkpoint, blocks, newest, save
+from monograph.checkpointing import Checkpoint, newest, save
 from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
+from monograph.storage import blocks
 
 
 def names(checkpoints: Path) -> list[str]:

@@ -10,11 +10,11 @@ import pytest
 from chats import TEMPLATES, speaking
 from commands.forked import CommandServer
 from commands.inputs import OWN, over
-from monograph.data.chat import stop_ids
-from monograph.data.tokenizer import Tokenizer
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
+from monograph.text.chat import stop_ids
+from monograph.text.tokenizer import Tokenizer
 
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
 
@@ -38,7 +38,7 @@ def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path)
         assert server.run(here, "export", of, "--to", to).code == 0
         kept = Tokenizer.from_file(here / to)
         assert (here / to / "chat_template.jinja").read_text() == TEMPLATES["thinking"]
-        assert kept.companions.files() == tokenizer.companions.files() and stop_ids(kept) == stop_ids(tokenizer)
+        assert kept.config.files() == tokenizer.config.files() and stop_ids(kept) == stop_ids(tokenizer)
     done = server.run(here, "export", "run", "--to", "gguf", "--format", "gguf", "--dtype", "q8_0")
     assert done.code == 0 and "ollama create NAME -f gguf/Modelfile" in done.out, done.err
     assert {path.name for path in (here / "gguf").iterdir()} == {"model.gguf", "Modelfile"}

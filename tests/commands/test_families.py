@@ -11,9 +11,9 @@ import torch
 
 from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
-from monograph.data.tokenizer import Tokenizer
 from monograph.model.families import FAMILIES
 from monograph.model.torch_file import read
+from monograph.text.tokenizer import Tokenizer
 from reference import pieces
 from reference.article import Pretraining, tokenizer
 

@@ -13,11 +13,11 @@ from commands.forked import CommandServer
 from commands.inputs import newest
 from dialogues import TEMPLATES, said, speaking, write_chats
 from llama_cpp import LlamaCpp
-from monograph.data.chat import chat_ids
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
+from monograph.text.chat import chat_ids
 
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
 SHORT = [

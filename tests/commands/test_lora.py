@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from adapted import LINEAR
 from commands.forked import CommandServer
 from commands.inputs import OWN, newest, over, with_texts
-from monograph.data.tokenizer import Tokenizer
 from monograph.graph.lora import Lora, adapt, merge
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.run.models import load
+from monograph.text.tokenizer import Tokenizer
 
 LORA = over(OWN, "train.updates=6", "lora.rank=4", "model.init=base")
 TENSORS = 2 * 2 * len(LINEAR)

@@ -17,12 +17,12 @@ from commands.forked import CommandServer
 from commands.inputs import newest, over
 from dialogues import TEMPLATES, said, write_chats
 from llama_cpp import LlamaCpp
-from monograph.data.chat import chat_ids
-from monograph.data.tokenizer import Tokenizer
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.run.models import load
+from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
 NEW = ("<|im_start|>", "<|im_end|>")

@@ -10,8 +10,8 @@ import pytest
 from batches import tiny_llama
 from commands.forked import CommandServer
 from commands.inputs import OWN, SLOW, over
-from monograph.data.tokenizer import Tokenizer
 from monograph.run.models import save
+from monograph.text.tokenizer import Tokenizer
 
 QUIZ = [
     {"question": "alpha beta", "choices": ["gamma", "delta delta"], "answer": 0},

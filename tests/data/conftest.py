@@ -13,7 +13,7 @@ import pytest
 
 from clocks import HANG_S
 from monograph.data.corpus import Corpus, corpus
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 
 WORDS = "the a loop reads_line 3.14 ==  \n\n\n\t naïve 数据 🙂 don't (x) { } import return self, of and\n é İ ̈u".split(
     " "

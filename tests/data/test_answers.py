@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.answers import DAY, Answering, Answers, Row, Unusable, _Encoder
-from monograph.data.chat import chat_ids
 from monograph.data.conversations import Conversation
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 EVERY = Answering(every=True, truncate=True, longest=10_000)
 # What is refused, and by which words; all other pairs of a template and a chat have rows.
@@ -114,7 +114,7 @@ def test_what_is_refused_is_all_that_is(tmp_path: Path) -> None:
 def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = speaking(tmp_path, name).companions.template, AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = speaking(tmp_path, name).config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None and ours.reads_the_date == (name == "llama-3") and not ours.tags_answers
     for chat, messages in CHATS.items():
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
@@ -144,8 +144,8 @@ def by_length(tokenizer: Tokenizer, said: Conversation) -> list[list[int]]:
 def by_marker(tokenizer: Tokenizer, said: Conversation, begins: str, ends: str) -> list[list[int]]:
     """B: what stands between two strings, each looked for as ids."""
     options = {"tools": said.tools} if said.tools else {}
-    assert tokenizer.companions.template
-    whole = tokenizer.encode_rendered(tokenizer.companions.template.render(said.messages, **options))
+    assert tokenizer.config.template
+    whole = tokenizer.encode_rendered(tokenizer.config.template.render(said.messages, **options))
     head, tail, found, at = tokenizer.encode_rendered(begins), tokenizer.encode_rendered(ends), [], 0
     while (first := next((n for n in range(at, len(whole)) if whole[n : n + len(head)] == head), None)) is not None:
         first += len(head)
@@ -223,9 +223,9 @@ SPEAKERS = ("chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v1", "mistral-v3",
 def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> None:
     """What inference sends and what is trained then are the row up to the stop: of any words, of every answer once."""
     tokenizer = merging(tmp_path, name)
-    template = tokenizer.companions.template
+    template = tokenizer.config.template
     assert template is not None
-    tokenizer.companions = tokenizer.companions._replace(template=template.on(DAY))
+    tokenizer.config = tokenizer.config._replace(template=template.on(DAY))
     answers = Answers(tokenizer, EVERY)
 
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

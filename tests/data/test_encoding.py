@@ -20,8 +20,8 @@ from monograph.data.encoding import encode_documents, train_tokenizer
 from monograph.data.progress import Meter
 from monograph.data.shards import open_shard, seal
 from monograph.data.sources import find
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.tokenizer import Tokenizer
 from reference import article
 
 READING = Reading("text", skip_bad=False)

@@ -18,10 +18,10 @@ from data import bombs
 from monograph.data import blocks, records, tables
 from monograph.data.corpus import corpus
 from monograph.data.documents import Documents, Reading
-from monograph.data.files import parse_json
 from monograph.data.records import json_lines
 from monograph.data.sources import find
 from monograph.errors import InputRefused
+from monograph.storage.reading import parse_json
 
 TEXTS = [f"text number {i} " + "word " * (i % 30) for i in range(200)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()

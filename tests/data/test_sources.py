@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from modes import binding_modes
-from monograph.data import files, places
+from monograph.data import places
 from monograph.data.corpus import corpus
 from monograph.data.sources import find
 from monograph.errors import InputRefused, Unreadable, UsageError
+from monograph.storage import writing
 
 
 def names(found):
@@ -195,7 +196,7 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_sta
     assert len(list((tmp_path / "temporary").iterdir())) == 3
     (tmp_path / "temporary" / "monograph-of-a-friend").chmod(0)  # which is none of ours to look into
     (tmp_path / "book.txt").write_text("some words, " * 2000)
-    with binding_modes(), files.temporary_folder() as living:
+    with binding_modes(), writing.temporary_folder() as living:
         corpus(tmp_path / "book.txt", tokenizer="bytes", sequence_length=8, cache=tmp_path / "cache")
         found = {path.name for path in (tmp_path / "temporary").iterdir()}
     assert found == {"monograph-of-a-friend", "other", living.name}

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from faults.harness import FaultServer, unavailable
-from monograph import files
 from monograph.data import shards, store
 from monograph.data.documents import Reading
 from monograph.data.sources import find
 from monograph.data.store import Request, open_or_build
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused, Unreadable
+from monograph.storage import reading
+from monograph.text.tokenizer import Tokenizer
 
 
 def request_for(folder, tokenizer=None, held_out=0.1):
@@ -96,7 +96,7 @@ def test_tokens_that_cannot_be_read_are_neither_removed_nor_made_again(texts, qu
 
     whole = open_or_build(request := request_for(texts, 300), quick_folder)
     before = {path.name: path.stat().st_mtime_ns for path in whole.folder.iterdir()}
-    for function, module in (("open", files), ("memmap", shards.np)):
+    for function, module in (("open", reading), ("memmap", shards.np)):
         with monkeypatch.context() as failing, pytest.raises(Unreadable, match="cannot be read: Stale file handle"):
             failing.setattr(module, function, fails, raising=False)
             open_or_build(request, quick_folder)

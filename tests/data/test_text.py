@@ -11,8 +11,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from monograph.data import text
 from monograph.data.text import cut_for_tokens, cut_position, parts_of, read_text
-from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import InputRefused
+from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
 # Letters, digits, marks, symbols and white space of several kinds, weighted towards what patterns treat specially.
 TEXTS = st.text(

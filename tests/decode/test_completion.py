@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Sampling, generate, prompt_ids
 from monograph.decode.automata import constraint
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()
 

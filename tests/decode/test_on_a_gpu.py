@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import constraint, stop_strings
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
+from monograph.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 TOKENIZER = Tokenizer.bytes()

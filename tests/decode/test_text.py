@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode.text import Transcript
+from monograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()
 

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from batches import tiny_llama
-from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing import Checkpoint
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Sharded
 from monograph.distributed.world import World, lost, place
 from monograph.errors import DiskFull
+from monograph.storage import blocks
 
 
 def refused(descriptor: int, piece: memoryview, start: int) -> None:

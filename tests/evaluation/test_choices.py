@@ -12,14 +12,14 @@ import torch
 
 from batches import tiny_llama
 from dialogues import speaking
-from monograph.data.chat import chat_ids
 from monograph.data.questions import Question
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.evaluation import Accuracy, choose
 from monograph.evaluation.choices import encode_pair
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
+from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 FP32, BYTES = Precision("fp32"), Tokenizer.bytes()
 

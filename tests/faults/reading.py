@@ -32,7 +32,6 @@ from faults.harness import Scenario
 from laws.resumed import fingerprint
 from monograph.checkpointing import CheckpointDamaged, verify
 from monograph.cli import main
-from monograph.data.tokenizer import Tokenizer
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
@@ -40,6 +39,7 @@ from monograph.run.folder import Run
 from monograph.session import reporting
 from monograph.session.session import Session
 from monograph.sweeps import progress
+from monograph.text.tokenizer import Tokenizer
 
 UPDATES, STOPPED, KEPT = 6, 5, 3
 RUN = [*over(TINY, f"train.updates={UPDATES}", "train.save_every=1"), f"train.keep={KEPT}"]

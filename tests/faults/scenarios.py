@@ -32,7 +32,6 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import describe
 from monograph.errors import MonographError
 from monograph.loop import EngineState, train
@@ -51,6 +50,7 @@ from monograph.sweeps import batch as batches
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
+from monograph.text.tokenizer import Tokenizer
 from streamed import flat, other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
@@ -151,7 +151,7 @@ def begin_again(folder: Path) -> None:
         write_tokenizer(run, Tokenizer.bytes())
     assert look_at_beginning(folder) == "new"
     assert sorted(path.name for path in run.folder.iterdir()) == sorted(
-        ["config.toml", "from.json", "run.lock", "tokenizer.json", *Tokenizer.bytes().companions.files()]
+        ["config.toml", "from.json", "run.lock", "tokenizer.json", *Tokenizer.bytes().config.files()]
     )
 
 

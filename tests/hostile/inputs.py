@@ -47,7 +47,6 @@ from monograph.data.questions import read_questions
 from monograph.data.records import Fault
 from monograph.data.sources import find, weighted
 from monograph.data.tables import table_rows
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.pattern import whole as whole_pattern
@@ -64,6 +63,7 @@ from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import parent_named, write_config
 from monograph.sweeps.folder import Sweep
+from monograph.text.tokenizer import Tokenizer
 
 DEEP = "[" * 3000 + "]" * 3000
 CANARY = "canary"
@@ -512,7 +512,7 @@ TEMPLATES = [
 
 
 def template(draws: random.Random, folder: Path) -> None:
-    from monograph.data.template import ChatTemplate
+    from monograph.text.template import ChatTemplate
 
     source = draws.choice(TEMPLATES)
     if draws.random() < 0.4:

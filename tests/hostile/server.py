@@ -88,7 +88,7 @@ def watched(folder: str, violations: list[str]) -> None:
 
 def is_limited(arguments: tuple[Any, ...]) -> bool:
     """Whether that starts one of the two programs that reading may start, both of them under limits."""
-    from monograph.data import sandbox, tokenizer_trial
+    from monograph.text import sandbox, tokenizer_trial
 
     return list(arguments[1])[:3] in [[sys.executable, "-P", each.__file__] for each in (sandbox, tokenizer_trial)]
 

@@ -30,7 +30,7 @@ ALLOWED = {
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
 }  # fmt: skip
-STARTS_PROGRAMS = {"data/template.py", "data/tokenizer_trial.py"}
+STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py"}
 RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
 
 
@@ -114,19 +114,17 @@ def test_the_check_sees_them(name: str) -> None:
 
 # Where a file is opened for reading that no person names: parts of the system, and what this process wrote itself.
 NO_INPUT = {
-    "checkpointing/blocks.py": "a folder, to sync it",
     "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
     "commands/generate.py": "a pipe of the shell's, <(command), up to a bound",
     "compat/inductor.py": "what the compiler wrote",
-    "data/files.py": "a folder, to sync it",
-    "data/place.py": "what the compiler wrote",
+    "storage/cache_dir.py": "what the compiler wrote",
     "device.py": "/proc and /sys",
     "distributed/checkpoint.py": "a file that this process writes on",
-    "files.py": "the one place",
+    "storage/reading.py": "the one place",
+    "storage/writing.py": "a file or a folder, to sync it",
     "graph/matmul.py": "a source of the package",
     "measure/memory.py": "/proc",
     "measure/profiler.py": "a trace that was just written",
-    "model/files.py": "what was just written, to sync it",
     "run/trust.py": "the secret of this user, never through a link",
 }
 

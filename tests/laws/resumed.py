@@ -13,11 +13,11 @@ import torch
 
 from monograph.commands.train import run as train
 from monograph.config import load
-from monograph.data.tokenizer import Tokenizer
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
+from monograph.text.tokenizer import Tokenizer
 
 # Seven updates and a bit make an epoch: the runs below pass two borders.
 SETTINGS = {

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batches import large_batch_gradient, packed, ragged, tiny_llama
 from monograph import checkpointing, compat
-from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing import Checkpoint
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World, place
@@ -27,6 +27,7 @@ from monograph.graph.remat import Remat
 from monograph.loop import EngineState
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
+from monograph.storage import blocks
 from numerics import relative_error
 
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}

@@ -17,13 +17,13 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling as GeneratorSampling
 from monograph.decode import generate
 from monograph.decode.chain import OK, OVERFLOW, Drawn, narrowed, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
+from monograph.text.tokenizer import Tokenizer
 from sampled import TRUNCATIONS, left, rows_of, scattered, some_logits
 
 REQUESTS = [

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import KVCache
 from monograph.decode.prompt import Reader
@@ -17,6 +16,7 @@ from monograph.model.config import LinearScaling, Llama3Scaling
 from monograph.model.families import FULL, SLIDING
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 
 LENGTH, ROWS = 14, 3

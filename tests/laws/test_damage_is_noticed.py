@@ -24,11 +24,11 @@ from monograph.data import store
 from monograph.data.documents import Reading
 from monograph.data.request import Request
 from monograph.data.sources import find
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.measure.calibration import Calibration
 from monograph.run.folder import Run
 from monograph.sweeps.folder import Sweep
+from monograph.text.tokenizer import Tokenizer
 
 DIGESTS = re.compile(r"expected .*, found ")
 

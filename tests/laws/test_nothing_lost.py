@@ -13,8 +13,9 @@ import pytest
 from faults.examples import checkpoint, same, two_saves
 from faults.harness import EVERY_UNREAD, FaultServer, Operation, Outcome, Scenario, unavailable
 from faults.power import power_cuts
-from monograph.checkpointing import Checkpoint, blocks, newest, save, verify
+from monograph.checkpointing import Checkpoint, newest, save, verify
 from monograph.errors import NoValidCheckpoint
+from monograph.storage import blocks
 
 needs_shim = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 SMALL_BLOCK = 1024  # so that the small files of these tests have several blocks and writes

@@ -15,12 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import constraint, stop_strings
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Finish, Request
 from monograph.decode.sampling import Sampling
+from monograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()
 END = TOKENIZER.eos_id

@@ -14,11 +14,12 @@ import torch
 from distributed.launched import ranks
 from laws import sharded
 from monograph import checkpointing
-from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import read_manifest
 from monograph.loop import EngineState
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.storage import blocks
 
 PROGRAM = Path(__file__).with_name("sharded.py")
 BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}

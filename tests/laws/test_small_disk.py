@@ -23,7 +23,7 @@ from batches import tiny_llama
 from faults.examples import checkpoint, same, two_saves
 from faults.scenarios import LOGGED, append_metrics, begin, begin_metrics, look_at_metrics, quiet
 from monograph import checkpointing
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused
 from monograph.model.hub import save_model
 from monograph.run.folder import Run

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from clocks import least_s
 from monograph.errors import DiskFull, InputRefused
-from monograph.model import files, layout
+from monograph.model import files
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.storage import tensor_layout
 
 CONFIG = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)
 SHARD_BYTES = 20_000
@@ -191,9 +192,9 @@ def test_links_into_hugging_faces_cache_are_followed(saved):
 
 def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):
     """The library takes long for each; and what is written here stays below the bound."""
-    monkeypatch.setattr(layout, "MOST_HEADER_BYTES", 1000, raising=False)
+    monkeypatch.setattr(tensor_layout, "MOST_HEADER_BYTES", 1000, raising=False)
     monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the library was asked"))
     with pytest.raises(InputRefused, match="model.safetensors: damaged, or no safetensors file: a header of"):
         files.read_headers(saved)
     with pytest.raises(InputRefused, match="30 tensors: more than a file of weights may list"):
-        layout.encode({f"tensor {index}": torch.zeros(0) for index in range(30)})
+        tensor_layout.encode({f"tensor {index}": torch.zeros(0) for index in range(30)})

@@ -17,8 +17,6 @@ import torch
 from tokenizers import pre_tokenizers
 
 from chats import speaking
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import Llama3Scaling, LlamaConfig
@@ -27,6 +25,8 @@ from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.run.models import check
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import KNOWN_PATTERNS
 from reference import article, pieces
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")

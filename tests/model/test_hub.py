@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from monograph.data.companions import Companions
-from monograph.data.tokenizer import Tokenizer as OurTokenizer
 from monograph.errors import InputRefused
 from monograph.model.config import Llama3Scaling, LlamaConfig
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
 from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer as OurTokenizer
+from monograph.text.tokenizer_config import TokenizerConfig
 from numerics import relative_error
 from reference import article
 
@@ -29,7 +29,7 @@ class _Tokenizer:
     """Byte-level, with a beginning and an end of document."""
 
     bos_id, eos_id = 0, 1
-    companions, space_first = Companions(), False
+    config, space_first = TokenizerConfig(), False
 
     def save(self, path):
         from tokenizers import Tokenizer

@@ -16,7 +16,6 @@ from torch import nn
 
 from adapted import trained
 from batches import tiny_llama
-from monograph.data.tokenizer import Tokenizer
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora, merge
 from monograph.graph.precision import Precision
@@ -32,6 +31,7 @@ from monograph.run.base import digest
 from monograph.run.models import build, load, load_to_export
 from monograph.run.recipe import Recipe
 from monograph.stream import Placement, Streamed
+from monograph.text.tokenizer import Tokenizer
 
 SHARD_BYTES = 20_000
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "mixed": None}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from chats import speaking
-from monograph.data.chat import stop_ids
-from monograph.data.tokenizer import Tokenizer
 from monograph.model import modelfile as room
 from monograph.model.modelfile import evaluate, held_out_chats, modelfile
+from monograph.text.chat import stop_ids
+from monograph.text.tokenizer import Tokenizer
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -37,12 +37,12 @@ def test_chatml_word_for_word(tmp_path: Path) -> None:
 def test_what_is_written_renders_like_the_chat_template(tmp_path: Path, name: str) -> None:
     tokenizer = speaking(tmp_path, name)
     found = re.search(r'TEMPLATE """(.*)"""', modelfile("m", tokenizer, ()), re.DOTALL)
-    assert found and tokenizer.companions.template
+    assert found and tokenizer.config.template
     chats = held_out_chats()
     assert len(chats) == 20 and len({str(chat) for chat in chats}) == 20
     for chat in chats:
         assert "<|bos|>" not in evaluate(found[1], chat)
-        rendered = tokenizer.companions.template.render(chat, add_generation_prompt=True)
+        rendered = tokenizer.config.template.render(chat, add_generation_prompt=True)
         assert rendered.removeprefix("<|bos|>") == evaluate(found[1], chat)
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from clocks import least_s
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.model import torch_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import assembled
 from monograph.run.models import load, save
+from monograph.text.tokenizer import Tokenizer
 from numerics import relative_error
 from reference.article import Pretraining
 

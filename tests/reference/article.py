@@ -1,4 +1,4 @@
-# Run what uses it: pytest tests/model/test_torch_file.py tests/data/test_tokenizer.py
+# Run what uses it: pytest tests/model/test_torch_file.py tests/text/test_tokenizer.py
 """The model of A. Tam's "Pretraining a Llama Model on Your Local GPU", for its state dict and as an oracle.
 
 Its tokenizer, too, which learns its alphabet from the text and has no token for any other byte.

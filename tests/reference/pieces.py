@@ -1,4 +1,4 @@
-# Run what uses it: pytest tests/data/test_sentence_pieces.py
+# Run what uses it: pytest tests/text/test_sentence_pieces.py
 """Tokenizers in SentencePiece's way, small, with every part as the published tokenizer.json of a family has it."""
 
 from __future__ import annotations

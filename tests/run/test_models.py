@@ -11,7 +11,6 @@ import torch
 from batches import tiny_llama
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.graph.inspect import unique_state
 from monograph.loss import token_loss
@@ -21,6 +20,7 @@ from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
 from monograph.run.recipe import Recipe
 from monograph.run.trust import marked
+from monograph.text.tokenizer import Tokenizer
 
 MODULE = """
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from monograph.config import Settings, load
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import describe
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
@@ -19,6 +18,7 @@ from monograph.run.writing import mended_tokenizer, record_parent, recorded_pare
 from monograph.session import ranks, warmup
 from monograph.session.recorded import branched, parent_named, settings_of, write_config
 from monograph.session.resolve import resolve
+from monograph.text.tokenizer import Tokenizer
 
 SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
 FIXED = {

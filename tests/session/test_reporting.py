@@ -8,10 +8,10 @@ import pytest
 
 from batches import packed, tiny_llama
 from monograph import compat
-from monograph.data.tokenizer import Tokenizer
 from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session.reporting import Opening, Reporter
+from monograph.text.tokenizer import Tokenizer
 
 
 class Run:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from monograph.config import load
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.measure.estimate import estimate_bytes
@@ -21,6 +20,7 @@ from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape
 from monograph.session.resolve import REMATS, asked_of, resolve, shape_of
+from monograph.text.tokenizer import Tokenizer
 
 CARD = named("4090")
 

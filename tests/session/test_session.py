@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.data.place import calibration_file
 from monograph.device import named
 from monograph.distributed.world import World
 from monograph.graph.remat import Remat
@@ -20,6 +19,7 @@ from monograph.optim import AdamW
 from monograph.planner import Candidate
 from monograph.session import session
 from monograph.session.session import Session
+from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = named("H100"), 2**20
 WORK = Work(tiny_llama().config, 4, 16, AdamW(), "bf16", "blocks", 0.5, window_rows=8, device_type="cuda")

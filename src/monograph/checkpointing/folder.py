@@ -18,12 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from monograph.checkpointing import blocks
 from monograph.checkpointing.large import LargeFile
-from monograph.data.files import parse_json
 from monograph.errors import InputRefused
-from monograph.files import readable
-from monograph.model import layout
+from monograph.storage import blocks, tensor_layout
+from monograph.storage.reading import parse_json, readable
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
@@ -194,18 +192,18 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
         if entry.bytes > LARGE_BYTES:
             _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
         try:
-            start = os.pread(descriptor, layout.LENGTH_BYTES, 0)
-            prefix = os.pread(descriptor, layout.header_bytes(start, entry.bytes), 0)
+            start = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
+            prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
             if entry.bytes > LARGE_BYTES:
-                found = layout.entries(prefix, entry.bytes)
+                found = tensor_layout.entries(prefix, entry.bytes)
                 return LargeFile(descriptor, found, len(prefix), functools.partial(_read_block, path, entry))
-            tensors = layout.decode(prefix, entry.bytes)
-        except layout.LayoutError as error:
+            tensors = tensor_layout.decode(prefix, entry.bytes)
+        except tensor_layout.LayoutError as error:
             # The header is read before its digest can be known: say the digests if they explain it.
             _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
         again = bytearray(len(prefix))
-        pieces = [memoryview(again), *map(layout.bytes_of, tensors.values())]
+        pieces = [memoryview(again), *map(tensor_layout.bytes_of, tensors.values())]
         _require(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
         if again != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")

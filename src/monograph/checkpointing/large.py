@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from monograph.checkpointing import blocks
-from monograph.model import layout
+from monograph.storage import blocks, tensor_layout
 
 KEPT_BLOCKS = 4  # that were read last: a tensor may begin in the block in which the one before it ended
 
@@ -22,7 +21,9 @@ class LargeFile(Mapping[str, Tensor]):
     The file is the one that was opened, whatever becomes of its name.
     """
 
-    def __init__(self, descriptor: int, entries: list[layout.Entry], start: int, read: Callable[[int, int], bytes]):
+    def __init__(
+        self, descriptor: int, entries: list[tensor_layout.Entry], start: int, read: Callable[[int, int], bytes]
+    ):
         """Keep the file open for as long as this lives.
 
         Args:
@@ -45,7 +46,7 @@ class LargeFile(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        target, at = layout.bytes_of(tensor), self._start + entry.begin
+        target, at = tensor_layout.bytes_of(tensor), self._start + entry.begin
         done = 0
         while done < len(target):
             index, offset = divmod(at + done, blocks.BLOCK_BYTES)

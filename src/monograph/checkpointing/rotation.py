@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from monograph.checkpointing import blocks
 from monograph.checkpointing.folder import (
     FOLDER_NAME,
     MANIFEST,
@@ -31,8 +30,9 @@ from monograph.checkpointing.folder import (
     read_manifest,
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
-from monograph.files import entries, exists
-from monograph.model import layout
+from monograph.storage import blocks, tensor_layout
+from monograph.storage.reading import entries, exists
+from monograph.storage.writing import sync
 
 FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"
@@ -67,8 +67,8 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
         raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}")
     text = json.dumps(dict(checkpoint.state), indent=1).encode()
     files = {
-        MODEL: layout.encode(checkpoint.model),
-        OPTIMIZER: layout.encode(checkpoint.optimizer),
+        MODEL: tensor_layout.encode(checkpoint.model),
+        OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
         STATE: (len(text), iter([memoryview(text)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
@@ -146,7 +146,7 @@ def remove_leftovers(checkpoints: Path) -> None:
 
 def _make(checkpoints: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
-    blocks.make_durable(checkpoints.parent)  # also if it was there: a save killed right here may have made it
+    sync(checkpoints.parent)  # also if it was there: a save killed right here may have made it
 
 
 def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
@@ -154,7 +154,7 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
     entries = {name: FileEntry(length, write(temporary / name, pieces)) for name, (length, pieces) in files.items()}
     manifest = Manifest(checkpoint.run, checkpoint.update, entries)
     blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
-    blocks.make_durable(temporary)
+    sync(temporary)
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -163,7 +163,7 @@ def _publish(temporary: Path, final: Path) -> None:
         replaced = final.with_name(final.name + REPLACED)
         final.rename(final.with_name(TEMPORARY + replaced.name) if exists(replaced) else replaced)
     temporary.rename(final)
-    blocks.make_durable(final.parent)
+    sync(final.parent)
 
 
 def _prune(saved: Path, head: int, keep: int) -> None:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from monograph import __version__, checkpointing
-from monograph.data.place import cache_root
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
-from monograph.files import entries, exists, is_folder
 from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.measure.quantities import gibibytes, megabytes
 from monograph.run.base import tokenizer_of
@@ -25,6 +22,9 @@ from monograph.run.recipe import names_run
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
+from monograph.storage.cache_dir import cache_root
+from monograph.storage.reading import entries, exists, is_folder
+from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, json: bool) -> int:

@@ -20,7 +20,6 @@ from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Accuracy, Answer
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
-from monograph.files import exists, is_file
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
 from monograph.measure.quantities import count, counted
@@ -29,6 +28,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
+from monograph.storage.reading import exists, is_file
 from monograph.sweeps.folder import seeds_of_best
 
 

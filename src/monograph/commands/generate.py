@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from monograph.config.settings import did_you_mean
-from monograph.data.chat import chat_ids, stop_ids
-from monograph.data.files import json_fault, parse_json
-from monograph.data.place import keep_compiled
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
-from monograph.files import open_input, readable
 from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
 from monograph.run.models import load
 from monograph.run.progress import Progress
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import json_fault, open_input, parse_json, readable
+from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from monograph.config import Settings
-from monograph.data.place import cache_root, calibration_file
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
@@ -25,6 +24,7 @@ from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
 from monograph.session.new_tokens import planned_tokens, token_notes
 from monograph.session.requirements import notes_on, require_one_device, require_room
 from monograph.session.resolve import asked_of, resolve, shape_of
+from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42

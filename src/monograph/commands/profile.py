@@ -10,10 +10,8 @@ from typing import Any
 
 from monograph import __version__, compat
 from monograph.config import Settings
-from monograph.data.place import keep_compiled
 from monograph.device import default_device, describe
 from monograph.errors import UsageError
-from monograph.files import is_folder
 from monograph.measure.intervals import PARTS
 from monograph.measure.profile_figure import draw_profile
 from monograph.measure.profile_report import mostly, profile_page, said
@@ -29,6 +27,8 @@ from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
 from monograph.session.warmup import prepare
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import is_folder
 from monograph.stream import Streamed
 from monograph.terminal import shell_words
 

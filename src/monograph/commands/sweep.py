@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from monograph import __version__
-from monograph.data.place import keep_compiled
 from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
-from monograph.files import is_file
 from monograph.loop import train
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress, SweepDisplay
@@ -21,6 +19,8 @@ from monograph.run.signals import StopSignal
 from monograph.session import ranks
 from monograph.session.ranks import command, show
 from monograph.session.setup import repeatable
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import is_file
 from monograph.sweeps import spec
 from monograph.sweeps.batch import MemberBatch, go_on
 from monograph.sweeps.folder import Sweep

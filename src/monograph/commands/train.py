@@ -8,13 +8,11 @@ from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
-from monograph.data.place import keep_compiled
 from monograph.data.places import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
-from monograph.files import entries, exists
 from monograph.loop import train
 from monograph.measure.quantities import counted
 from monograph.run import writing
@@ -33,6 +31,8 @@ from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
 from monograph.session.warmup import fix_length, measure_memory, prepare
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import entries, exists
 
 CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
 

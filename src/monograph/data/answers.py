@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from monograph.data.chat import marker_for, rendered, template_of
 from monograph.data.conversations import Conversation
 from monograph.data.records import Fault
-from monograph.data.template import AT_ONCE, Message, Unspeakable
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.chat import marker_for, rendered, template_of
+from monograph.text.template import AT_ONCE, Message, Unspeakable
+from monograph.text.tokenizer import Tokenizer
 
 # What a template finds that asks for the date, so that a conversation has the same tokens on every day: the day that
 # templates of the Llama 3 family fall back on.
@@ -231,7 +231,7 @@ class _Encoder:
 
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids at which inference ends a text: the end of text, and what generation_config.json lists."""
-    return frozenset({tokenizer.eos_id, *tokenizer.companions.stops})
+    return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
 
 def _variables(tools: list[Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
-from monograph.files import open_input, unreadable
+from monograph.storage.reading import open_input, unreadable
 
 T = TypeVar("T")
 BLOCK_BYTES = 1 << 20

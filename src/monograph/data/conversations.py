@@ -6,11 +6,11 @@ import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from monograph.data.files import parse_json
 from monograph.data.records import KINDS, Fault, Record, checked, json_objects, short
 from monograph.data.sources import LINES, SourceFile
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import UsageError
+from monograph.storage.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered with all that was said before it

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from monograph.data.answers import Answering
 from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
-from monograph.data.files import temporary_folder, writing
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
 from monograph.data.store import Request, Stored, open_or_build
-from monograph.data.tokenizer import Tokenizer, parse
 from monograph.errors import InputRefused, UsageError
+from monograph.storage.writing import temporary_folder, writing
+from monograph.text.tokenizer import Tokenizer, parse
 
 if TYPE_CHECKING:
     from monograph.data.batches import Batches

@@ -22,8 +22,8 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.shards import ShardWriter, token_dtype
 from monograph.data.sources import SourceFile
 from monograph.data.text import read_text
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.tokenizer import Tokenizer
 
 # Merges hardly change beyond this much text, and the time to count its words grows with it.
 TOKENIZER_SAMPLE_BYTES = 1 << 27

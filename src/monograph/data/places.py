@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monograph.data.blocks import BLOCK_BYTES
-from monograph.data.files import writing
 from monograph.data.progress import Meter, Progress
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.data.twins import groups_with_twins
 from monograph.errors import InputRefused, UsageError
-from monograph.files import exists, is_file, is_folder, matching, resolved, unreadable
+from monograph.storage.reading import exists, is_file, is_folder, matching, resolved, unreadable
+from monograph.storage.writing import writing
 
 # Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
 _NOT_LIBRARY = frozenset(

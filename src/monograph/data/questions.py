@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from monograph.data.records import Fault, checked, json_objects
 from monograph.data.sources import LINES, kind_of
 from monograph.errors import InputRefused, UsageError
-from monograph.files import is_file
+from monograph.storage.reading import is_file
 
 CHOICES = "choices"
 # The names that data sets and lm-evaluation-harness have for the same two things.

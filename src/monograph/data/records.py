@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.data.blocks import read_blocks
-from monograph.data.files import KeyTwice, object_once
+from monograph.storage.reading import KeyTwice, object_once
 
 # Parsing a line can take some twenty times its size.
 LONGEST_BYTES = 1 << 25

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from monograph.data.answers import DAY, stops_of
-from monograph.data.chat import template_of
 from monograph.data.documents import Reading
 from monograph.data.sources import Found
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.chat import template_of
+from monograph.text.tokenizer import Tokenizer
 
 FORMAT = 2
 

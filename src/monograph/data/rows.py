@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from monograph.data.order import share
 from monograph.data.pack import Plan, plan_rows
 from monograph.data.store import Side
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from monograph.data.batches import Batch

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
-from monograph.files import open_input, readable
+from monograph.storage.reading import open_input, readable
 
 _MAGIC, _VERSION = b"MONOGRPH", 1
 _HEADER = struct.Struct("<8sIIQQQ32s")

@@ -6,9 +6,9 @@ from itertools import groupby
 
 from monograph.data.corpus import Corpus
 from monograph.data.rows import IGNORE
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import UsageError
 from monograph.terminal import visible
+from monograph.text.tokenizer import Tokenizer
 
 _TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
 

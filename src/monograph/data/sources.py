@@ -14,7 +14,7 @@ from monograph.data.places import BINARY, Candidate, Skipped, locate, looks_bina
 from monograph.data.progress import Meter, Progress
 from monograph.data.text import status_of
 from monograph.errors import InputRefused, UsageError
-from monograph.files import exists, resolved
+from monograph.storage.reading import exists, resolved
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))

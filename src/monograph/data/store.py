@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.answers import DAY
 from monograph.data.documents import Documents, Reading
-from monograph.data.files import parse_json, sync_folder, temporary_folder, write_durably, writing
-from monograph.data.place import cache_root
 from monograph.data.progress import Meter, Progress
 from monograph.data.request import FORMAT, Request
 from monograph.data.shards import open_shard, seal
 from monograph.data.split import check_fraction
 from monograph.data.text import status_of
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused
-from monograph.files import exists, read_input, status
+from monograph.storage.cache_dir import cache_root
+from monograph.storage.reading import exists, parse_json, read_input, status
+from monograph.storage.writing import sync, temporary_folder, write_durably, writing
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _POLL_S = 0.2
 
@@ -164,7 +164,7 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
         notes = _write(building, request, progress)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(building, folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -219,7 +219,7 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
         },
     }
     write_durably(building / "manifest.json", json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False))
-    sync_folder(building)
+    sync(building)
     return notes
 
 

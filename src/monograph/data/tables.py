@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.data.blocks import Damaged, missing, unpacked
-from monograph.data.files import read_json
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
-from monograph.files import error_number, is_file, open_input, unreadable
+from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # A compressed batch is unpacked whole before a row of it is seen. A page of Parquet has this bound by its format.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from monograph.data.blocks import BLOCK_BYTES, COMPRESSIONS, read_blocks
 from monograph.errors import InputRefused
-from monograph.files import open_input, unreadable
+from monograph.storage.reading import open_input, unreadable
 
 # Tokenizers work fastest on parts of about PART_CHARS, and take longer ones where there is no place to cut.
 PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15

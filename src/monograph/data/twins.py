@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from monograph.files import read_input
+from monograph.storage.reading import read_input
 
 # A line this long, in bytes without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24

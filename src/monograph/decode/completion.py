@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, overload
 
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
@@ -22,6 +21,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model.llama import Llama
 from monograph.ranges import COUNT, Range
+from monograph.text.tokenizer import Tokenizer
 
 # Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from monograph import checkpointing
-from monograph.checkpointing import Checkpoint, blocks
+from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
 from monograph.distributed.sharded import rows_of
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint
-from monograph.model import layout
+from monograph.storage import blocks, tensor_layout
 
 
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
@@ -94,7 +94,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
     Raises:
         OSError: naming the path.
     """
-    length, pieces = layout.encode(tensors)
+    length, pieces = tensor_layout.encode(tensors)
     prefix = next(pieces)
     try:
         if world.leads:
@@ -123,13 +123,13 @@ def _own(
     """What this rank writes of a file: (where it begins, bytes)."""
     if world.leads:
         yield 0, prefix
-    for entry in layout.entries(bytes(prefix), length):
+    for entry in tensor_layout.entries(bytes(prefix), length):
         tensor, start = tensors[entry.name], len(prefix) + entry.begin
         if isinstance(tensor, DTensor):
             rows = rows_of(world.rank, world.size, len(tensor))
             yield (
                 start + rows.start * (entry.end - entry.begin) // max(1, len(tensor)),
-                layout.bytes_of(tensor.to_local()),
+                tensor_layout.bytes_of(tensor.to_local()),
             )
         elif world.leads:
-            yield start, layout.bytes_of(tensor)
+            yield start, tensor_layout.bytes_of(tensor)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monograph.errors import PeerLost, UsageError
-from monograph.files import entries
+from monograph.storage.reading import entries
 
 # How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
 PATIENCE = timedelta(days=7)

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from monograph.data.chat import chat_ids
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
 from monograph.evaluation.continuations import Continuation, score
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
+from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 
 class Accuracy(NamedTuple):

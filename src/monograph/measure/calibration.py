@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from monograph.data.files import parse_json
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.errors import InputRefused, Unreadable
-from monograph.files import contents
 from monograph.graph.precision import Precision
 from monograph.measure.footprint import Work
 from monograph.measure.roofline import update_time
 from monograph.measure.tally import PASSING
+from monograph.storage.reading import contents, parse_json
 
 SCHEMA = "monograph.calibration/1"
 MOST = 9  # of what was seen, the newest of a kind; their median counts

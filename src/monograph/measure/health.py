@@ -13,7 +13,7 @@ import torch
 
 from monograph import compat
 from monograph.device import clock
-from monograph.files import is_folder
+from monograph.storage.reading import is_folder
 
 PROBE_BYTES = 1 << 25
 FEWEST_FILES = 256  # a run holds some dozens open

@@ -16,10 +16,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from monograph import compat
-from monograph.data.files import temporary_folder
 from monograph.errors import DiskFull
-from monograph.files import read_input
 from monograph.optim import Plane
+from monograph.storage.reading import read_input
+from monograph.storage.writing import temporary_folder
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 
-from monograph.files import contents
 from monograph.measure.figures import Drawing
 from monograph.measure.look import ACCENT, GRID, INK, MUTED, WARN
+from monograph.storage.reading import contents
 
 # A cell's words and what it is sorted by; None: nothing is known, which is always last. Text is sorted by itself.
 Cell = str | tuple[str, float | None]

@@ -20,12 +20,12 @@ from monograph.compat import quiet_profiler, watched_kernels
 from monograph.device import clock, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.files import is_folder
 from monograph.measure import trace
 from monograph.measure.bottleneck import Machine, Verdict, verdict
 from monograph.measure.intervals import unwatched
 from monograph.measure.situation import machine_of, situation_of
 from monograph.model.llama import Llama
+from monograph.storage.reading import is_folder
 
 UPDATES, WARM = 3, 2
 EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured

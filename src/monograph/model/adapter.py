@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from monograph.data.files import inside, read_json
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
-from monograph.files import exists, is_file
 from monograph.graph.lora import Adapted, Lora, adapt, adapters
 from monograph.graph.narrowing import narrow
 from monograph.graph.precision import Precision
@@ -26,6 +23,8 @@ from monograph.model.adapter_tokens import KEY, left_out, own_rows, read_tokens,
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.llama import Llama
+from monograph.storage.reading import exists, inside, is_file, read_json
+from monograph.text.tokenizer import Tokenizer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of ours, beside PEFT's two files, which PEFT does not read.
@@ -258,7 +257,7 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         if stored.base:
             write_json(new / BASE, stored.base)
         if stored.tokenizer is not None:
-            for name, text in stored.tokenizer.companions.files().items():
+            for name, text in stored.tokenizer.config.files().items():
                 (new / name).write_text(text, encoding="utf-8")
             stored.tokenizer.save(new / "tokenizer.json")
         save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from monograph.data.tokenizer_file import MAX_VOCABULARY
 from monograph.errors import InputRefused
 from monograph.graph.token_rows import ROWS, Table, tables
 from monograph.model.files import DTYPES, Stored, read_tensors
+from monograph.text.tokenizer_file import MAX_VOCABULARY
 
 KEY = "trainable_token_indices"
 PREFIX = "base_model.model."  # of each tensor's name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,11 +15,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from monograph.data.files import inside, read_json
 from monograph.errors import DiskFull, InputRefused
-from monograph.files import entries, error_number, exists, is_folder, open_input, unreadable
 from monograph.graph.merging import Plain
-from monograph.model import layout
+from monograph.storage import tensor_layout
+from monograph.storage.reading import (
+    entries,
+    error_number,
+    exists,
+    inside,
+    is_folder,
+    open_input,
+    read_json,
+    unreadable,
+)
+from monograph.storage.writing import FULL, held, sync
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -98,11 +106,11 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 def _opened(path: Path) -> Iterator[Any]:
     try:
         with open_input(path) as file:  # the library would take a second for each 100,000 tensors that a header lists
-            layout.header_bytes(file.read(layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
+            tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
     # Two of them by torch, which maps the file, and by safetensors where the system has no memory for that.
-    except (SafetensorError, OSError, RuntimeError, MemoryError, layout.LayoutError) as error:
+    except (SafetensorError, OSError, RuntimeError, MemoryError, tensor_layout.LayoutError) as error:
         if error_number(error):
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
@@ -140,7 +148,9 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
 def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
     """Write one safetensors file."""
-    _, pieces = layout.encode({name: each.like for name, each in tensors.items()}, lambda name: tensors[name].read())
+    _, pieces = tensor_layout.encode(
+        {name: each.like for name, each in tensors.items()}, lambda name: tensors[name].read()
+    )
     with open(path, "xb") as file:
         for piece in pieces:
             file.write(piece)
@@ -164,12 +174,12 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _claimed(partial):
             yield partial
             for path in (*partial.iterdir(), partial):
-                _sync(path)
+                sync(path)
             partial.rename(target)
-            _sync(target.parent)
+            sync(target.parent)
     except (OSError, SafetensorError) as error:
         number = error_number(error)
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if number in FULL:
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         if number == errno.EEXIST:
@@ -180,30 +190,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
     """Make a folder, which is gone at the end whatever happens; what a killed process left there goes first."""
-    with suppress(OSError), _held(partial):  # of a process that still writes the lock is refused
+    with suppress(OSError), held(partial):  # of a process that still writes the lock is refused
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        with _held(partial):
+        with held(partial):
             yield
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """A lock on a folder, for the `with` block; the kernel frees it when the process ends, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.merging import Plain, plain_parameters
 from monograph.graph.windows import kept_dtype
@@ -28,6 +27,7 @@ from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import LinearScaling
+from monograph.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0

@@ -12,11 +12,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from monograph.data.chat import end_of_turn, stop_ids
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import KNOWN_PATTERNS
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
+from monograph.text.chat import end_of_turn, stop_ids
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.h, llama_token_type
 
@@ -87,7 +87,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     writer.add_add_bos_token(_begins_with_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
     stops = stop_ids(tokenizer, config.ends)
     _add_stops(writer, tokenizer, stops, tokens, warn)
-    if template := tokenizer.companions.template:
+    if template := tokenizer.config.template:
         writer.add_chat_template(template.source)
     if "NFC" in json.dumps(content["normalizer"]):
         warn("the tokenizer composes characters (NFC) and llama.cpp does not: give it composed text, as most text is")
@@ -160,9 +160,9 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
     part = content["post_processor"] or {}
     steps = part.get("processors", [part])
     added = any(step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}] for step in steps)
-    if tokenizer.companions.template is None:
+    if tokenizer.config.template is None:
         return added
-    written = tokenizer.companions.template.render([{"role": "user", "content": "."}]).startswith(bos)
+    written = tokenizer.config.template.render([{"role": "user", "content": "."}]).startswith(bos)
     if added and not written:
         warn(
             f"the chat template does not begin with {bos}, so llama.cpp will put it before no text, plain text neither"
@@ -182,7 +182,7 @@ def _add_stops(
         )
     for add, stop in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(stop)
-    if tokenizer.companions.template and end_of_turn(tokenizer) is None:
+    if tokenizer.config.template and end_of_turn(tokenizer) is None:
         warn("the chat template ends an answer with no special token, so llama.cpp will not know where an answer ends")
     for token in _ALWAYS_STOP & set(tokens):
         if tokens.index(token) not in stops:

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from monograph.data.companions import Companions
-from monograph.data.files import inside, read_json
 from monograph.errors import InputRefused
-from monograph.files import exists, is_folder
 from monograph.graph.merging import plain_parameters
 from monograph.graph.windows import kept_dtype, settle, windowed
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.llama import Llama
+from monograph.storage.reading import exists, inside, is_folder, read_json
+from monograph.text.tokenizer_config import TokenizerConfig
 
 LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length
 SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
@@ -51,7 +50,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def companions(self) -> Companions:
+    def config(self) -> TokenizerConfig:
         """What belongs beside the tokenizer.json."""
         ...
 
@@ -178,7 +177,7 @@ def save_model(
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
-            if template := tokenizer.companions.template:
+            if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         write_tensors(new, plain_parameters(model), max_shard_bytes)
 
@@ -187,7 +186,7 @@ def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: 
     """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
-        listed = tokenizer.companions.stops
+        listed = tokenizer.config.stops
         if listed or (own and tokenizer.eos_id not in own):  # each may end what was trained on
             return {**ends, "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id)))}
     return {"_from_model_config": True, **ends}
@@ -204,7 +203,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": tokenizer.space_first,  # what transformers 4 would set to false in the tokenizer.json
-        **(tokenizer.companions.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
+        **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
     }
 
 

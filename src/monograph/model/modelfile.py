@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-from monograph.data.template import ChatTemplate
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.template import ChatTemplate
+from monograph.text.tokenizer import Tokenizer
 
 Chat = Sequence[dict[str, str]]
 _WORDS = ("Why?", "one\ntwo\n\nthree", "ünï 数据 🙂", 'say "so" {it}', "a <b> & c's", "1 2  3", "#\t.")
@@ -34,7 +34,7 @@ def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
     text_of = {index: text for text, index in tokenizer.special.items()}
     lines = [f"FROM ./{weights}"]
     try:
-        lines.append(f'TEMPLATE """{_in_go(tokenizer.companions.template, text_of[tokenizer.bos_id])}"""')
+        lines.append(f'TEMPLATE """{_in_go(tokenizer.config.template, text_of[tokenizer.bos_id])}"""')
     except _NotInGo as reason:
         lines.append(f"# No TEMPLATE: {reason}.")
     # In the file's syntax a quote would end the text.

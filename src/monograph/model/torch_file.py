@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused, MonographError
-from monograph.files import open_input, readable
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored
 from monograph.model.rope import cos_sin
+from monograph.storage.reading import open_input, readable
 
 _INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights beside the optimizer
 # What torch.compile, DistributedDataParallel and the article put before a name.

@@ -14,7 +14,6 @@ import torch
 
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
-from monograph.files import exists
 from monograph.measure.calibration import measured_memory_bytes_per_s
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.footprint import Compile, Work
@@ -24,6 +23,7 @@ from monograph.optim import AdamW
 from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
+from monograph.storage.reading import exists
 from monograph.stream import Placement
 from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.data import tokenizer_file
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
-from monograph.files import is_file
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora
 from monograph.model import adapter, hub
@@ -24,6 +21,9 @@ from monograph.model.adapter import BASE, Adapter
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.recipe import is_weight_file, run_named
+from monograph.storage.reading import is_file
+from monograph.text import tokenizer_file
+from monograph.text.tokenizer import Tokenizer
 
 LONGEST = 40  # characters of a token in a message
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
-from monograph.files import contents, entries, exists, is_file, is_folder, open_input, read_input, status
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
+from monograph.storage.reading import contents, entries, exists, is_file, is_folder, open_input, read_input, status
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")

@@ -12,11 +12,7 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.chat import end_of_turn
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import MAX_FILE_BYTES
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, exists
 from monograph.graph.inspect import unwrapped
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.precision import Precision
@@ -31,7 +27,11 @@ from monograph.model.vocabulary import extend
 from monograph.run.base import compared, digest, extended, lora_of, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
+from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
+from monograph.text.chat import end_of_turn
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor

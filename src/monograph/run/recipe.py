@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from monograph.errors import InputRefused
-from monograph.files import is_file, is_folder
 from monograph.graph.inspect import unwrapped
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
@@ -23,6 +22,7 @@ from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.run.trust import code_digest, code_file, require_trusted
+from monograph.storage.reading import is_file, is_folder
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
 SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has

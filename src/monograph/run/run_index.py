@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.data.files import parse_json
 from monograph.errors import Unreadable
-from monograph.files import contents, entries, is_file, is_folder, open_input
+from monograph.storage.reading import contents, entries, is_file, is_folder, open_input, parse_json
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's

@@ -23,9 +23,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from monograph.data.place import state_root
 from monograph.errors import InputRefused, Unreadable
-from monograph.files import contents, exists, read_input, readable, status
+from monograph.storage.cache_dir import state_root
+from monograph.storage.reading import contents, exists, read_input, readable, status
 
 OPTION = "--trust-code"
 MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from monograph.data import companions
-from monograph.data.files import parse_json
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import DiskFull, InputRefused
-from monograph.files import contents, entries, exists, is_file
 from monograph.interrupts import taken_back
 from monograph.run.folder import Run, claim_new_folder, explained
 from monograph.run.run_index import SWEEP
+from monograph.storage.reading import contents, entries, exists, is_file, parse_json
+from monograph.text import tokenizer_config
+from monograph.text.tokenizer import Tokenizer
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -35,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json and the files that belong to it, each whole or not at all, itself last."""
-    for name, text in tokenizer.companions.files().items():
+    for name, text in tokenizer.config.files().items():
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
@@ -68,7 +67,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
-    others = [run.folder / name for name in (*companions.NAMES, "stdin", SWEEP)]
+    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
     written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
         path.unlink(missing_ok=True)

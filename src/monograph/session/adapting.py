@@ -7,10 +7,10 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.files import exists
 from monograph.graph.lora import Lora
 from monograph.graph.targets import ALL_LINEAR
 from monograph.model.adapter import is_adapter, read_adapter
+from monograph.storage.reading import exists
 
 FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
 KEYS = (*FIXED, "lora.tokens")  # which of them are new is known with the text's tokenizer

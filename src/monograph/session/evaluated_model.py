@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from monograph.data.progress import Progress
 from monograph.data.questions import Question
-from monograph.data.tokenizer import Tokenizer
 from monograph.device import default_device
 from monograph.errors import InputRefused
 from monograph.evaluation.choices import Accuracy, Answer, choose
@@ -23,6 +22,7 @@ from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
 from monograph.session.recorded import run_settings, strange_text
+from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
 _READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")

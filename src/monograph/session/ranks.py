@@ -17,16 +17,15 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.config.settings import build, check
-from monograph.data.files import parse_json
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
-from monograph.files import contents, exists
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import wait_until_free
 from monograph.run.writing import discard
 from monograph.session.recorded import run_settings
+from monograph.storage.reading import contents, exists, parse_json
 from monograph.terminal import shell_words
 
 

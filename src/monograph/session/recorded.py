@@ -16,7 +16,6 @@ from monograph.config import Settings, load
 from monograph.config.settings import EXCLUSIVE
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, entries, exists, is_file, is_folder, resolved
 from monograph.measure.quantities import counted
 from monograph.planner import defaults
 from monograph.run.folder import Follower, Run
@@ -26,6 +25,7 @@ from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
 from monograph.session.adapting import KEYS
 from monograph.session.new_tokens import require_no_new
+from monograph.storage.reading import contents, entries, exists, is_file, is_folder, resolved
 from monograph.terminal import shell_words
 
 # A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.

@@ -11,14 +11,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from monograph import compat
-from monograph.data.chat import stop_ids
 from monograph.data.corpus import Corpus
-from monograph.data.files import parse_json
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
-from monograph.files import contents, exists, is_folder
 from monograph.graph import capture as graph
 from monograph.measure.flops import flops_per_token, mfu
 from monograph.measure.memory import reset_peak_memory
@@ -33,6 +30,8 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.ranks import show
 from monograph.session.session import Session
+from monograph.storage.reading import contents, exists, is_folder, parse_json
+from monograph.text.chat import stop_ids
 
 
 def finished(run: Run) -> dict[str, Any] | None:

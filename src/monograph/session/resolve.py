@@ -13,11 +13,8 @@ from typing import Any
 from monograph import planner
 from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
-from monograph.data.place import cache_root, calibration_file
-from monograph.data.tokenizer import parse
 from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.files import is_file
 from monograph.measure.calibration import Calibration
 from monograph.measure.footprint import Compile
 from monograph.model import hub
@@ -38,6 +35,9 @@ from monograph.session.requirements import (
     require_together,
 )
 from monograph.step import Clip
+from monograph.storage.cache_dir import cache_root, calibration_file
+from monograph.storage.reading import is_file
+from monograph.text.tokenizer import parse
 from monograph.transfer import WidthTransfer, narrowed
 
 ORIGIN = "plan"  # of a value that was decided here

@@ -16,7 +16,6 @@ from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
-from monograph.data.place import calibration_file
 from monograph.device import clock, describe
 from monograph.distributed.checkpoint import not_finite, save
 from monograph.distributed.world import World
@@ -38,6 +37,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.plan import Plan
+from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from torch import Tensor, nn
 
-from monograph.data.place import calibration_file
 from monograph.device import clock, compiler_obstacle, describe, synchronize
 from monograph.distributed.world import World
 from monograph.engine import Engine
@@ -30,6 +29,7 @@ from monograph.run.progress import Progress
 from monograph.session.plan import Length
 from monograph.session.resolve import asked_of, resolve
 from monograph.session.session import Session
+from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
 

@@ -20,7 +20,6 @@ from monograph.device import Device, describe
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.files import entries
 from monograph.graph.precision import Precision
 from monograph.graph.windows import settle
 from monograph.loop import EngineState
@@ -34,6 +33,7 @@ from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session, seed_all
 from monograph.session.setup import BuiltRun, build_run, make_engine
+from monograph.storage.reading import entries
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # of each member, where the settings leave it open

@@ -14,13 +14,12 @@ from typing import Any
 from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
-from monograph.data.files import parse_json
 from monograph.errors import InputRefused, UsageError
-from monograph.files import contents, is_file
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.run.writing import write_whole
 from monograph.session.recorded import run_settings, write_config
+from monograph.storage.reading import contents, is_file, parse_json
 from monograph.sweeps.spec import ORIGIN, Member, carried, described
 from monograph.terminal import shell_words
 

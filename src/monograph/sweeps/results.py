@@ -15,7 +15,6 @@ from monograph.device import compiler_obstacle, default_device, describe
 from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.evaluation.noise import Setting, Table, tabulate, written
-from monograph.files import entries
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -25,6 +24,7 @@ from monograph.session.reporting import finished, standard_json
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine, open_corpus
+from monograph.storage.reading import entries
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import Member, described, short, shown
 

@@ -15,7 +15,6 @@ from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import EXCLUSIVE
 from monograph.device import describe
 from monograph.errors import UsageError
-from monograph.files import is_file
 from monograph.measure.quantities import counted
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -24,6 +23,7 @@ from monograph.session.plan import Plan
 from monograph.session.recorded import hold_to_its_run, require_text, run_settings
 from monograph.session.requirements import require_one_device
 from monograph.session.resolve import WIDTH, resolve, transfer_of
+from monograph.storage.reading import is_file
 
 ORIGIN = "sweep"
 # Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls with the tokens.

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from monograph.data.files import json_fault, parse_json
 from monograph.decode.automata import values
 from monograph.decode.automata.characters import in_json
 from monograph.decode.automata.disjoint import overlap
@@ -26,6 +25,7 @@ from monograph.decode.automata.expression import (
 from monograph.decode.automata.pattern import found_in
 from monograph.decode.automata.positions import Budget
 from monograph.errors import InputRefused
+from monograph.storage.reading import json_fault, parse_json
 
 MAX_DEPTH, MAX_OPTIONS = 32, 64
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")

@@ -1,4 +1,4 @@
-"""Run: pytest tests/data/test_chat.py (chats in ids: control tokens, typed letters, where an answer ends)."""
+"""Run: pytest tests/text/test_chat.py (chats in ids: control tokens, typed letters, where an answer ends)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from chats import CHATS, TEMPLATES, speaking
-from monograph.data.chat import chat_ids, end_of_turn, stop_ids
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.chat import chat_ids, end_of_turn, stop_ids
+from monograph.text.tokenizer import Tokenizer
 
 
 def test_ids_equal_transformers(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_control_token_that_is_typed_is_letters(tmp_path: Path, name: str, typ
     ids = chat_ids(tokenizer, hostile)
     text_of = {index: text for text, index in tokenizer.special.items()}
     written = "".join(text_of.get(index) or tokenizer.decode([index]) for index in ids)
-    assert tokenizer.companions.template and written == tokenizer.companions.template.render(hostile)
+    assert tokenizer.config.template and written == tokenizer.config.template.render(hostile)
     letters = tokenizer.encode(typed)
     assert any(ids[at : at + len(letters)] == letters for at in range(len(ids))) or name == "json"
 
@@ -104,9 +104,9 @@ def test_what_lies_beside_a_tokenizer_is_kept(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path / "a", "chatml", stops=[1, 2])
     (tmp_path / "b").mkdir()
     tokenizer.save(tmp_path / "b" / "tokenizer.json")
-    for name, text in tokenizer.companions.files().items():
+    for name, text in tokenizer.config.files().items():
         (tmp_path / "b" / name).write_text(text)
     again = Tokenizer.from_file(tmp_path / "b")
-    assert again.hash == tokenizer.hash and again.companions.files() == tokenizer.companions.files()
+    assert again.hash == tokenizer.hash and again.config.files() == tokenizer.config.files()
     assert (again.bos_id, again.eos_id, stop_ids(again)) == (tokenizer.bos_id, tokenizer.eos_id, stop_ids(tokenizer))
-    assert Tokenizer.bytes().companions.files() == {}
+    assert Tokenizer.bytes().config.files() == {}

@@ -10,13 +10,15 @@ from __future__ import annotations
 import errno
 import fnmatch
 import glob
+import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from monograph.errors import InputRefused, Unreadable
 
@@ -188,3 +190,76 @@ def resolved(path: Path) -> Path:
             return path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # the latter for links in a circle
         raise InputRefused(f"{path}: there is no such file") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
+
+    Raises:
+        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
+    """
+    path = folder / name
+    if Path(name).name != name or not is_file(path):
+        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
+    home, target = resolved(folder), resolved(path)
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if target.parent not in homes:
+        raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
+    return path
+
+
+class KeyTwice(ValueError):
+    """An object has a key twice, of which every reader would take another value."""
+
+
+def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a decoder's pairs; raises KeyTwice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise KeyTwice(next(key for key in counts if counts[key] > 1))
+    return found
+
+
+_ONCE = json.JSONDecoder(object_pairs_hook=object_once)
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """A JSON value, none of whose objects has a key twice.
+
+    Raises:
+        ValueError: it is none, or `KeyTwice`; see `json_fault`.
+        RecursionError: it is nested too deeply.
+    """
+    return _ONCE.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
+
+
+def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file that may be anybody's.
+
+    Args:
+        path: the file.
+        instead: ends the message of what is wrong, with what to do.
+        most_bytes: a larger file is not read.
+
+    Raises:
+        InputRefused: the file holds something else, or a key twice.
+    """
+    try:
+        values = parse_json(read_input(path, most_bytes))
+    except OSError as error:
+        raise InputRefused(f"{path}: cannot be read: {error.strerror}{instead}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}{instead}") from None
+    if not isinstance(values, dict):
+        raise InputRefused(f"{path}: expected a JSON object{instead}")
+    return values
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Why `parse_json` refused a text, in a reader's words."""
+    if isinstance(error, KeyTwice):
+        return f"has the key {ascii(str(error)[:40])} twice in one object"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number has too many digits" if "digits" in str(error) else str(error)

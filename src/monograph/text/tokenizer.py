@@ -16,10 +16,10 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from monograph.data import companions, marked, tokenizer_file, tokenizer_trial
-from monograph.data.companions import Companions
 from monograph.errors import InputRefused, UsageError
-from monograph.files import is_folder
+from monograph.storage.reading import is_folder
+from monograph.text import sentence_pieces, tokenizer_config, tokenizer_file, tokenizer_trial
+from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3
@@ -50,10 +50,10 @@ class Tokenizer:
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
         space_first: whether a text that begins with no space is given one.
         strips: whether decoding leaves out one space where a text begins, which is then no byte of the text.
-        companions: what lies beside the file, the chat template above all; empty unless `from_file` found something.
+        config: what lies beside the file, the chat template above all; empty unless `from_file` found something.
     """
 
-    companions = Companions()
+    config = TokenizerConfig()
 
     def __init__(
         self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None, trusted: bool = True
@@ -159,11 +159,11 @@ class Tokenizer:
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
-        beside = companions.read(path.parent)
+        beside = tokenizer_config.read(path.parent)
         if bos is None and eos is None:
             bos, eos = beside.borders
         tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos, trusted)
-        tokenizer.companions = beside
+        tokenizer.config = beside
         return tokenizer
 
     @classmethod
@@ -210,9 +210,10 @@ class Tokenizer:
 
     def loss(self, text: str) -> str:
         """Which character of a text the tokenizer cannot write, and what would become of it; "" for none."""
-        if self._marks and (at := text.find(marked.MARK)) >= 0:
+        if self._marks and (at := text.find(sentence_pieces.MARK)) >= 0:
             shown = text[max(0, at - 20) : at + 20]
-            return f"{marked.MARK!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
+            mark = sentence_pieces.MARK
+            return f"{mark!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
         if not self._lacking:
             return ""
         for token in self._json["added_tokens"]:
@@ -225,7 +226,7 @@ class Tokenizer:
         at = min(map(written.find, lost))
         unknown, shown = self._json["model"]["unk_token"], written[max(0, at - 20) : at + 20]
         becomes = f"become {unknown}" if unknown else "be left out"
-        shown = shown.replace(marked.MARK, " ") if self._marks else shown
+        shown = shown.replace(sentence_pieces.MARK, " ") if self._marks else shown
         return f"{written[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
 
     @functools.cached_property

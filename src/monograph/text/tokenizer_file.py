@@ -1,8 +1,8 @@
 """Checks a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts passes.
 
-It is byte-level as GPT-2's, or in SentencePiece's way (`marked`). Three things may keep a text from coming back as it
-was, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its beginning, and characters
-that the vocabulary has no token for.
+It is byte-level as GPT-2's, or in SentencePiece's way (`sentence_pieces`). Three things may keep a text from coming
+back as it was, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its beginning, and
+characters that the vocabulary has no token for.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
 backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
@@ -13,9 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from monograph.data import marked
-from monograph.data.files import read_json
 from monograph.errors import InputRefused
+from monograph.storage.reading import read_json
+from monograph.text import sentence_pieces
 
 MAX_FILE_BYTES = 1 << 27
 MAX_VOCABULARY = 1 << 20
@@ -111,13 +111,13 @@ class Checked:
         self.special = {token["content"]: token["id"] for token in added if token["special"]}
         steps, unknown = _steps(content.get("pre_tokenizer"), "pretokenizers"), model.get("unk_token")
         normal = _steps(content.get("normalizer"), "normalizers")
-        self.marks = self._marks(content, normal, steps, added) if marked.is_marked(normal, steps) else None
+        self.marks = self._marks(content, normal, steps, added) if sentence_pieces.is_marked(normal, steps) else None
         self.pieces = self._pieces(vocab, added)
         single = {piece[0] for piece in self.pieces if len(piece) == 1}
         if self.marks and not model.get("byte_fallback"):
             single = set()
         self.lacking = {*range(256)} - NEVER_IN_TEXT - single
-        mark = {" "} if any(map(marked.is_metaspace, steps)) else set[str]()  # of which it makes the letter
+        mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()  # of which it makes the letter
         self.characters = mark.union(token for token in vocab if len(token) == 1) if self.marks else mark
         scheme = self.marks.scheme if self.marks else "always"
         self.space_first = scheme != "never" and (
@@ -226,14 +226,16 @@ class Checked:
             return content.encode()
         # A token that is looked for in normalised text is normalised itself.
         first = " " if self.marks.scheme == "prepend" and entry["normalized"] else ""
-        return (first + content.replace(marked.MARK, " ")).encode()
+        return (first + content.replace(sentence_pieces.MARK, " ")).encode()
 
     def _marks(
         self, content: dict[str, Any], normal: list[Any], steps: list[Any], added: list[dict[str, Any]]
-    ) -> marked.Marks:
+    ) -> sentence_pieces.Marks:
         text = [token["content"] for token in added if not token["special"]]
         try:
-            return marked.marks(normal, steps, _steps(content.get("decoder"), "decoders"), content["model"], text)
+            return sentence_pieces.marks(
+                normal, steps, _steps(content.get("decoder"), "decoders"), content["model"], text
+            )
         except ValueError as error:
             raise self._refuse(str(error)) from None
 
@@ -254,7 +256,7 @@ class Checked:
     def _normalizer(self, part: Any) -> Any:
         for step in _steps(part, "normalizers"):
             known = step in [{"type": form} for form in NORMAL_FORMS]
-            if not known and not (self.marks and marked.normalizer_is_known(step)):
+            if not known and not (self.marks and sentence_pieces.normalizer_is_known(step)):
                 raise self._refuse(
                     f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
                 )
@@ -263,7 +265,7 @@ class Checked:
     def _pre_tokenizer(self, part: Any) -> Any:
         steps = _steps(part, "pretokenizers")
         if self.marks:
-            known = [step if _is_digits(step) else marked.pre_tokenizer(step) for step in steps]
+            known = [step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps]
             if None in known:
                 step = steps[known.index(None)]
                 raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
@@ -304,7 +306,7 @@ def inside(content: dict[str, Any]) -> dict[str, Any]:
     never = {"add_prefix_space": False, "prepend_scheme": "never"}
     steps = [step | {key: value for key, value in never.items() if key in step} for step in steps]
     return content | {
-        "normalizer": {"type": "Sequence", "normalizers": [step for step in normal if step != marked.PREPEND]},
+        "normalizer": {"type": "Sequence", "normalizers": [step for step in normal if step != sentence_pieces.PREPEND]},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None,
     }
 

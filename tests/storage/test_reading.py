@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_files.py (what could not be read is not taken for what is not there)."""
+"""Run: pytest tests/storage/test_reading.py (what could not be read is not taken for what is not there)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.errors import InputRefused, MonographError, Unreadable
-from monograph.files import contents, entries, error_number, exists, is_file, is_folder, matching, unreadable
+from monograph.storage.reading import contents, entries, error_number, exists, is_file, is_folder, matching, unreadable
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "monograph"
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Methods and functions that answer "nothing there" where the system says that it could not look.
 SILENT = {"exists", "lexists", "is_file", "isfile", "is_dir", "isdir", "glob", "rglob"}
 # What they look at is no person's file: headers of the compiler, and compiled code, of which nothing unread is removed.
-NOBODYS = {"device.py", "compat/inductor.py", "data/place.py"}
+NOBODYS = {"device.py", "compat/inductor.py", "storage/cache_dir.py"}
 
 
-def test_only_the_room_files_looks_whether_a_file_is_there() -> None:
+def test_only_the_room_storage_looks_whether_a_file_is_there() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and (node.attr in SILENT or ast.unparse(node) == "os.walk"):
                 found.append((path.relative_to(SOURCE).as_posix(), node.lineno))
-    assert {file for file, _ in found} <= NOBODYS, f"use monograph.files instead: {found}"
+    assert {file for file, _ in found} <= NOBODYS, f"use monograph.storage.reading instead: {found}"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EACCES])

@@ -1,4 +1,4 @@
-"""Run: pytest tests/data/test_place.py (where the caches are, and that they are a convenience only)."""
+"""Run: pytest tests/storage/test_cache_dir.py (where the caches are, and that they are a convenience only)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monograph.data.place import cache_root, keep_compiled
+from monograph.storage.cache_dir import cache_root, keep_compiled
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Run: pytest tests/data/test_template.py (chat templates: equal to transformers', and harmless)."""
+"""Run: pytest tests/text/test_template.py (chat templates: equal to transformers', and harmless)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from chats import CHATS, TEMPLATES, speaking
-from monograph.data import sandbox
-from monograph.data.template import AT_ONCE, ChatTemplate, read_source
 from monograph.errors import InputRefused
+from monograph.text import sandbox
+from monograph.text.template import AT_ONCE, ChatTemplate, read_source
 
 SAID = [{"role": "user", "content": "h"}]
 HOSTILE = {
@@ -39,7 +39,7 @@ HOSTILE = {
 # In a process of its own, whose children are the template's alone.
 RENDERS = """
 import json, resource, sys
-from monograph.data.template import ChatTemplate
+from monograph.text.template import ChatTemplate
 from monograph.errors import InputRefused
 template = ChatTemplate(sys.stdin.read(), "model/chat_template.jinja")
 try:
@@ -113,7 +113,7 @@ def test_it_equals_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for name in TEMPLATES:
-        ours = speaking(tmp_path / name, name).companions.template
+        ours = speaking(tmp_path / name, name).config.template
         theirs = AutoTokenizer.from_pretrained(tmp_path / name)
         assert ours and ours.source == theirs.chat_template
         for chat in CHATS:

@@ -1,4 +1,4 @@
-"""Run: pytest tests/model/test_layout.py (tensors to safetensors bytes and back)."""
+"""Run: pytest tests/storage/test_tensor_layout.py (tensors to safetensors bytes and back)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from monograph.checkpointing import Checkpoint, blocks, load, save, verify
-from monograph.model import layout
+from monograph.checkpointing import Checkpoint, load, save, verify
+from monograph.storage import blocks, tensor_layout
 
 
 def awkward_tensors() -> dict[str, Tensor]:
     flat = torch.arange(24, dtype=torch.float32)
-    every_dtype = {f"dtype.{dtype}": torch.arange(6).remainder(2).to(dtype) for dtype in layout.NAMES}
+    every_dtype = {f"dtype.{dtype}": torch.arange(6).remainder(2).to(dtype) for dtype in tensor_layout.NAMES}
     return {
         "view": flat[4:16].view(3, 4),
         "overlapping": flat[8:20],
@@ -38,7 +38,7 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 def same_bits(mine: Tensor, theirs: Tensor) -> bool:
     same_kind = (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-    return same_kind and layout.bytes_of(mine) == layout.bytes_of(theirs)
+    return same_kind and tensor_layout.bytes_of(mine) == tensor_layout.bytes_of(theirs)
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64, 1 << 26])
@@ -74,17 +74,17 @@ def test_the_bytes_are_the_library_s_and_do_not_depend_on_the_order_of_insertion
     del tensors["naïve"]  # JSON spells it in two ways
     save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     for order in (sorted(tensors), sorted(tensors, reverse=True)):
-        _, pieces = layout.encode({name: tensors[name] for name in order})
+        _, pieces = tensor_layout.encode({name: tensors[name] for name in order})
         assert b"".join(pieces) == (tmp_path / "library").read_bytes()
 
 
 def test_contiguous_tensors_are_written_from_where_they_are() -> None:
     flat = torch.zeros(100)
     views = {"a": flat[:40].view(4, 10), "b": flat[40:]}
-    _, pieces = layout.encode(views)
+    _, pieces = tensor_layout.encode(views)
     held = list(pieces)
     flat.fill_(1.0)
-    assert b"".join(held[1:]) == layout.bytes_of(torch.ones(100))
+    assert b"".join(held[1:]) == tensor_layout.bytes_of(torch.ones(100))
 
 
 HEADER = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
@@ -112,8 +112,8 @@ HEADER = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 )
 def test_hostile_headers_are_refused_without_allocating(header: object) -> None:
     text = json.dumps(header).encode()
-    with pytest.raises(layout.LayoutError):
-        layout.decode(len(text).to_bytes(8, "little") + text, 8 + len(text) + 8)
+    with pytest.raises(tensor_layout.LayoutError):
+        tensor_layout.decode(len(text).to_bytes(8, "little") + text, 8 + len(text) + 8)
 
 
 @settings(max_examples=150, deadline=None)
@@ -121,8 +121,8 @@ def test_hostile_headers_are_refused_without_allocating(header: object) -> None:
 def test_any_bytes_for_a_header_are_refused_or_refer_to_what_is_there(text: bytes, length: int) -> None:
     first = length.to_bytes(8, "little")
     try:
-        prefix = (first + text)[: layout.header_bytes(first, 8 + len(text))]
-        tensors = layout.decode(prefix, 8 + len(text))
-    except layout.LayoutError:
+        prefix = (first + text)[: tensor_layout.header_bytes(first, 8 + len(text))]
+        tensors = tensor_layout.decode(prefix, 8 + len(text))
+    except tensor_layout.LayoutError:
         return
     assert sum(tensor.nbytes for tensor in tensors.values()) <= len(text)

@@ -1,4 +1,4 @@
-"""Tokenizers: `pytest tests/data/test_tokenizer.py`."""
+"""Tokenizers: `pytest tests/text/test_tokenizer.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from monograph.data import tokenizer_file
-from monograph.data.tokenizer import Tokenizer, parse
-from monograph.data.tokenizer_file import NORMAL_FORMS
 from monograph.errors import InputRefused, UsageError
+from monograph.text import tokenizer_file
+from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.tokenizer_file import NORMAL_FORMS
 from reference import article
 
 SAMPLE = ["def read(self, size=-1):\n    return self.buffer.read(size)\n", "naïve 数据 <|eos|> 🙂"] * 3
@@ -56,7 +56,7 @@ def test_parts_of_characters_decode_to_replacements():
 def test_training_is_the_same_in_another_process(python):
     script = """
 import json, sys
-from monograph.data.tokenizer import Tokenizer
+from monograph.text.tokenizer import Tokenizer
 print(Tokenizer.train_bpe(json.loads(sys.argv[1]), 300).hash)
 """
     assert python(script, json.dumps(SAMPLE)).strip() == tokenizers()[1].hash

@@ -87,15 +87,6 @@ def digest_at(descriptor: int, index: int, length: int) -> bytes:
     return hashlib.sha256(block).digest()
 
 
-def make_durable(folder: Path) -> None:
-    """Make the folder's entries (creations, renames) survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _digests(blocks: Iterable[Block], fill: Callable[[int, Block], None] | None = None) -> list[str]:
     def digest(index: int, block: Block) -> str:
         if fill is not None:

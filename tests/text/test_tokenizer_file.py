@@ -1,4 +1,4 @@
-"""Hostile and unsupported tokenizer files: `pytest tests/data/test_tokenizer_file.py`."""
+"""Hostile and unsupported tokenizer files: `pytest tests/text/test_tokenizer_file.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import resource
 
 import pytest
 
-from monograph.data import tokenizer_trial
-from monograph.data.tokenizer import Tokenizer
-from monograph.data.tokenizer_file import KNOWN_PATTERNS, read, texts
 from monograph.errors import InputRefused
+from monograph.text import tokenizer_trial
+from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_file import KNOWN_PATTERNS, read, texts
 
 GOOD = json.loads(Tokenizer.train_bpe(["the cat the cat sat"] * 9, 264).to_json())
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

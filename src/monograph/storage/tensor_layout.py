@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.data.files import parse_json
 from monograph.errors import InputRefused
+from monograph.storage.reading import parse_json
 
 # In the library's order, by falling element size: laid out so, every tensor is aligned to its element.
 DTYPES = {

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from monograph.data.template import ChatTemplate, Message
-from monograph.data.tokenizer import Tokenizer
 from monograph.errors import InputRefused
+from monograph.text.template import ChatTemplate, Message
+from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat that every template can render
@@ -20,11 +20,11 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         InputRefused: it has none.
     """
-    if tokenizer.companions.template is None:
+    if tokenizer.config.template is None:
         raise InputRefused(
             "the model has no chat template: put its chat_template.jinja beside its tokenizer.json, or give plain text"
         )
-    return tokenizer.companions.template
+    return tokenizer.config.template
 
 
 def chat_ids(
@@ -94,10 +94,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     Raises:
         InputRefused: the template does not render.
     """
-    if tokenizer.companions.template is None:
+    if tokenizer.config.template is None:
         return None
     chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    _, found, rest = tokenizer.companions.template.render(chat).rpartition(_ANSWER)
+    _, found, rest = tokenizer.config.template.render(chat).rpartition(_ANSWER)
     controls = set(tokenizer.special.values())
     after = tokenizer.encode_rendered(rest) if found else []
     return next((index for index in after if index in controls), None)
@@ -115,8 +115,8 @@ def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]
     Raises:
         InputRefused: the template does not render.
     """
-    known = () if tokenizer.companions.stops else sorted({*own} & {*tokenizer.special.values()})
-    ends = [tokenizer.eos_id, *tokenizer.companions.stops, end_of_turn(tokenizer), *known]
+    known = () if tokenizer.config.stops else sorted({*own} & {*tokenizer.special.values()})
+    ends = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer), *known]
     return tuple(dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size))
 
 

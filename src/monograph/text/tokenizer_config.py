@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data.files import inside, read_json
-from monograph.data.template import ChatTemplate, read_source
 from monograph.errors import InputRefused
-from monograph.files import status
+from monograph.storage.reading import inside, read_json, status
+from monograph.text.template import ChatTemplate, read_source
 
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
@@ -22,7 +21,7 @@ MAX_STOPS = 64
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Companions(NamedTuple):
+class TokenizerConfig(NamedTuple):
     """The files' content as far as it is used here.
 
     Attributes:
@@ -51,7 +50,7 @@ class Companions(NamedTuple):
         return written
 
 
-def read(folder: Path) -> Companions:
+def read(folder: Path) -> TokenizerConfig:
     """What is there of the three files.
 
     Raises:
@@ -62,7 +61,7 @@ def read(folder: Path) -> Companions:
     tokens = _tokens(config, path)
     source = read_source(folder, config)
     template = None if source is None else ChatTemplate(source, str(folder), tokens)
-    return Companions(tokens, template, _stops(folder))
+    return TokenizerConfig(tokens, template, _stops(folder))
 
 
 def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:

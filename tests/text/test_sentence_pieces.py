@@ -1,4 +1,4 @@
-"""Run: pytest tests/data/test_sentence_pieces.py"""
+"""Run: pytest tests/text/test_sentence_pieces.py"""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from monograph.data.tokenizer import Tokenizer
 from monograph.decode.text import Transcript
 from monograph.errors import InputRefused
+from monograph.text.tokenizer import Tokenizer
 from probes import probes
 from reference import pieces
 

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from monograph.data import sandbox
-from monograph.data.files import inside
 from monograph.errors import InputRefused
-from monograph.files import read_input, status
+from monograph.storage.reading import inside, read_input, status
+from monograph.text import sandbox
 
 MAX_SOURCE_BYTES = 1 << 16
 AT_ONCE = 16  # renderings that are asked for in one line

@@ -1,0 +1,91 @@
+"""What is written is on the disk, or one clear line says why not. Durability is said here, once."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from monograph.errors import DiskFull, InputRefused, Unreadable
+from monograph.storage.reading import entries, open_input
+
+_TEMPORARY, _LOCK = "monograph-", "in-use"
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room, over quota, larger than a file may be
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns the operating system's errors while writing under `folder` into ours.
+
+    Raises:
+        DiskFull: no room, or over quota.
+        InputRefused: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFull(
+                f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
+            ) from None
+        what = f"{error.filename or folder}: cannot be written ({error.strerror or error})"
+        raise InputRefused(f"{what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder that goes away with the `with` block, or, if this process is killed, when the next one is made.
+
+    A locked file in it says that its process lives; the kernel frees the lock however that process ends.
+    """
+    with suppress(Unreadable):  # the folder of them all
+        for other in entries(tempfile.gettempdir(), _TEMPORARY):
+            # Not there: no such folder, or one half made. Unreadable: another person's.
+            with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if other.lstat().st_uid == os.getuid():
+                    shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
+        with open(Path(name, "new"), "xb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(lock.name, Path(name, _LOCK))  # whoever finds the name finds it locked
+            yield Path(name)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lock a folder for the `with` block; the kernel frees the lock when the process ends, however it ends.
+
+    Raises:
+        OSError: another process holds it, or there is no such folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Create a UTF-8 file and wait until it is on the disk."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries (creations, renames), would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
