@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -54,6 +55,12 @@ def _deterministic_mode_is_put_back() -> Iterator[None]:
     if (torch := sys.modules.get("torch")) is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of the collections to come, each of which would look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from scripts import smoke
 
 
+@pytest.mark.slow
 def test_loading(script, monkeypatch, tmp_path, capsys):
     loading = script("loading")
     monkeypatch.setattr(loading, "TRAINED", {"lora, base in int8": {}})

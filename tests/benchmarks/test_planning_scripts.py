@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 import torch._functorch.config
 
@@ -21,6 +22,7 @@ def test_regret(script, uncompiled, monkeypatch, tmp_path):
     assert case["ways"] == 7 and 0 < case["reached"] <= 1 and case["chosen"] in case["seconds"]
 
 
+@pytest.mark.slow
 def test_scopes(script, uncompiled, monkeypatch, tmp_path):
     module = script("scopes")
     monkeypatch.setattr(module, "compiled_in_a_process", lambda layers, scope: {"wall_s": 2.0, "cpu_s": 2.0})
@@ -40,6 +42,7 @@ def test_transfer(script, uncompiled, monkeypatch, tmp_path):
 
 
 @torch._functorch.config.patch(activation_memory_budget=1.0)  # which monkeypatch would take away in the end
+@pytest.mark.slow
 def test_remat(script, monkeypatch, tmp_path):
     """Eagerly, and every way in this process: torch's budget then does nothing, ours keep what they should."""
     remat = script("remat")

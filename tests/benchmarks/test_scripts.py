@@ -23,7 +23,8 @@ from tape import Tape
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def test_each_script_is_tested_here(script):
+def test_each_script_is_tested_here_and_can_be_imported(script):
+    """Whatever else is asked of the dear ones is asked by night."""
     tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for path in BENCHMARKS.glob("*.py"):
         assert not hasattr(script(path.stem), "main") or f'"{path.stem}"' in tested
@@ -38,6 +39,7 @@ def test_sampler(script, monkeypatch, tmp_path):
     assert case["same_as_eager"] == dict.fromkeys(sampler.VARIANTS, True) and case["wall_ms"]["argmax"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_bottleneck(script, monkeypatch, tmp_path):
     cases = smoke(script("bottleneck"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["case"] for case in cases] == ["padded to packed", "micro-batch 1 to 2 rows"]
@@ -47,6 +49,7 @@ def test_bottleneck(script, monkeypatch, tmp_path):
     assert cases[0]["predicted"] == pytest.approx(2.0)  # half of the positions are empty
 
 
+@pytest.mark.slow
 def test_ladder(script, monkeypatch, tmp_path):
     cases = smoke(script("ladder"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["rung"] for case in cases] == [rung.name for rung in RUNGS]
@@ -60,6 +63,7 @@ def test_ladder(script, monkeypatch, tmp_path):
         assert case["times"]["wall"]["values"] == pytest.approx(ratios)
 
 
+@pytest.mark.slow
 def test_ranks(script, monkeypatch, tmp_path):
     ranks = script("ranks")
     started, shape = ranks.started, replace(ranks.TINY, captured=False)
@@ -198,6 +202,7 @@ def test_a_model_drawn_on_the_device_is_the_model(script):
     assert float(model.lm_head.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.05)
 
 
+@pytest.mark.slow
 def test_corpus(script, monkeypatch, tmp_path):
     module = script("corpus")
     monkeypatch.setattr(module, "measured", lambda folder: module.prepare(folder))  # a process takes seconds to begin
@@ -228,6 +233,7 @@ def test_a_case_that_fails_says_why_and_loses_nothing_else(script, monkeypatch):
     assert train.row(failed, [failed])[1] == failed["error"]
 
 
+@pytest.mark.slow
 def test_train_peers(script, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setitem(
@@ -258,6 +264,7 @@ def test_peer_shapes_are_the_promised_ones(script):
     assert per_update == pytest.approx(ragged.rows * ragged.shape.length, rel=0.1)
 
 
+@pytest.mark.slow
 def test_generate_peers(script, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     missing = script("contestants").System(None, ("no_such_peer",))
@@ -343,6 +350,7 @@ def test_crossover(script, uncompiled, monkeypatch, tmp_path):
     assert set(case["gain"]) == {"1", "16"} and case["gain"]["1"] == 1 and case["chosen"] in (1, 16)
 
 
+@pytest.mark.slow
 def test_ensemble_compile(script, monkeypatch, tmp_path):
     compile_ = script("ensemble_compile")
     monkeypatch.setattr(compile_.Ensemble, "capture", lambda self, window: None)

@@ -271,7 +271,7 @@ def test_tokens_that_are_none_are_refused_by_name(
 
 
 @needs_gguf
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_new_tokens_are_learnt_and_written(here: Path, monograph: CommandServer, adapters: bool) -> None:
     """One answer learnt by heart, with a head of its own: ours, transformers and llama.cpp say it, and stop."""
     write_inputs(here, tied=False, dtype=torch.float32)

@@ -69,6 +69,7 @@ def test_the_key_of_a_cache_has_the_width_of_vectors(monkeypatch: pytest.MonkeyP
     assert keys[0] != keys[1] or not valid_vec_isa_list(), keys
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
 def test_libraries_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -152,7 +152,10 @@ def engine(dtype=torch.float64, fused=True, **options):
 POLICIES = [Remat.Off(), Remat.Full(), Remat.Pointwise(), Remat.Budget(0.3)]
 
 
-@pytest.mark.parametrize("scope", ["none", "whole", "blocks"])
+SCOPES = ["none", pytest.param("whole", marks=pytest.mark.slow), pytest.param("blocks", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("scope", SCOPES)  # `test_captured` has graphs by day
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_the_step_with_every_policy_and_scope(policy, scope):
     separate, fused = engine(fused=False), engine(remat=policy)

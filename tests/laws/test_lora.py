@@ -13,7 +13,7 @@ import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
-from laws.together import ROWS, check, cross, gradient, members_are_alone, pairwise, separate_gradient
+from laws.together import ROWS, by_day, check, cross, gradient, members_are_alone, pairwise, separate_gradient
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
@@ -136,7 +136,7 @@ def laws_hold(precision, policy, scope, split, base):
     check(lambda policy, split: engine(precision, policy, split, base), exact_gradient(base), policy, scope, split)
 
 
-@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), pairwise(CROSS))
+@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), by_day(pairwise(CROSS)))
 def test_every_pair(precision, policy, scope, split, base):
     laws_hold(precision, policy, scope, split, base)
 
@@ -186,7 +186,8 @@ def test_a_member_of_an_ensemble_is_alone(base):
     assert members_are_alone(lambda: adapted_llama(Lora(4, 6.0, base=base))) == 28
 
 
-@pytest.mark.parametrize("base", [pytest.param("auto", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["auto", "nf4"])
 def test_inductor_is_eager(base):
     """Law 1, once with generated code for each kind of base."""
     batch, exact = packed(ROWS), exact_gradient(base)

@@ -31,7 +31,11 @@ KNOBS = [
     for i in range(N)
 ]
 STEPS_IN_TIME = pytest.mark.slow(reason="compiles every step in time; tests/ensemble/test_layers.py has two")
-COMPILED = ("our llama", "conv", "llama, padded", "t5", pytest.param("lstm", marks=STEPS_IN_TIME))
+COMPILED = (
+    "conv", "llama, padded",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("our llama", "t5")),
+    pytest.param("lstm", marks=STEPS_IN_TIME),
+)  # fmt: skip
 
 
 def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2, clip=1.0) -> None:
@@ -77,7 +81,7 @@ def test_it_trains_as_alone_captured(name):
     compared(ZOO[name], True, "aot_eager")
 
 
-@pytest.mark.parametrize("name", ["our llama", "conv", "bert, padded"])
+@pytest.mark.parametrize("name", ["our llama", pytest.param("conv", marks=pytest.mark.slow), "bert, padded"])
 def test_it_trains_as_alone_with_the_update_in_the_same_graph(name):
     compared(ZOO[name], False, "aot_eager", micro_batch=ROWS)
 
@@ -145,14 +149,8 @@ def single(kind):
     return kind._replace(build=build, batch=batch)
 
 
-SINGLE = [
-    "our llama",
-    pytest.param("conv", marks=pytest.mark.slow(reason="compiles a conv net twice")),
-    pytest.param("qwen2", marks=pytest.mark.slow(reason="compiles a model of transformers twice")),
-]
-
-
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.slow(reason="compiles each twice with generated code")
+@pytest.mark.parametrize("name", ["our llama", "conv", "qwen2"])
 def test_losses_in_fp32_are_as_near_as_compiled_is_to_eager(name):
     """Four times the difference that compiling makes alone, and where that is none, rounding."""
     kind = single(ZOO[name])

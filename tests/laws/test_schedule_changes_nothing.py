@@ -97,7 +97,7 @@ def test_eager(count: int) -> None:
     schedules(machine(rows=4), count, seed=0)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.slow)])
 def test_compiled(count: int) -> None:
     generator = machine(rows=4, compiled=True)
     schedules(generator, count, seed=1)

@@ -11,7 +11,7 @@ import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
-from laws.together import ROWS, check, gradient, members_are_alone, separate_gradient
+from laws.together import ROWS, by_day, check, gradient, members_are_alone, separate_gradient
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -194,7 +194,7 @@ def exact_gradient(base, tied):
     return separate_gradient(model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS))
 
 
-@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "tied"), CROSS)
+@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "tied"), by_day(CROSS))
 def test_laws_together(precision, policy, scope, split, base, tied):
     def made(policy, split):
         return engine(precision, policy, split, base, tied)
@@ -225,7 +225,8 @@ def test_every_optimizer_resumes_and_leaves_the_tables_alone(optim):
     assert torch.equal(embedding.weight, table) and not torch.equal(embedding.token_rows.float(), began)
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
 def test_inductor_is_eager(tied):
     """Law 1, with generated code."""
     batch = packed(ROWS)

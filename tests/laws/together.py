@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -50,6 +51,20 @@ def pairwise(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         seen |= pairs(new)
         chosen.append(new)
     return chosen
+
+
+def by_day(chosen: Sequence[tuple[Any, ...]], *together: int) -> list[Any]:
+    """The combinations as parameters of a test; slow are all but the first ones that have every choice.
+
+    `together`: places of which these have every pair of choices, too.
+    """
+    seen, parameters = set[Any](), []
+    for each in chosen:
+        has = {(place, choice) for place, choice in enumerate(each)}
+        has |= set(itertools.combinations(((place, each[place]) for place in together), 2))
+        parameters.append(pytest.param(*each, marks=pytest.mark.slow if has <= seen else ()))
+        seen |= has
+    return parameters
 
 
 def gradient(engine: Resident, batch: Any) -> Tensor:

@@ -85,8 +85,15 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
     assert there.peak_bytes - away.peak_bytes == (9 - 3) * an_input
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("scope", "remat"), [("whole", "none"), ("blocks", 0.5)])
+@pytest.mark.parametrize(
+    ("scope", "remat", "precision"),
+    [
+        ("blocks", 0.5, "bf16"),
+        pytest.param("whole", "none", "fp32", marks=pytest.mark.slow),
+        pytest.param("whole", "none", "bf16", marks=pytest.mark.slow),
+        pytest.param("blocks", 0.5, "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
     config = tiny_llama(num_hidden_layers=5).config
     work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
@@ -95,7 +102,7 @@ def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, rem
 
 @pytest.mark.parametrize(
     ("optim", "scope"),
-    [(Muon(), "blocks"), (Muon(), "none"), (AdamW(state="bf16"), "none")],
+    [(Muon(), "none"), (AdamW(state="bf16"), "none"), pytest.param(Muon(), "blocks", marks=pytest.mark.slow)],
 )
 def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
     traced, curves = [], footprint_module._curves
@@ -114,7 +121,12 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scope", "like"), [("none", "hidden_size"), ("blocks", "tokens"), ("whole", "intermediate_size")]
+    ("scope", "like"),
+    [
+        ("none", "hidden_size"),
+        pytest.param("blocks", "tokens", marks=pytest.mark.slow),
+        pytest.param("whole", "intermediate_size", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope, like):
     """As in a model of width 4,096, or in rows of 4,096 tokens, with a vocabulary of 4,096."""

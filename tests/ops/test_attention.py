@@ -53,8 +53,15 @@ def _textbook(query, key, value, mask, impl):
     return scores.softmax(-1).to(query.dtype) @ value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "dtype"),
+    [
+        (False, torch.float32),
+        (False, torch.bfloat16),
+        (True, torch.bfloat16),
+        pytest.param(True, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_are_as_exact_as_the_textbook(dtype, compiled):
     mask = dense_mask(_segments())
     call = torch.compile(attention, fullgraph=True, dynamic=False) if compiled else attention

@@ -42,7 +42,13 @@ def test_it_is_attention(groups: int, queries: int, blocks: int, window: int | N
         assert error_within(ours, naive, exact)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+COMPILED = [
+    False,
+    pytest.param(True, marks=pytest.mark.slow),
+]  # tests/laws/test_schedule_changes_nothing compiles by day
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("seen", [1, 3])
 @pytest.mark.parametrize(("groups", "queries"), [(1, 1), (2, 1), (2, 16)])
 def test_blocks_that_nobody_sees_change_no_bit(groups: int, queries: int, seen: int, compiled: bool) -> None:

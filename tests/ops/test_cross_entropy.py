@@ -139,6 +139,7 @@ def test_holds_an_eighth_of_the_dense_logits():
     assert peaks[1] <= peaks[0] / 8
 
 
+@pytest.mark.slow
 def test_captured_in_bf16_holds_about_what_eager_holds():
     hidden, weight = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True), torch.randn(8192, 128)
     args = (hidden, weight.requires_grad_(), torch.randint(8192, (256,)))

@@ -51,7 +51,11 @@ def run(function, hidden, weight, targets, rows, **options):
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
-@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.bfloat16, 4), (torch.float32, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunks"),
+    [(torch.bfloat16, 4), *(pytest.param(torch.float32, chunks, marks=pytest.mark.slow) for chunks in (1, 4))],
+    ids=str,
+)
 def test_the_loss_is_within_the_dense_path_s_own_error(dtype, chunks, capture):
     args = inputs(dtype)
     torch.compiler.reset()
@@ -85,7 +89,9 @@ def test_rows_that_are_the_tables_own_leave_every_bit(dtype):
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float32, torch.float64))]
+)
 def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
     torch.compiler.reset()
     _, weight, targets, rows = inputs(dtype)

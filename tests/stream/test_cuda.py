@@ -20,7 +20,7 @@ from monograph.stream import Streamed, cuda
 from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
 from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
-from streamed import AT_ONCE, PLACEMENTS, arguments, other_bits, streamed, trained, windows
+from streamed import AT_ONCE, PLACEMENTS, arguments, by_day, other_bits, streamed, trained, windows
 
 EVERY = PLACEMENTS | AT_ONCE
 SIZES = {"num_hidden_layers": 4}
@@ -147,7 +147,7 @@ def _one_order():
 @pytest.mark.usefixtures("_one_order")
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None:
     """Blocks large enough that copies and products overlap."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}

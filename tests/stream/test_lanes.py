@@ -16,7 +16,7 @@ from monograph.stream import lanes, updates, walk
 from monograph.stream.lanes import Home, Lanes, Mark, Space
 from stream.adversary import AnyOrder, Late
 from stream.races import Race, Recorder, before, poison_, races, touched, undeclared, waits
-from streamed import AT_ONCE, PLACEMENTS, other_bits, streamed, trained, windows
+from streamed import AT_ONCE, PLACEMENTS, by_day, other_bits, streamed, trained, windows
 from tape import Watched, memory
 
 EVERY = PLACEMENTS | AT_ONCE
@@ -134,7 +134,7 @@ def test_the_judge_sees_what_is_not_ordered() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_no_races(place: str, tied: bool) -> None:
     recorder = Recorder()
     followed(of(place, recorder, sizes={**SIZES, "tie_word_embeddings": tied}, blocks_per_stage=1 + tied))
@@ -156,7 +156,7 @@ def test_every_single_wait_is_needed(place: str) -> None:
     assert [dropped for dropped in every if not any(races(recorder, dropped))] == []
 
 
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_works_touch_what_they_declare(place: str) -> None:
     class Watching(Recorder):
         """Looks at every operator's memory."""
@@ -182,7 +182,7 @@ def test_works_touch_what_they_declare(place: str) -> None:
     assert watching.odd == [] and len(watching.works) > 300
 
 
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_the_host_touches_what_is_at_home_only_when_all_is_done(place: str) -> None:
     class Working(Recorder):
         """Knows whether the host is doing a piece of work."""
@@ -287,7 +287,7 @@ def test_memory_that_comes_and_goes_is_the_compute_lanes(place: str) -> None:
 # ---- what a device is free to do -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_copies_at_the_last_moment_or_in_any_order_change_nothing(place: str) -> None:
     usual = followed(of(place, lanes.Immediately()))
     assert not other_bits(followed(of(place, Late())), usual)
@@ -368,7 +368,7 @@ class Poisons:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_memory_is_poisoned_when_it_is_given_to_another(
     place: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

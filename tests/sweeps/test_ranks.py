@@ -17,6 +17,7 @@ from monograph.sweeps.spec import Group, spread
 SETTINGS = over(TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40")
 
 
+@pytest.mark.slow
 def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None:
     """To the same bits, on more ranks than there are members, one of which is killed once."""
     with_texts(tmp_path)
