@@ -119,7 +119,7 @@ def counted(count: Any, device: torch.device) -> Tensor:
         device: of the result.
 
     Raises:
-        UsageError: it is something else, or a number below 0 or not finite.
+        UsageError: it is something else, a number below 0 or not finite, or depends on the parameters.
     """
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
@@ -129,8 +129,19 @@ def counted(count: Any, device: torch.device) -> Tensor:
             found = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
             raise UsageError(f"{_EXPECTED}; its count is {found}, expected one number: {hint}")
-        wide = count.to(device=device, dtype=torch.float64)
+        wide = constant(count).to(device=device, dtype=torch.float64)
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
     return torch.full((), float(count), dtype=torch.float64, device=device)  # unlike torch.tensor, waits for no copy
+
+
+def constant(count: Tensor) -> Tensor:
+    """Return the same count.
+
+    Raises:
+        UsageError: it depends on the parameters, through which nothing is differentiated.
+    """
+    if count.requires_grad:
+        raise UsageError(f"{_EXPECTED}; its count requires a gradient: only the sum is differentiated, so detach it")
+    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Range(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value  # not as a float, which would round a large whole number
+        if not self.whole and abs(number) > sys.float_info.max:  # a whole number may be beyond every float
+            return False
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))
 

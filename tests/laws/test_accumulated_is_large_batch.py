@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -141,6 +142,10 @@ OWN = {
 }
 
 
+def one_member(model, **options):
+    return Ensemble([model], **options)
+
+
 def large_batch(model, loss, window):
     """(mean, count, gradient) of the one large batch."""
     model.zero_grad()
@@ -180,11 +185,33 @@ def test_tiny_weights_are_not_rounded_up_to_one_target():
     assert int(engine.update().skipped) == 0
 
 
-@pytest.mark.parametrize("count", [-1, -0.5, math.nan, math.inf, "three", True, np.float64("nan"), torch.ones(2)])
+@pytest.mark.parametrize(
+    "count",
+    [-1, -0.5, math.nan, math.inf, pytest.param(10**400, id="huge"), "three", True, np.float64("nan"), torch.ones(2)],
+)
 def test_a_count_that_is_none_is_refused(count):
     engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum(), count))
     with pytest.raises(UsageError, match="its count is .*expected"):
         engine.accumulate(measured(3))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", ["resident", "ensemble"])
+def test_a_count_that_depends_on_the_parameters_is_refused(kind, captured):
+    """The sum is divided by a number: the gradient of sum / count would be another one, and nobody would notice."""
+
+    def normalised(model, batch):
+        weights = model(batch["tokens"]).squeeze(-1).sigmoid()
+        return (errors(model, batch) * weights).sum(), (weights.detach() if detached else weights).sum()
+
+    for detached in (True, False):
+        engine = (Resident if kind == "resident" else one_member)(network(), loss=normalised)
+        if captured:
+            reason = engine.capture(measured(3), "eager")
+            assert reason is None if detached else "its count requires a gradient" in reason
+        with contextlib.nullcontext() if detached else pytest.raises(UsageError, match="a gradient: .* detach it"):
+            engine.accumulate(measured(3))
+            engine.update()
 
 
 @pytest.mark.parametrize("number", [-1, -3.5, math.nan, math.inf])
