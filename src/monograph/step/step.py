@@ -30,6 +30,7 @@ from monograph.step.clip import (
     Clip,
     Update,
     largest,
+    largest_rate,
     looked_at,
     reciprocal,
     remember_,
@@ -55,8 +56,8 @@ class Step:
         lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
             updates so far. 0-d tensors on the device, or [N] of N members.
         loss_factor: what a micro-batch's loss is multiplied by: the loss scale / the window's targets.
-        largest: neither the rate nor the norm of a gradient that is applied may be above it, or moments and weights
-            could overflow.
+        largest: the norm of a gradient that is applied may not be above it, nor the rate, times a group's factor and
+            decay, or moments and weights could overflow; `largest_rate` is what that leaves of the rate.
         recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
         recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
             None: it is called every time.
@@ -113,6 +114,7 @@ class Step:
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
         self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
         self.largest = largest(self.planes[0].grad.dtype)
+        self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*of_members, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
@@ -328,7 +330,7 @@ class Step:
         What is compared is false of NaN, so that a number that is none anywhere refuses the update.
         """
         counts = (self.count > 0) & self.count.isfinite()
-        fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest) & self.loss_sum.isfinite() & counts
+        fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest_rate) & self.loss_sum.isfinite() & counts
         return fine if self.layout.frozen is None else fine & ~self.layout.frozen
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
