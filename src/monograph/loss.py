@@ -82,13 +82,23 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
         return None
-    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float) and math.isfinite(v) for v in fill.values()):
+    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float | np.generic) for v in fill.values()):
         raise UsageError(f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}")
     if missing := [name for name in fill if name not in batch]:
         raise UsageError(f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}")
-    if odd := [name for name, value in fill.items() if value != int(value) and not batch[name].is_floating_point()]:
-        raise UsageError(f"the loss's fill has {fill[odd[0]]} for {odd[0]!r}, which holds whole numbers")
-    return fill
+    numbers = {name: v.item() if isinstance(v, np.generic) else v for name, v in fill.items()}
+    if odd := [name for name, value in numbers.items() if not _holds(batch[name].dtype, value)]:
+        kind = str(batch[odd[0]].dtype).removeprefix("torch.")
+        raise UsageError(f"the loss's fill has {fill[odd[0]]!r} for {odd[0]!r}, which no {kind} holds")
+    return numbers
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Return whether a tensor can hold the number, rounded at most."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(value) <= torch.finfo(dtype).max
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return low <= value <= high and value == int(value)
 
 
 _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"

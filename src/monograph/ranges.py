@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, NamedTuple
 
 from monograph.errors import UsageError
+
+LARGEST = sys.float_info.max
 
 
 class Range(NamedTuple):
@@ -34,8 +36,8 @@ class Range(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value  # not as a float, which would round a large whole number
-        if not self.whole and abs(number) > sys.float_info.max:  # a whole number may be beyond every float
-            return False
+        if not self.whole and isinstance(number, Rational) and not -LARGEST <= number <= LARGEST:
+            return False  # it is beyond every float
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))
 

@@ -8,6 +8,7 @@ import functools
 import math
 import random
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from monograph.compat import captured_graphs
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import capture
+from monograph.loss import fill_of
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
 from numerics import relative_error
@@ -282,6 +284,24 @@ def test_a_fill_is_what_the_loss_says_and_its_promise_is_tried():
         Resident(network(), loss=Broken(), micro_batch=4).trial(measured(6))
     with pytest.raises(UsageError, match="fill names 'mask', which is not in the window: it has tokens, "):
         Resident(network(), loss=Elsewhere(), micro_batch=4).accumulate(measured(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32])
+def test_a_fill_is_a_number_that_its_tensor_can_hold(dtype):
+    """The same is taken from Python and from numpy; anything else would be cut off, or torch's error."""
+
+    def given(value):
+        return fill_of(SimpleNamespace(fill={"x": value}), window)["x"]
+
+    window = {"x": torch.zeros(2, dtype=dtype)}
+    held = {torch.uint8: [0, 255], torch.bool: [0, True], torch.int64: [-100, 2**62], torch.float16: [0.1, -6e4]}
+    for value in held.get(dtype, [0.1, 1e38, np.float32(0.5), np.int64(-3)]):
+        for number in (given(value), given(np.asarray(value)[()])):
+            assert torch.full((), number, dtype=dtype) == torch.tensor(value, dtype=dtype)
+    left = {torch.uint8: [300, -1], torch.bool: [2], torch.int64: [2**63, 0.5], torch.float16: [1e5]}
+    for value in [*left.get(dtype, [1e39]), math.nan, math.inf, 10**400, "0", None, torch.zeros(())]:
+        with pytest.raises(UsageError, match="the loss's fill .*(expected|holds)"):
+            given(value)
 
 
 def test_no_target_at_all_changes_nothing():

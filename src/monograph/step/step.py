@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.inspect import unwrapped
+from monograph.graph.inspect import unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -94,8 +94,8 @@ class Step:
             sum_over_ranks: sums a 0-d count over all processes.
             layout: what an engine does otherwise.
         """
-        _check(model=model, loss=loss, schedule=schedule, precision=precision, remat=remat)
-        self.model, self.loss, self.clip, self.layout = unwrapped(model), loss, Clip.of(clip), layout
+        _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
+        self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
         self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
         self.schedule, self.precision = schedule or constant(), precision or Precision()
         if self.optim.state == "all-bf16" and self.precision.dtype != torch.bfloat16:
@@ -344,7 +344,6 @@ class Step:
 def _check(**given: Any) -> None:
     """Refuse arguments of another kind; None stands for the default."""
     expected: dict[str, tuple[Any, str]] = {
-        "model": (nn.Module, "a torch.nn.Module"),
         "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
         "schedule": (Callable, "a function of the update's index, such as monograph.warmup_cosine(...)"),
         "precision": (Precision, 'a monograph.Precision("bf16") or the like'),
@@ -352,7 +351,7 @@ def _check(**given: Any) -> None:
     }
     for name, (kind, words) in expected.items():
         value = given[name]
-        if not isinstance(value, kind) and (value is not None or name in ("model", "loss")):
+        if not isinstance(value, kind) and (value is not None or name == "loss"):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
 
 
@@ -366,9 +365,11 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         step: the step whose gradients are added to.
         window: the update's micro-batches, in any form that the step's loss takes.
     """
-    if isinstance(window, (Mapping, Tensor)):
-        raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
+    if isinstance(window, (Mapping, Tensor)) or not isinstance(window, Iterable):
+        raise UsageError(f"a window is a list of micro-batches, not a {type(window).__name__}: pass [batch]")
     batches = list(window)
+    if any(isinstance(batch, bool) for batch in batches):
+        raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
     with all_or_nothing(step):
         # All targets of the window before its first backward pass: each loss is then divided by their number at once,
         # and gradients need no second pass.
