@@ -36,7 +36,7 @@ class Range(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value  # not as a float, which would round a large whole number
-        if not self.whole and isinstance(number, Rational) and not -LARGEST <= number <= LARGEST:
+        if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
             return False  # it is beyond every float
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))

@@ -112,8 +112,8 @@ class Stack:
             if changed or _parts(member) != self._parts[number]:
                 changed = changed or "a part or parameter"
                 raise UsageError(
-                    f"{changed} of member {number} was added, replaced, frozen, moved or cast: its ensemble trains what "
-                    "it was; make a new ensemble of the members, or engine.freeze([...])"
+                    f"{changed} of member {number} was added, replaced, frozen, moved or cast: its ensemble trains "
+                    "what it was; make a new ensemble of the members, or engine.freeze([...])"
                 )
 
     def _point(self, held: Held) -> None:

@@ -20,7 +20,7 @@ from monograph.optim import Plane, planes, trainable, unlinked
 from monograph.schedule import factor_at
 
 Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
-Memory = tuple[int, int, torch.Size, tuple[int, ...]]  # storage, offset, shape and strides
+Memory = tuple[Any, ...]  # storage, offset, shape and strides
 
 
 def on_device(step: Any) -> list[Plane]:
