@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,16 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
         (lambda: mono.AdamW(lr=math.nan), "lr = nan: expected a number, 0 or more"),
         (lambda: mono.AdamW(betas=(1, 1)), r"betas = \(1, 1\): expected two numbers, 0 or more and below 1"),
         (lambda: mono.AdamW(betas=0.9), "betas = 0.9: expected two numbers"),
-        (lambda: mono.AdamW(groups=["*.bias"]), r"groups has '\*.bias': expected monograph.Group"),
+        (lambda: mono.AdamW(groups=["*.bias"]), r"groups = \['\*.bias'\]: expected a list of monograph.Group"),
         (lambda: mono.Muon(momentum=1.0), "momentum = 1.0: expected a number, 0 or more and below 1"),
+        (lambda: Group(3), "pattern = 3: expected a text"),  # type: ignore[arg-type]
+        (lambda: mono.Muon(matrices=[3]), r"matrices = \[3\]: expected a list of patterns"),  # type: ignore[list-item]
+        (lambda: mono.Muon(matrices="*.weight"), r"matrices = '\*.weight': expected a list of patterns"),
+        (lambda: mono.AdamW(groups=3), "groups = 3: expected a list of monograph.Group"),  # type: ignore[arg-type]
+        (lambda: mono.AdamW(lr=10**400), "lr = 10+: expected a number, 0 or more"),
+        (lambda: Step(nn.Linear(1, 1))(True), "a window is a list of micro-batches, not a bool"),  # type: ignore[arg-type]
+        (lambda: Step(nn.Linear(1, 1))(torch.ones(1)), "a window is a list of micro-batches, not a Tensor"),
+        (lambda: Step(nn.Linear(1, 1))([True]), "a window is a list of micro-batches, and True is none"),
         (lambda: Group("*", lr=-1.0), r"lr of the group '\*' = -1.0"),
         (lambda: Group("*", eps=0.0), r"eps of the group '\*' = 0.0"),
         (lambda: mono.Precision("fp16", loss_scale=0.0), "loss_scale = 0.0: expected a number above 0"),
@@ -105,6 +114,7 @@ def test_a_range_takes_numpy_s_numbers_and_rounds_none() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"masks": torch.eye(4, 8).to_sparse()}, "window's 'masks' is sparse: expected a dense tensor, .to_dense()"),
         ({"causal": True}, "window's 'causal' is True: expected a tensor that has rows as its dimension 0"),
         ({"scale": torch.tensor(2.0)}, r"'scale' is a tensor of shape \[\]"),
         ({"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"equally many rows, 1 or more, but .*'targets': 3"),
@@ -176,6 +186,19 @@ def replace_module(model: Any) -> None:
     model[2] = nn.Linear(4, 1)
 
 
+def exchange(one: Any, other: Any) -> None:
+    one.data, other.data = other.data, one.data
+
+
+def turn(model: Any) -> None:
+    """Read the same memory in another order."""
+    model[0].weight.data = model[0].weight.data.view(3, 4).t()
+
+
+def exchange_parameters(model: Any) -> None:
+    model[0].bias, model[2].bias = model[2].bias, model[0].bias
+
+
 def unfreeze(model: Any) -> None:
     model[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
 
@@ -187,6 +210,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "taken out": (lambda model: model[2].register_parameter("bias", None), "2.bias was taken out"),
     "added": (unfreeze, "1.scale became trainable"),
     "cast": (lambda model: model.double(), "was moved, cast or given other memory"),
+    "tied": (lambda model: setattr(model[2].bias, "data", model[0].bias.data[:1]), "2.bias was moved"),
+    "exchanged": (lambda model: exchange(model[0].bias, model[1].bias), "0.bias was moved"),
+    "turned": (turn, "0.weight was moved"),
     "loaded": (lambda model: model.load_state_dict(layers().state_dict(), assign=True), "0.weight was replaced"),
 }
 
@@ -206,7 +232,12 @@ MEMBER_CHANGES = {
     "2.weight": CHANGES["replaced"][0],
     "2.bias": CHANGES["frozen"][0],
     "0.weight": CHANGES["cast"][0],
-    "a part": replace_module,
+    "0.bias": lambda model: exchange(model[0].bias, model[2].weight),
+    "2.bias ": lambda model: setattr(model[2].bias, "data", model[0].bias.data[:1]),
+    "a part or parameter": replace_module,
+    "a part or parameter ": lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "0.weight ": turn,
+    "2.weight ": lambda model: setattr(model[2], "weight", model[0].weight),
     "1.table": lambda model: setattr(model[1], "table", torch.ones(2)),
 }
 
@@ -221,7 +252,7 @@ def test_so_is_a_member_of_an_ensemble(what: str) -> None:
     engine.accumulate(window)
     engine.update()
     MEMBER_CHANGES[what](members[1])
-    with pytest.raises(UsageError, match=f"{what} of member 1 was replaced, frozen, moved or cast"):
+    with pytest.raises(UsageError, match=f"{what.strip()} of member 1 was added, replaced, frozen, moved or cast"):
         engine.accumulate(window)
 
 
@@ -266,6 +297,35 @@ def test_a_compiled_module_is_trained_by_its_own_names() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(engine.state().model.values(), plain.state().model.values(), strict=True)
     )
+
+
+def test_who_only_reads_a_module_leaves_it_compiled(tmp_path: Path) -> None:
+    data = mono.corpus([__file__], tokenizer="bytes", sequence_length=32, held_out=0.0)
+    shape = mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size)
+    plain, model = mono.Llama(shape, seed=1), mono.Llama(shape, seed=1)
+    block = model.model.layers[0] = wrapped(model.model.layers[0])  # type: ignore[assignment]
+    texts = [[c.text for c in mono.generate(of, data.tokenizer, ["a"], max_tokens=4)] for of in (plain, model)]
+    assert texts[0] == texts[1] and not any(part.training for part in model.modules())
+    mono.save(model, tmp_path / "saved", data.tokenizer)
+    mono.trial(model.train(), lambda: mono.token_loss(model, ragged(2)))
+    assert model.model.layers[0] is block and list(model.model.layers.children())[0] is block
+
+
+def test_what_torch_compile_makes_of_a_compiled_module_is_refused(tmp_path: Path) -> None:
+    twice: Any = wrapped(wrapped(tiny_llama()))
+    tokenizer = mono.corpus([__file__], tokenizer="bytes", sequence_length=32, held_out=0.0).tokenizer
+    for use in (
+        Step,
+        mono.Resident,
+        lambda model: mono.Ensemble([model]),
+        lambda model: mono.adapt(model, mono.Lora(rank=2)),
+        lambda model: mono.fuse_siblings(model, torch.zeros(1, 4, dtype=torch.int64)),
+        lambda model: mono.save(model, tmp_path / "saved"),
+        lambda model: mono.generate(model, tokenizer, ["a"]),
+        lambda model: mono.trial(model, lambda: (torch.ones(()), torch.ones(()))),
+    ):
+        with pytest.raises(UsageError, match="is a function: expected a torch.nn.Module"):
+            use(twice)
 
 
 def test_adapters_and_fusion_take_a_compiled_module() -> None:

@@ -349,6 +349,8 @@ class Engine:
                     f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
                     f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
                 )
+            if tensor.layout != torch.strided:
+                raise UsageError(f"the window's {name!r} is sparse: expected a dense tensor, .to_dense()")
             found[name] = tensor.shape[self._row_dim]
         if len(set(found.values())) != 1 or 0 in found.values():
             raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {found}")

@@ -82,13 +82,23 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
         return None
-    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float) and math.isfinite(v) for v in fill.values()):
+    if not isinstance(fill, Mapping) or not all(isinstance(v, int | float | np.generic) for v in fill.values()):
         raise UsageError(f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}")
     if missing := [name for name in fill if name not in batch]:
         raise UsageError(f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}")
-    if odd := [name for name, value in fill.items() if value != int(value) and not batch[name].is_floating_point()]:
-        raise UsageError(f"the loss's fill has {fill[odd[0]]} for {odd[0]!r}, which holds whole numbers")
-    return fill
+    numbers = {name: v.item() if isinstance(v, np.generic) else v for name, v in fill.items()}
+    if odd := [name for name, value in numbers.items() if not _holds(batch[name].dtype, value)]:
+        kind = str(batch[odd[0]].dtype).removeprefix("torch.")
+        raise UsageError(f"the loss's fill has {fill[odd[0]]!r} for {odd[0]!r}, which no {kind} holds")
+    return numbers
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Return whether a tensor can hold the number, rounded at most."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(value) <= torch.finfo(dtype).max
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return low <= value <= high and value == int(value)
 
 
 _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
@@ -119,7 +129,7 @@ def counted(count: Any, device: torch.device) -> Tensor:
         device: of the result.
 
     Raises:
-        UsageError: it is something else, or a number below 0 or not finite.
+        UsageError: it is something else, a number below 0 or not finite, or depends on the parameters.
     """
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
@@ -129,8 +139,19 @@ def counted(count: Any, device: torch.device) -> Tensor:
             found = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
             raise UsageError(f"{_EXPECTED}; its count is {found}, expected one number: {hint}")
-        wide = count.to(device=device, dtype=torch.float64)
+        wide = constant(count).to(device=device, dtype=torch.float64)
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
     return torch.full((), float(count), dtype=torch.float64, device=device)  # unlike torch.tensor, waits for no copy
+
+
+def constant(count: Tensor) -> Tensor:
+    """Return the same count.
+
+    Raises:
+        UsageError: it depends on the parameters, through which nothing is differentiated.
+    """
+    if count.requires_grad:
+        raise UsageError(f"{_EXPECTED}; its count requires a gradient: only the sum is differentiated, so detach it")
+    return count

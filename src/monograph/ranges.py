@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+import sys
+from numbers import Integral, Rational, Real
 from typing import Any, NamedTuple
 
 from monograph.errors import UsageError
+
+LARGEST = sys.float_info.max
 
 
 class Range(NamedTuple):
@@ -33,6 +36,8 @@ class Range(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value  # not as a float, which would round a large whole number
+        if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
+            return False  # it is beyond every float
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))
 

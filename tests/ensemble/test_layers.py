@@ -114,6 +114,9 @@ def recurrent() -> dict[str, Case]:
         "LSTM, weight norm": Case(
             lambda: parametrizations.weight_norm(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"), (SEQUENCE,)
         ),
+        "LSTM, orthogonal": Case(
+            lambda: parametrizations.orthogonal(nn.LSTM(6, 5, batch_first=True), "weight_hh_l0"), (SEQUENCE,)
+        ),
         "LSTM of two steps": Case(lambda: nn.LSTM(6, 5, batch_first=True, bidirectional=True), ((ROWS, 2, 6),)),
         "LSTMCell, no bias": Case(lambda: nn.LSTMCell(6, 5, bias=False), (VECTOR,)),
         "RNNCell of relu": Case(lambda: nn.RNNCell(6, 5, nonlinearity="relu"), (VECTOR,)),
@@ -269,6 +272,10 @@ class Wrong(nn.Module):
         return self.act(x) if self.how == "closure" else self.layer(x)
 
 
+def normed(kind: type[nn.RNNBase]) -> nn.Module:
+    return parametrizations.spectral_norm(kind(6, 6, batch_first=True), "weight_hh_l0")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("build", "said"),
@@ -279,6 +286,8 @@ class Wrong(nn.Module):
         (lambda: Wrong("packed"), r"in lstm \(LSTM\): it is given a packed sequence, .*: give it the padded rows"),
         (lambda: Wrong("checkpoint"), r"in Wrong \(Wrong\): it recomputes by .*remat=Remat\.Budget"),
         (lambda: nn.Sequential(torch.jit.script(linear())), r"0 \(RecursiveScriptModule\) is TorchScript"),
+        (lambda: nn.Sequential(normed(nn.LSTM)), r"0 \(ParametrizedLSTM\) has a parametrization that writes its own"),
+        (lambda: nn.Sequential(normed(nn.GRU).eval()), r"0 \(ParametrizedGRU\) has a parametrization that writes"),
     ],
 )
 def test_what_goes_past_the_members_is_refused(build, said):

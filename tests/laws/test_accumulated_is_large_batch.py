@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from monograph.compat import captured_graphs
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import capture
+from monograph.loss import fill_of
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
 from numerics import relative_error
@@ -141,6 +144,10 @@ OWN = {
 }
 
 
+def one_member(model, **options):
+    return Ensemble([model], **options)
+
+
 def large_batch(model, loss, window):
     """(mean, count, gradient) of the one large batch."""
     model.zero_grad()
@@ -180,11 +187,33 @@ def test_tiny_weights_are_not_rounded_up_to_one_target():
     assert int(engine.update().skipped) == 0
 
 
-@pytest.mark.parametrize("count", [-1, -0.5, math.nan, math.inf, "three", True, np.float64("nan"), torch.ones(2)])
+@pytest.mark.parametrize(
+    "count",
+    [-1, -0.5, math.nan, math.inf, pytest.param(10**400, id="huge"), "three", True, np.float64("nan"), torch.ones(2)],
+)
 def test_a_count_that_is_none_is_refused(count):
     engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum(), count))
     with pytest.raises(UsageError, match="its count is .*expected"):
         engine.accumulate(measured(3))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", ["resident", "ensemble"])
+def test_a_count_that_depends_on_the_parameters_is_refused(kind, captured):
+    """The sum is divided by a number: the gradient of sum / count would be another one, and nobody would notice."""
+
+    def normalised(model, batch):
+        weights = model(batch["tokens"]).squeeze(-1).sigmoid()
+        return (errors(model, batch) * weights).sum(), (weights.detach() if detached else weights).sum()
+
+    for detached in (True, False):
+        engine = (Resident if kind == "resident" else one_member)(network(), loss=normalised)
+        if captured:
+            reason = engine.capture(measured(3), "eager")
+            assert reason is None if detached else "its count requires a gradient" in reason
+        with contextlib.nullcontext() if detached else pytest.raises(UsageError, match="a gradient: .* detach it"):
+            engine.accumulate(measured(3))
+            engine.update()
 
 
 @pytest.mark.parametrize("number", [-1, -3.5, math.nan, math.inf])
@@ -273,6 +302,24 @@ def test_a_loss_that_is_not_0_without_targets_is_refused_before_such_rows_are_ad
         with pytest.raises(InputRefused, match="the loss is 0.4 for rows that have no targets, .*fill = None"):
             getattr(engine, work)(measured(6))
     getattr(Resident(network(), loss=Regularised(), micro_batch=3), "accumulate")(measured(6))  # noqa: B009
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32])
+def test_a_fill_is_a_number_that_its_tensor_can_hold(dtype):
+    """The same is taken from Python and from numpy; anything else would be cut off, or torch's error."""
+
+    def given(value):
+        return fill_of(SimpleNamespace(fill={"x": value}), window)["x"]
+
+    window = {"x": torch.zeros(2, dtype=dtype)}
+    held = {torch.uint8: [0, 255], torch.bool: [0, True], torch.int64: [-100, 2**62], torch.float16: [0.1, -6e4]}
+    for value in held.get(dtype, [0.1, 1e38, np.float32(0.5), np.int64(-3)]):
+        for number in (given(value), given(np.asarray(value)[()])):
+            assert torch.full((), number, dtype=dtype) == torch.tensor(value, dtype=dtype)
+    left = {torch.uint8: [300, -1], torch.bool: [2], torch.int64: [2**63, 0.5], torch.float16: [1e5]}
+    for value in [*left.get(dtype, [1e39]), math.nan, math.inf, 10**400, "0", None, torch.zeros(())]:
+        with pytest.raises(UsageError, match="the loss's fill .*(expected|holds)"):
+            given(value)
 
 
 def test_no_target_at_all_changes_nothing():

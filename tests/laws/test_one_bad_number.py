@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from batches import copied, ragged, tiny_llama
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
 from monograph.loss import token_loss
-from monograph.optim import AdamW, Muon
+from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from monograph.stream import Placement, Streamed
@@ -186,6 +187,33 @@ def test_a_rate_that_overflows_costs_exactly_one_update(kind: str) -> None:
             reference.update()
     mine, other = (dict(each.model.named_parameters()) for each in (trained, reference))
     assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+STEEP = {
+    "a group's factor": {"groups": [Group("first.*", lr=1e39)]},
+    "weight decay": {"weight_decay": 1e42},
+    "a group's decay": {"groups": [Group("first.*", weight_decay=1e42)]},
+    "both": {"lr": 1e19, "weight_decay": 1e20},
+    "moments in bf16": {"weight_decay": 1e42, "state": "bf16"},
+    "moments in 8 bits": {"weight_decay": 1e42, "state": "8bit"},
+}
+
+
+@pytest.mark.parametrize("make", [AdamW, functools.partial(Muon, matrices=["*first.weight"])], ids=["adamw", "muon"])
+@pytest.mark.parametrize("how", STEEP)
+def test_what_multiplies_the_rate_overflows_no_weight(how: str, make: Any) -> None:
+    steep = make(**STEEP[how])
+    engines: list[Any] = [Resident(Probe(), loss=probe_loss, optim=steep)]
+    if steep.state == "fp32":
+        engines.append(Ensemble([Probe(), Probe(1)], loss=probe_loss, optim=[make(), steep]))
+    for trained in engines:
+        for index in range(2):
+            trained.accumulate(window(index))
+            done = trained.update()
+        member = trained.members[1] if isinstance(trained, Ensemble) else trained.model
+        assert done.skipped.flatten().tolist()[-1] == 2 and int(done.skipped.sum()) == 2
+        before = list(Probe(int(isinstance(trained, Ensemble))).parameters())
+        assert all(torch.equal(*pair) for pair in zip(member.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -1.0, None, True])

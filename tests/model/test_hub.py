@@ -80,10 +80,11 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, config, max_shard_bytes):
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_a_compiled_model_is_saved_by_its_own_names(tmp_path, config):
     whole, in_parts = Llama(config, seed=3), Llama(config, seed=3)
-    in_parts.model.layers[0] = torch.compile(in_parts.model.layers[0], backend="eager")
+    compiled = in_parts.model.layers[0] = torch.compile(in_parts.model.layers[0], backend="eager")
     for name, model in (("whole", torch.compile(whole, backend="eager")), ("parts", in_parts)):
         save_model(model, tmp_path / name)
         assert _equal(whole, load_model(tmp_path / name))
+    assert in_parts.model.layers[0] is compiled, "saving changes nothing of the model"
 
 
 @pytest.mark.parametrize("max_shard_bytes", [SHARD_BYTES, 10**9])

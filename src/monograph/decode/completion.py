@@ -19,6 +19,7 @@ from monograph.decode.sampling import Sampling
 from monograph.decode.text import Transcript
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph.inspect import unwrapped
 from monograph.model.llama import Llama
 from monograph.ranges import COUNT, Range
 from monograph.text.tokenizer import Tokenizer
@@ -193,9 +194,10 @@ def generate(
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
     breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))
+    bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(model, tokenizer, prompt)), each, max_tokens, stop_ids, constraint, looked_for,
+            tuple(prompt_ids(bare, tokenizer, prompt)), each, max_tokens, stop_ids, constraint, looked_for,
             breaking(tuple(each.dry_sequence_breakers)) if each.dry_multiplier else None,
         )
         for prompt, each in zip(prompts, samplings, strict=True)
@@ -203,7 +205,8 @@ def generate(
     for text in strings:
         if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
             raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
-    generator = generator_for(model, requests, n, tokenizer.vocab_size)
+    model.eval()  # the copy that `unwrapped` may make would leave it in training mode
+    generator = generator_for(bare, requests, n, tokenizer.vocab_size)
     return Generation(generator, _Requests(requests, n), tokenizer, strings)
 
 

@@ -28,7 +28,6 @@ from monograph.decode.step import DecodeStep
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
-from monograph.graph.inspect import unwrapped
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.cached_attention import BLOCK
@@ -102,7 +101,6 @@ class Generator:
             block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
             compiled: compile the step, and on a GPU replay it as a CUDA graph.
         """
-        model = unwrapped(model)
         weight = model.lm_head.weight
         self.model, self.slots, self.device = model.eval(), slots, weight.device
         self.rows, self.compiled = rows, compiled

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
+from monograph.graph.inspect import buffers_kept
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # What `nn.Module` itself keeps in a module, and what torch.compile and nn.Module.compile leave there.
@@ -75,6 +76,11 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
             f"{path} ({type(module).__name__}) has no weights yet: call each member once before they are stacked, with "
             "inputs of the size that they will have"
         )
+    if isinstance(module, nn.RNNBase) and is_parametrized(module) and _writes_buffers(module.parametrizations):
+        raise InputRefused(
+            f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral norm "
+            "does, and torch evaluates it several times a call: train such members one after another, each in a Resident"
+        )
     # A forward pass of the stack is given tensors by name; one that is reached in another way would be the first
     # member's, for everybody.
     held = {name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)}
@@ -84,6 +90,19 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
             f"{path}.{name} reaches the member's own tensors past their names, where nothing can put another member's: "
             "read them by name from the module that the forward pass is called on"
         )
+
+
+def _writes_buffers(parametrizations: Any) -> bool:
+    """Return whether parametrizations write their buffers where they are evaluated in training mode."""
+    modes = [(part, part.training) for part in parametrizations.modules()]
+    with torch.no_grad(), buffers_kept(parametrizations.train()):
+        before = [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
+        for parametrization in parametrizations.children() if before else ():
+            parametrization()
+        written = before != [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
+    for part, mode in modes:
+        part.training = mode
+    return written
 
 
 def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:

@@ -23,7 +23,7 @@ from monograph.ensemble.stack import Stack
 from monograph.ensemble.step import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
-from monograph.graph.inspect import unwrapped
+from monograph.graph.inspect import unwrap_
 from monograph.graph.lora import kept_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -271,7 +271,7 @@ def _built(
     members = [build(of) for of in knobs or ()] if callable(build) else list(build)
     if odd := [member for member in members if not isinstance(member, nn.Module)]:
         raise UsageError(f"a member is a {type(odd[0]).__name__}: expected a torch.nn.Module")
-    members = [unwrapped(member) for member in members]
+    members = [unwrap_(member) for member in members]
     if knobs is None:
         return members, [{} for _ in members]
     if len(knobs) != len(members):

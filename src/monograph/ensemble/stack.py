@@ -56,7 +56,7 @@ class Stack:
         # Before anything is moved: a refusal must leave the members as they were.
         agree(members)
         self.members = tuple(members)
-        self._parts = [[id(part) for part in member.modules()] for member in members]
+        self._parts = [_parts(member) for member in members]
         self._held: list[Held] = []
         memo: dict[int, Any] = {}
         # One tensor at a time, its members' shares freed before the next: stacking needs one parameter twice, not
@@ -104,22 +104,21 @@ class Stack:
         for number in {(turn * AT_A_TIME + each) % self.size for each in range(AT_A_TIME)}:
             member = self.members[number]
             changed = None
-            if [id(part) for part in member.modules()] != self._parts[number]:
-                changed = "a part"
             for stacked, owners in self._held:
                 module, name = owners[number]
                 tensor = getattr(module, name, None)
                 if not (
                     isinstance(tensor, type(stacked))
                     and tensor.requires_grad == stacked.requires_grad
-                    and memory(tensor) == memory(stacked)
+                    and memory(tensor) == memory(stacked.detach()[number])
                 ):
-                    path = next((path for path, part in member.named_modules() if part is module), "")
-                    changed = changed or f"{path}.{name}".lstrip(".")
-            if changed:
+                    path = next((path for path, part in member.named_modules() if part is module), None)
+                    changed = changed or (None if path is None else f"{path}.{name}".lstrip("."))
+            if changed or _parts(member) != self._parts[number]:
+                changed = changed or "a part or parameter"
                 raise UsageError(
-                    f"{changed} of member {number} was replaced, frozen, moved or cast: its ensemble trains what it "
-                    "was; make a new ensemble of the members, or engine.freeze([...])"
+                    f"{changed} of member {number} was added, replaced, frozen, moved or cast: its ensemble trains "
+                    "what it was; make a new ensemble of the members, or engine.freeze([...])"
                 )
 
     def _point(self, held: Held) -> None:
@@ -143,6 +142,11 @@ class _RatedDropout(nn.Module):
         """What the module of one member does."""
         out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return out
+
+
+def _parts(member: nn.Module) -> list[int]:
+    """Return the identities of the member's modules and of their parameters."""
+    return [id(of) for part in member.modules() for of in (part, *part._parameters.values())]
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

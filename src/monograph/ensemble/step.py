@@ -18,7 +18,7 @@ from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import CountedLoss, Loss, counted, pair
+from monograph.loss import CountedLoss, Loss, constant, counted, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
 from monograph.step import Clip, Layout, Step, Update, closed
@@ -147,7 +147,7 @@ class Stacked:
             return pair(self.step.loss(module, batch))
 
         loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
-        return loss_sum, count
+        return loss_sum, constant(count)  # inside of vmap no tensor says that it requires a gradient
 
     def _targets(self, step: Step, batch: Any) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""

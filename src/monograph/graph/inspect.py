@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
+
+from monograph.errors import UsageError
 
 M = TypeVar("M", bound=nn.Module)
 _WRAPPED = "_orig_mod"  # under which `torch.compile(module)` holds the module
@@ -22,17 +25,36 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def unwrapped(module: M) -> M:
-    """The module itself, where it, or parts of it, are `torch.compile`'s wrappers, whose names differ.
+def original(module: M) -> M:
+    """Return the module that `torch.compile` wrapped, or the module itself; its parts may be wrapped.
 
-    Wrappers of parts are taken out of it in place: what compiles here is the step.
+    Raises:
+        UsageError: it is no module, as what `torch.compile` returns of a module that is compiled already.
     """
-    while (inner := module._modules.get(_WRAPPED)) is not None:
-        module = cast(M, inner)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"model is a {type(module).__name__}: expected a torch.nn.Module")
+    return original(cast(M, module._modules[_WRAPPED])) if _WRAPPED in module._modules else module
+
+
+def unwrapped(module: M) -> M:
+    """Return the module without `torch.compile`'s wrappers, whose names differ; the module itself stays as it is.
+
+    Parts that hold a wrapper are copies, which share all tensors.
+    """
+    module = original(module)
+    parts = {name: None if part is None else unwrapped(part) for name, part in module._modules.items()}
+    if all(parts[name] is part for name, part in module._modules.items()):
+        return module
+    bare = copy.copy(module)
+    bare._modules = parts
+    return bare
+
+
+def unwrap_(module: M) -> M:
+    """Take the wrappers out of a module in place, and return it: what compiles here is the step."""
+    module = original(module)
     for part in list(module.modules()):
-        for name, child in part.named_children():
-            if _WRAPPED in child._modules:
-                part._modules[name] = unwrapped(child)
+        part._modules.update({name: original(child) for name, child in part._modules.items() if child is not None})
     return module
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
-from monograph.graph.inspect import unique_state, unwrapped
+from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.siblings import families
 from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
 from monograph.graph.token_rows import ROWS, merge_rows, put_rows, tables
@@ -135,7 +135,7 @@ def adapt(
         UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
             weight; adapters there already; fused siblings; tokens' rows that cannot be trained, see `put_rows`.
     """
-    module = unwrapped(module)
+    module = unwrap_(module)
     if families(module):
         raise UsageError("an adapter stands beside one layer: unfuse_siblings(model) first")
     if adapters(module):

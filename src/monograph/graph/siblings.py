@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from monograph import compat
 from monograph.device import clock, synchronize
 from monograph.graph.family import Family, Sibling, beside
-from monograph.graph.inspect import blocks, buffers_kept, unwrapped
+from monograph.graph.inspect import blocks, buffers_kept, unwrap_
 from monograph.graph.readers import grouped, watched
 
 SIGNIFICANCE = 0.05  # of the sign test by which fused counts as faster
@@ -72,7 +72,7 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
         What was fused, and which layers stay separate and why: subclasses with a forward pass of their own, layers with
         hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
     """
-    module = unwrapped(module)
+    module = unwrap_(module)
     unfuse_siblings(module)
     run = _runner(module, example)
     with _as_before(module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, MonographError, host_is_full
-from monograph.graph.inspect import buffers_kept, running, unwrapped
+from monograph.graph.inspect import buffers_kept, original, running, unwrap_
 
 OTHERS = "monograph_init_"  # begins the names of the Python modules made of the files that model.init names
 
@@ -51,9 +51,14 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         InputRefused: the forward pass raised (the message names the innermost module), or the loss or a gradient is not
             finite (the message names the first module whose output is not finite, or the parameter).
     """
-    module = unwrapped(module)
-    with buffers_kept(module):
-        return _trial(module, loss)
+    module = original(module)
+    wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
+    try:
+        with buffers_kept(unwrap_(module)):
+            return _trial(module, loss)
+    finally:
+        for parts, before in wrapped:
+            parts |= before
 
 
 def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:

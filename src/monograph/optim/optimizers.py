@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,7 +36,9 @@ class Group:
     eps: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse factors outside their range."""
+        """Refuse a pattern that is no text, and factors outside their range."""
+        if not isinstance(self.pattern, str):
+            raise UsageError(f"pattern = {self.pattern!r}: expected a text such as '*.bias'")
         NOT_NEGATIVE.require(f"lr of the group {self.pattern!r}", self.lr)
         ABOVE_0.require(f"eps of the group {self.pattern!r}", self.eps)
         if self.weight_decay is not None:
@@ -111,6 +113,7 @@ class Muon:
         """Refuse values outside their range, each in one line."""
         _require_ranges(self)
         DECAY.require("momentum", self.momentum)
+        _require_list("matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']")
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """Return how each trainable parameter is updated, by name.
@@ -161,8 +164,12 @@ def _require_ranges(optim: Optimizer) -> None:
         raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
     if optim.state not in STATES:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(STATES)}")
-    if odd := [group for group in optim.groups if not isinstance(group, Group)]:
-        raise UsageError(f"groups has {odd[0]!r}: expected monograph.Group(...)")
+    _require_list("groups", optim.groups, Group, "monograph.Group(...)")
+
+
+def _require_list(name: str, values: Any, kind: type, words: str) -> None:
+    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, kind) for v in values):
+        raise UsageError(f"{name} = {values!r}: expected a list of {words}")
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:

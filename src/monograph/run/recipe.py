@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from monograph.errors import InputRefused
-from monograph.graph.inspect import unwrapped
+from monograph.graph.inspect import unwrap_
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
@@ -200,4 +200,4 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     if not hasattr(loss, "fill"):
         with suppress(AttributeError):  # of what takes no attributes; its short micro-batches stay short
             loss.fill = token_loss.fill  # what rows of texts without targets hold
-    return unwrapped(built), loss
+    return unwrap_(built), loss

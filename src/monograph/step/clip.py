@@ -5,7 +5,9 @@ Shapes: W updates that are remembered; a leading axis of members, where there ar
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.ops.once import once
-from monograph.optim import Optimizer, Plane, splittable, update_
+from monograph.optim import Kind, Optimizer, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
 
 WINDOW = 128
@@ -135,6 +137,13 @@ def largest(dtype: torch.dtype) -> float:
     """Return the largest number whose square is finite in the dtype of gradients and moments, at least fp32."""
     # Second moments are squares of gradients, and the first thing to overflow.
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
+
+
+def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
+    """Return the largest learning rate of which no multiple that an update computes is above `largest`, 0-d or [N]."""
+    wide = functools.partial(torch.as_tensor, dtype=torch.float64)
+    factors = (wide(kind.lr) * wide(kind.weight_decay).clamp_min(1.0) for kind in kinds)
+    return largest / functools.reduce(torch.maximum, factors, wide(1.0))
 
 
 def reciprocal(count: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from monograph.optim import Plane, planes, trainable, unlinked
 from monograph.schedule import factor_at
 
 Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
+Memory = tuple[Any, ...]  # storage, offset, shape and strides
 
 
 def on_device(step: Any) -> list[Plane]:
@@ -159,10 +160,11 @@ class Held:
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
                 return f"{name} became trainable"
-        return f"{next(iter(self.parameters))} was moved, cast or given other memory (.to(), .float(), .data = ...)"
+        moved = next(name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before)
+        return f"{moved} was moved, cast or given other memory (.to(), .float(), .data = ...)"
 
 
-def trained_memory(module: nn.Module) -> list[tuple[int, int]]:
+def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
     """Return which parameters are trainable and in which memory each lies; equal as long as nobody changed that."""
     held, waiting = [], [module]
     while waiting:  # not module.parameters(), which takes six times as long, in every update
@@ -172,8 +174,7 @@ def trained_memory(module: nn.Module) -> list[tuple[int, int]]:
     return held
 
 
-def memory(parameter: Tensor) -> int:
-    """Return what identifies the parameter's memory; of a parameter in shards that of its own shard."""
-    # The storage and not the address: a view that begins elsewhere in the same plane is the same memory.
+def memory(parameter: Tensor) -> Memory:
+    """Return which numbers of which memory the parameter is; one in shards has its own shard's."""
     own = getattr(parameter, "_local_tensor", parameter)
-    return int(own.untyped_storage()._cdata)
+    return own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride()

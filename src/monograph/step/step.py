@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.inspect import unwrapped
+from monograph.graph.inspect import unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -30,6 +30,7 @@ from monograph.step.clip import (
     Clip,
     Update,
     largest,
+    largest_rate,
     make_splittable_,
     reciprocal,
     squares,
@@ -53,8 +54,8 @@ class Step:
         lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
             updates so far. 0-d tensors on the device, or [N] of N members.
         loss_factor: what a micro-batch's loss is multiplied by: the loss scale / the window's targets.
-        largest: neither the rate nor the norm of a gradient that is applied may be above it, or moments and weights
-            could overflow.
+        largest: the norm of a gradient that is applied may not be above it, nor the rate, times a group's factor and
+            decay, or moments and weights could overflow; `largest_rate` is what that leaves of the rate.
         recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
         recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
             None: it is called every time.
@@ -91,8 +92,8 @@ class Step:
             sum_over_ranks: sums a 0-d count over all processes.
             layout: what an engine does otherwise.
         """
-        _check(model=model, loss=loss, schedule=schedule, precision=precision, remat=remat)
-        self.model, self.loss, self.clip, self.layout = unwrapped(model), loss, Clip.of(clip), layout
+        _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
+        self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
         self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
         self.schedule, self.precision = schedule or constant(), precision or Precision()
         _require_together(self.optim, self.precision)
@@ -108,6 +109,7 @@ class Step:
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
         self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
         self.largest = largest(self.planes[0].grad.dtype)
+        self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
@@ -312,7 +314,7 @@ class Step:
         What is compared is false of NaN, so that a number that is none anywhere refuses the update.
         """
         counts = (self.count > 0) & self.count.isfinite()
-        fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest) & self.loss_sum.isfinite() & counts
+        fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest_rate) & self.loss_sum.isfinite() & counts
         return fine if self.layout.frozen is None else fine & ~self.layout.frozen
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
@@ -326,7 +328,6 @@ class Step:
 def _check(**given: Any) -> None:
     """Refuse arguments of another kind; None stands for the default."""
     expected: dict[str, tuple[Any, str]] = {
-        "model": (nn.Module, "a torch.nn.Module"),
         "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
         "schedule": (Callable, "a function of the update's index, such as monograph.warmup_cosine(...)"),
         "precision": (Precision, 'a monograph.Precision("bf16") or the like'),
@@ -334,7 +335,7 @@ def _check(**given: Any) -> None:
     }
     for name, (kind, words) in expected.items():
         value = given[name]
-        if not isinstance(value, kind) and (value is not None or name in ("model", "loss")):
+        if not isinstance(value, kind) and (value is not None or name == "loss"):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
 
 
@@ -354,9 +355,11 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         step: the step whose gradients are added to.
         window: the update's micro-batches, in any form that the step's loss takes.
     """
-    if isinstance(window, (Mapping, Tensor)):
-        raise UsageError("a window is a list of micro-batches: pass [batch], not batch")
+    if isinstance(window, (Mapping, Tensor)) or not isinstance(window, Iterable):
+        raise UsageError(f"a window is a list of micro-batches, not a {type(window).__name__}: pass [batch]")
     batches = list(window)
+    if any(isinstance(batch, bool) for batch in batches):
+        raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
     with all_or_nothing(step):
         # All targets of the window before its first backward pass: each loss is then divided by their number at once,
         # and gradients need no second pass.
