@@ -323,10 +323,10 @@ def test_first_run(script, monkeypatch, tmp_path):
 def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     first_run = script("first_run")
     default = first_run.defaults.DEFAULT
-    settings = first_run.settings_for({"model.preset": default.preset}, 3, 7)
-    assert settings.data.tokenizer == f"bpe:{default.vocabulary}"
-    assert settings.train.tokens_per_update == default.tokens_per_update
-    assert (settings.train.updates, settings.train.seed) == (3, 7)
+    plan = first_run.plan_for({"model.preset": default.preset}, 3, 7)
+    assert plan.reading["tokenizer"] == f"bpe:{default.vocabulary}"
+    assert plan.tokens_per_update == default.tokens_per_update
+    assert (plan.updates, plan.seed) == (3, 7)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")

@@ -45,6 +45,7 @@ from monograph.run.run_index import serial
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
 from monograph.session.recorded import write_config
+from monograph.session.resolve import resolve
 from monograph.stream import Placement, Streamed
 from monograph.sweeps import batch as batches
 from monograph.sweeps.batch import MemberBatch
@@ -271,6 +272,8 @@ def text(scratch: Path) -> Corpus:
 
 def batch_of(folder: Path) -> MemberBatch:
     these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
+    for member in these:
+        member.plan = resolve(member.settings, describe())
     made = batches.of_length(batches.models_of(these, words, describe()), MEMBER["train.updates"])
     runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
     return batches.batch_of(these, runs, made, words, batches.engine_of(made, False, torch.device("cpu")))

@@ -79,7 +79,7 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
     if isinstance(module, nn.RNNBase) and is_parametrized(module) and _writes_buffers(module.parametrizations):
         raise InputRefused(
             f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral norm "
-            "does, and torch evaluates it several times a call: train such members one after another, each in a Resident"
+            "does, and torch evaluates it several times a call: train such members one by one, each in a Resident"
         )
     # A forward pass of the stack is given tensors by name; one that is reached in another way would be the first
     # member's, for everybody.
