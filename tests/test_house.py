@@ -173,8 +173,8 @@ OWN_JSON |= {
     "text/tokenizer_trial.py",
     "data/tables.py",
     "data/conversations.py",
-    "measure/profiler.py",
-    "measure/memory.py",
+    "profiling/profiler.py",
+    "profiling/memory.py",
 }
 
 

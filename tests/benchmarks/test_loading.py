@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts import smoke
 
 

@@ -53,10 +53,10 @@ from monograph.decode.automata.pattern import whole as whole_pattern
 from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused
 from monograph.graph.windows import settle
-from monograph.measure.calibration import Calibration
 from monograph.model import torch_file
 from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
 from monograph.model.hub import mapped_model, save_model
+from monograph.predict.calibration import Calibration
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial

@@ -123,8 +123,8 @@ NO_INPUT = {
     "storage/reading.py": "the one place",
     "storage/writing.py": "a file or a folder, to sync it",
     "graph/matmul.py": "a source of the package",
-    "measure/memory.py": "/proc",
-    "measure/profiler.py": "a trace that was just written",
+    "profiling/memory.py": "/proc",
+    "profiling/profiler.py": "a trace that was just written",
     "run/trust.py": "the secret of this user, never through a link",
 }
 

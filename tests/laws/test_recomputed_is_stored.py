@@ -18,8 +18,8 @@ from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
-from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW
+from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
 from numerics import error_within

@@ -22,7 +22,7 @@ from monograph.evaluation.choices import Accuracy, Answer
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
-from monograph.measure.quantities import count, counted
+from monograph.report.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run

@@ -11,7 +11,7 @@ from monograph.data.questions import hold_questions, read_questions
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Accuracy, Evaluation, evaluate
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite

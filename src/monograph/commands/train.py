@@ -14,7 +14,7 @@ from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog

@@ -20,10 +20,10 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.graph.windows import settle
 from monograph.loss import Loss
-from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
 from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run

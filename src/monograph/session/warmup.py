@@ -15,15 +15,15 @@ from monograph.graph import capture as graph
 from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
-from monograph.measure.calibration import Calibration, peak_flops
-from monograph.measure.footprint import Work
-from monograph.measure.memory import LiveBytes, peak_memory_bytes
-from monograph.measure.quantities import count, counted, duration
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.ops.attention_kernels import compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
+from monograph.predict.calibration import Calibration, peak_flops
+from monograph.predict.footprint import Work
+from monograph.profiling.memory import LiveBytes, peak_memory_bytes
+from monograph.report.quantities import count, counted, duration
 from monograph.run.base import lora_of
 from monograph.run.progress import Progress
 from monograph.session.plan import Length

@@ -181,7 +181,7 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
 
 
 def drawn(table: Table) -> list[dict[str, Any]]:
-    """The settings as `monograph.measure.sweep_figures` draws them."""
+    """The settings as `monograph.report.sweep_report` draws them."""
     best = table.best.setting if table.best else None
     return [
         {
