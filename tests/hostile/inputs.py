@@ -40,10 +40,9 @@ from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
 from monograph.config.sources import classify
 from monograph.data import shards
-from monograph.data.blocks import read_blocks
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.documents import Documents, Reading
-from monograph.data.questions import read_questions
+from monograph.data.reading import read_blocks
 from monograph.data.records import Fault
 from monograph.data.sources import find, weighted
 from monograph.data.tables import table_rows
@@ -52,6 +51,7 @@ from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.pattern import whole as whole_pattern
 from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused
+from monograph.evaluation.choices import read_questions
 from monograph.graph.windows import settle
 from monograph.model import torch_file
 from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter

@@ -22,8 +22,8 @@ from monograph.commands import check
 from monograph.config import load
 from monograph.data import store
 from monograph.data.documents import Reading
-from monograph.data.request import Request
 from monograph.data.sources import find
+from monograph.data.store import Request
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.predict.calibration import Calibration
 from monograph.run.folder import Run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
-from monograph.data.places import spooled_stdin
+from monograph.data.resolve_sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World

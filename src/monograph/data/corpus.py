@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monograph.data.answers import Answering
 from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
+from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
 from monograph.data.sources import Found, find
@@ -129,7 +129,7 @@ def corpus(
         sequence_length: T, positions of a row.
         packing: "packed" puts pieces of several documents into a row; "padded" one.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
-            see `monograph.data.split.split`. 0 for none.
+            see `monograph.data.documents.split`. 0 for none.
         text_key: the key or column of a record that holds its text. Records without it that have "messages",
             "conversations", or "prompt" and "completion" are conversations, of which the assistant's answers are
             trained on (docs/finetune.md); they need a tokenizer with a chat template.

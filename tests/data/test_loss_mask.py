@@ -1,4 +1,4 @@
-"""Run: pytest tests/data/test_answers.py (which tokens of a conversation are trained on: a law for any template)."""
+"""Run: pytest tests/data/test_loss_mask.py (which tokens of a conversation are trained on: a law for any template)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
-from monograph.data.answers import DAY, Answering, Answers, Row, Unusable, _Encoder
 from monograph.data.conversations import Conversation
+from monograph.data.loss_mask import DAY, Answering, Answers, Row, Unusable, _Encoder
 from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-# Run: pytest tests/data/test_questions.py
+# Run: pytest tests/evaluation/test_questions.py
 """Files of questions: known by their keys, read by any of the names, a bad record refused by its place."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from monograph.data.questions import Question, hold_questions, read_questions
 from monograph.errors import InputRefused, UsageError
+from monograph.evaluation.choices import Question, hold_questions, read_questions
 
 GOOD = {"query": "2 + 2 =", "choices": ["3", "4"], "gold": 1}
 

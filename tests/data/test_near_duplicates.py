@@ -1,4 +1,4 @@
-# Run: pytest tests/data/test_twins.py
+# Run: pytest tests/data/test_near_duplicates.py
 """Near copies are found by their long lines, and are not held out."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from monograph.data.documents import BUCKETS, split
+from monograph.data.resolve_sources import near_duplicates
 from monograph.data.sources import find
-from monograph.data.split import BUCKETS, split
-from monograph.data.twins import groups_with_twins
 
 LINES = [f"    result_{i} = compute_something_long({i}, {i * i})" for i in range(100)]
 
@@ -20,7 +20,7 @@ def written(folder: Path, name: str, lines: list[str]) -> Path:
     return path
 
 
-def test_a_share_of_long_lines_makes_twins_and_short_lines_do_not(tmp_path):
+def test_a_share_of_long_lines_makes_near_copies_and_short_lines_do_not(tmp_path):
     one = written(tmp_path, "one", LINES)
     near = written(tmp_path, "near", [f"entirely_different_line_number_{i}" for i in range(95)] + LINES[:5])
     far = written(tmp_path, "far", [f"another_unrelated_line_number_{i}" for i in range(98)] + LINES[10:12])
@@ -28,12 +28,12 @@ def test_a_share_of_long_lines_makes_twins_and_short_lines_do_not(tmp_path):
     shorter = written(tmp_path, "shorter", ["return None", "else:"])
     groups = {path.name: [path] for path in (one, near, far, short, shorter)}
     # 5 of 100 are too many, 2 of 100 are not; `one` shares 7 of its own.
-    assert groups_with_twins(groups) == {"one", "near"}
+    assert near_duplicates(groups) == {"one", "near"}
 
 
 def test_held_out_packages_of_the_standard_library_have_no_twin(tmp_path):
     files = find("stdlib", tmp_path).files
     cuts = split(files, np.zeros(BUCKETS, dtype=np.int64), 0.05).cuts
     held = [file for file, cut in zip(files, cuts, strict=True) if cut < file.size]
-    assert any(file.twin for file in files) and not any(file.twin for file in held)
+    assert any(file.has_near_copies for file in files) and not any(file.has_near_copies for file in held)
     assert sum(file.size for file in held) > 0.04 * sum(file.size for file in files)

@@ -1,4 +1,4 @@
-"""Reading text in parts: `pytest tests/data/test_text.py`."""
+"""Reading text in parts: `pytest tests/data/test_reading.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from monograph.data import text
-from monograph.data.text import cut_for_tokens, cut_position, parts_of, read_text
+from monograph.data import reading
+from monograph.data.reading import cut_for_tokens, cut_position, parts_of, read_text
 from monograph.errors import InputRefused
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
@@ -52,9 +52,9 @@ def test_the_parts_are_the_text(tmp_path_factory, whole, block, part, more):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(data := whole.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "BLOCK_BYTES", block)
-        patch.setattr(text, "PART_CHARS", part)
-        patch.setattr(text, "LONGEST_PART_CHARS", part + more)
+        patch.setattr(reading, "BLOCK_BYTES", block)
+        patch.setattr(reading, "PART_CHARS", part)
+        patch.setattr(reading, "LONGEST_PART_CHARS", part + more)
         parts = list(read_text(path, 0, len(data)))
         # Blocks do not show: a record, whose text comes whole, is cut where the same text in a file is.
         assert [part for part, _ in parts] == list(parts_of(whole))
@@ -69,7 +69,7 @@ def test_the_parts_are_the_text(tmp_path_factory, whole, block, part, more):
     [(b"ab\n\xff\n", 3, 2), (b"\n\n\nok \xe2\x82", 6, 4), (b"\xc3\x28", 0, 1), (b"x" * 50 + b"\xed\xa0\x80", 50, 1)],
 )
 def test_invalid_utf8_is_refused_by_file_byte_and_line(tmp_path, monkeypatch, data, byte, line, block):
-    monkeypatch.setattr(text, "BLOCK_BYTES", block)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", block)
     path = tmp_path / "bad.txt"
     path.write_bytes(data)
     with pytest.raises(InputRefused, match=rf"bad\.txt: byte {byte} \(line {line}\) is not UTF-8: 0x"):
