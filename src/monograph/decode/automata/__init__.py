@@ -12,10 +12,9 @@ from typing import Any
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
 from monograph.decode.automata.lift import Automaton as Automaton
-from monograph.decode.automata.lift import constrainer, searcher
+from monograph.decode.automata.lift import constrainer, searcher, searching
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
-from monograph.decode.automata.stops import searching
 from monograph.decode.automata.tables import DEAD as DEAD
 from monograph.decode.automata.tables import FREE as FREE
 from monograph.decode.automata.tables import Tables as Tables

@@ -1,4 +1,4 @@
-"""Run: pytest tests/decode/test_text.py"""
+"""Run: pytest tests/decode/test_transcript.py"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from monograph.decode.text import Transcript
+from monograph.decode.completion import Transcript
 from monograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()

@@ -1,4 +1,4 @@
-"""Run: pytest tests/decode/test_noise.py    (every uniform that a word can give: -m slow)"""
+"""Run: pytest tests/decode/test_reproducible.py    (every uniform that a word can give: -m slow)"""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.elementary import UNIT, log, log1p_negative, weight
-from monograph.decode.noise import continuation_seed, gumbel, gumbel_noise, gumbel_noise_of, row_uniform, uniform
+from monograph.decode.reproducible import (
+    UNIT,
+    continuation_seed,
+    gumbel,
+    gumbel_noise,
+    gumbel_noise_of,
+    log,
+    log1p_negative,
+    row_uniform,
+    uniform,
+    weight,
+)
 from monograph.ops.philox import philox
 from numerics import error_within
 
