@@ -204,7 +204,7 @@ def kept_bytes(policy, precision="fp32"):
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
     model, batch = tiny_llama(**sizes), ragged(8)
     step = Step(model, remat=policy, precision=Precision(precision))
-    step.settle(batch)
+    step.choose_kept(batch)
     with LiveBytes() as live, step.precision.context("cpu"):
         hidden = model(batch["tokens"])
     assert hidden.requires_grad

@@ -15,12 +15,11 @@ from monograph import compat
 from monograph.compat import partitioner
 from monograph.errors import UsageError
 from monograph.graph import matmul, recompute
-from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.siblings import within_blocks
-from monograph.graph.static_inputs import StaticInputs
-from monograph.ops import once  # noqa: F401 - its operator
+from monograph.graph.static_inputs import HostState, StaticInputs
+from monograph.ops import materialize  # noqa: F401 - its operator
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
@@ -198,7 +197,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     if backend == "inductor":
         compat.remove_cut_off_libraries()
         compat.tell_processors_apart()
-        compat.lower_to_memory(torch.ops.monograph.once.default)
+        compat.lower_to_memory(torch.ops.monograph.materialize.default)
         again = compat.graph_pass(compat.make_again, partitioner.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": again}
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from monograph.graph.knapsack import Choice, within
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.recording import Product, Recording
+from monograph.graph.remat import Choice, within
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -235,7 +235,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         if work.compile != "none":
             capture_by(memory.captured, step, work.compile)
         with compat.without_modes():
-            step.settle(batch)
+            step.choose_kept(batch)
         begins = [("forward", len(memory.curve))]
         forward = step.forward
 

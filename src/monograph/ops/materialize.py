@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def once(value: Tensor) -> Tensor:
+def materialize(value: Tensor) -> Tensor:
     """The same tensor; in a compiled graph it is kept in memory instead of being fused into what reads it.
 
     Inductor fuses small tensors into the loops of large ones, where a power or a division by a learning rate is then
@@ -14,15 +14,15 @@ def once(value: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return value
-    kept: Tensor = torch.ops.monograph.once(value)
+    kept: Tensor = torch.ops.monograph.materialize(value)
     return kept
 
 
-@torch.library.custom_op("monograph::once", mutates_args=())
-def _once(value: Tensor) -> Tensor:
+@torch.library.custom_op("monograph::materialize", mutates_args=())
+def _materialize(value: Tensor) -> Tensor:
     return value.clone()
 
 
-@_once.register_fake
+@_materialize.register_fake
 def _(value: Tensor) -> Tensor:
     return torch.empty_like(value)

@@ -1,4 +1,4 @@
-"""Run: pytest tests/graph/test_windows.py (weights that lie in a mapped file until they are taken out of it)"""
+"""Run: pytest tests/graph/test_mmap_weights.py (weights that lie in a mapped file until they are taken out of it)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from monograph.graph.windows import Window, keep, kept_dtype, settle, windowed
+from monograph.graph.mmap_weights import MappedWeight, keep, kept_dtype, mapped, materialize_
 from monograph.optim import AdamW, planes, trainable
 
 
@@ -20,7 +20,7 @@ class Two(nn.Module):
     def __init__(self, path: Path, becomes: torch.dtype):
         super().__init__()
         with safe_open(path, "pt") as file:
-            self.b, self.a = (windowed(file.get_tensor(name), becomes) for name in ("b", "a"))
+            self.b, self.a = (mapped(file.get_tensor(name), becomes) for name in ("b", "a"))
         self.a.requires_grad_(False)
         self.own = nn.Parameter(torch.ones(3))
 
@@ -41,9 +41,9 @@ def numbers(path: Path) -> dict[str, torch.Tensor]:
 def test_settled_weights_are_the_files_in_memory_of_their_own(path: Path, becomes: torch.dtype) -> None:
     module, expected = Two(path, becomes), numbers(path)
     assert all(
-        type(p) is Window and p.dtype == torch.bfloat16 and kept_dtype(p) == becomes for p in (module.a, module.b)
+        type(p) is MappedWeight and p.dtype == torch.bfloat16 and kept_dtype(p) == becomes for p in (module.a, module.b)
     )
-    assert settle(module) is module
+    assert materialize_(module) is module
     assert all(type(p) is nn.Parameter and kept_dtype(p) == p.dtype for p in module.parameters())
     assert not module.a.requires_grad and module.b.requires_grad
     path.write_bytes(b"\1" * path.stat().st_size)
@@ -53,8 +53,8 @@ def test_settled_weights_are_the_files_in_memory_of_their_own(path: Path, become
 
 def test_what_is_trained_may_be_left_to_its_plane(path: Path) -> None:
     module, expected = Two(path, torch.float32), numbers(path)
-    settle(module, trained=False)
-    assert type(module.a) is nn.Parameter and type(module.b) is Window
+    materialize_(module, trained=False)
+    assert type(module.a) is nn.Parameter and type(module.b) is MappedWeight
     plane = planes(trainable(module), AdamW().kinds(module))[0]
     assert plane.param.dtype == plane.grad.dtype == torch.float32
     assert type(module.b) is nn.Parameter and module.b.data_ptr() == plane.param.data_ptr()
@@ -71,8 +71,8 @@ def test_what_is_trained_may_be_left_to_its_plane(path: Path) -> None:
 )  # fmt: skip
 def test_only_what_no_rounding_waits_for_is_a_window(stored: torch.dtype, becomes: torch.dtype, open: bool) -> None:
     tensor = torch.linspace(-3, 3, 7, dtype=torch.float64).to(stored)
-    found = windowed(tensor, becomes)
-    assert isinstance(found, Window) == open and kept_dtype(found) == becomes
+    found = mapped(tensor, becomes)
+    assert isinstance(found, MappedWeight) == open and kept_dtype(found) == becomes
     assert torch.equal(found.to(becomes), tensor.to(becomes))
 
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/evaluation/test_noise.py (error bars, ties and Student's t)"""
+"""Run: pytest tests/evaluation/test_significance.py (error bars, ties and Student's t)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from monograph.evaluation.noise import mean, t_quantile, tabulate, written
+from monograph.evaluation.significance import mean, t_quantile, tabulate, written
 
 # Abramowitz and Stegun, table 26.10, two-sided 95 %.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 30: 2.042, 120: 1.980}

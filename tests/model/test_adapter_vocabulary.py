@@ -1,4 +1,4 @@
-# Run: pytest tests/model/test_adapter_tokens.py
+# Run: pytest tests/model/test_adapter_vocabulary.py
 """Rows of tokens in adapter folders: PEFT loads what is written, what it writes is read, bits; the rest by name."""
 
 from __future__ import annotations
