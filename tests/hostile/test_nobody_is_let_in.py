@@ -120,6 +120,7 @@ NO_INPUT = {
     "storage/cache_dir.py": "what the compiler wrote",
     "device.py": "/proc and /sys",
     "distributed/checkpoint.py": "a file that this process writes on",
+    "distributed/world.py": "/proc",
     "storage/reading.py": "the one place",
     "storage/writing.py": "a file or a folder, to sync it",
     "graph/matmul.py": "a source of the package",
