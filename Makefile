@@ -8,11 +8,12 @@ RUN = .venv/bin/python -m
 WORKERS = -n auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format python setup setup-dev
+.PHONY: help train quick test test-costs test-all lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
 	@echo 'make test        install what the tests need, then style, types, layers, laws and unit tests'
+	@echo 'make quick       style, types, layers, and the cheapest tests of what changed: about a minute'
 	@echo 'make test-all    the slow tests too'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
@@ -22,7 +23,14 @@ train: setup
 
 # Cheap first.
 test: lint
-	$(RUN) pytest -q -m 'not slow' $(WORKERS) $(ARGS)
+	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs $(ARGS)
+
+quick: lint
+	.venv/bin/python tests/quick.py $(ARGS)
+
+# What `make quick` knows of each file's cost.
+test-costs: lint
+	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs=benchmarks/results/tests.json $(ARGS)
 
 test-all: lint
 	$(RUN) pytest -q $(WORKERS) $(ARGS)

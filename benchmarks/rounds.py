@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import monograph.resident
+import monograph.engine
 from monograph.device import clock
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
@@ -112,7 +112,7 @@ class FirstGradient:
     def __init__(self, model: Callable[[], nn.Module]) -> None:
         self.model = model
         self.gradients: dict[str, Tensor] = {}
-        self._clip, self._update = torch.nn.utils.clip_grad_norm_, monograph.resident.update
+        self._clip, self._update = torch.nn.utils.clip_grad_norm_, monograph.engine.update
 
     def __enter__(self) -> FirstGradient:
         def clip(*arguments: Any, **options: Any) -> Tensor:
@@ -125,7 +125,7 @@ class FirstGradient:
 
         self._patches = [
             mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip),
-            mock.patch.object(monograph.resident, "update", update),
+            mock.patch.object(monograph.engine, "update", update),
         ]
         for patch in self._patches:
             patch.start()

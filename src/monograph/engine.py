@@ -71,6 +71,7 @@ class Engine:
         # A row number that the captured step has not seen yet is one more graph, which is announced once.
         self._sizes = set[int]()  # rows of the micro-batches that the captured step was called with
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
+        self._empty_rows_scored = False
         # Engines print nothing: a command shows the line on its progress, a library user may pass `print`.
         self.announce: Callable[[str], None] = lambda line: None
 
@@ -95,7 +96,7 @@ class Engine:
 
         def attempt() -> Trial:
             batch = next(self._micro_batches(window))
-            self._require_empty_rows_count_nothing(batch)
+            self._require_empty_rows_add_nothing(batch, self._rows(batch))
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
@@ -106,19 +107,29 @@ class Engine:
 
         return self._fitting(window, attempt)
 
-    def _require_empty_rows_count_nothing(self, batch: Batch) -> None:
-        if (fill := fill_of(self.step.loss, batch)) is None:
+    def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
+        """Score so many rows as the loss's fill makes them, once, before such rows are added to anything.
+
+        Raises:
+            InputRefused: the loss counts targets in them, or adds something, which would change with the micro-batch.
+        """
+        if self._empty_rows_scored or (fill := fill_of(self.step.loss, window)) is None:
             return
-        empty = {name: torch.full_like(tensor, fill.get(name, 0)) for name, tensor in batch.items()}
-        count = self.step.layout.targets(self.step, empty)
-        if count is None:
-            with torch.no_grad(), buffers_kept(self.step.model), self.step.context():
-                count = self.step.layout.sums(self.step, empty)[1]
-        if bool(count.any()):
+        dim, device = self._row_dim, self.step.device
+        shapes = {name: (*t.shape[:dim], rows, *t.shape[dim + 1 :]) for name, t in window.items()}
+        empty = {name: t.new_full(shapes[name], fill.get(name, 0), device=device) for name, t in window.items()}
+        loss_sum, count = self._scored(empty)
+        declared = self.step.layout.targets(self.step, empty)  # by the loss's own `count`, which may say otherwise
+        count = count if declared is None else torch.maximum(count, declared)
+        odd = f"counts {float(count.max()):g} targets in rows that have none" if bool(count.any()) else ""
+        if not odd and bool((loss_sum != 0).any()):
+            odd = f"is {float(loss_sum[loss_sum != 0].flatten()[0]):g} for rows that have no targets"
+        if odd:
             raise InputRefused(
-                f"the loss counts {float(count.max()):g} targets in rows that have none, by its fill "
-                f"{dict(fill)}: leave such rows out of sum and count, or set `fill = None` on it and none are added"
+                f"the loss {odd}, by its fill {dict(fill)}: leave such rows out of sum and count, or set "
+                "`fill = None` on it and none are added"
             )
+        self._empty_rows_scored = True
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
@@ -313,6 +324,8 @@ class Engine:
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, dim = self._rows(window), self._row_dim
         size = self.micro_batch or rows
+        if rows % size:
+            self._require_empty_rows_add_nothing(window, size)
         for start in range(0, rows, size):
             parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
             part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}

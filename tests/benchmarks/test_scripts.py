@@ -322,7 +322,7 @@ def test_first_run(script, monkeypatch, tmp_path):
 
 def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     first_run = script("first_run")
-    default = first_run.planner.DEFAULT
+    default = first_run.defaults.DEFAULT
     settings = first_run.settings_for({"model.preset": default.preset}, 3, 7)
     assert settings.data.tokenizer == f"bpe:{default.vocabulary}"
     assert settings.train.tokens_per_update == default.tokens_per_update

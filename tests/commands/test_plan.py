@@ -181,7 +181,7 @@ def test_a_micro_batch_of_more_rows_than_an_update_has_is_said_to_be_cut(capsys)
 @pytest.mark.parametrize("device", [[], ["--device", "H100", "--host-memory", "4TiB"]])
 def test_what_nothing_here_can_hold_is_refused_before_it_is_made(capsys, monkeypatch, device):
     """In one line that says which keys, how much that is and what there is; a plan for a larger machine is made."""
-    monkeypatch.setattr(plan, "plan_anywhere", lambda *_: pytest.fail("it was traced"))
+    monkeypatch.setattr(plan, "streamed_or_resident", lambda *_: pytest.fail("it was traced"))
     shape = ["model.preset=nano", "model.num_hidden_layers=4096", "model.hidden_size=1048576"]
     code, _, err = run(capsys, *shape, *device)
     assert code == 6

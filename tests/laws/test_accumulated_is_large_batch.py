@@ -257,6 +257,24 @@ def test_a_fill_is_what_the_loss_says_and_its_promise_is_tried():
         Resident(network(), loss=Elsewhere(), micro_batch=4).accumulate(measured(6))
 
 
+class Regularised(Counted):
+    """Adds something for each row, with targets or without."""
+
+    def __call__(self, model, batch):
+        loss_sum, count = super().__call__(model, batch)
+        return loss_sum + 0.1 * len(batch["targets"]), count
+
+
+@pytest.mark.parametrize("work", ["accumulate", "trial", "evaluate"])
+def test_a_loss_that_is_not_0_without_targets_is_refused_before_such_rows_are_added(work):
+    """Its sum would depend on how many rows a short last micro-batch is filled up with."""
+    engine = Resident(network(), loss=Regularised(), micro_batch=4)
+    for _ in range(2):
+        with pytest.raises(InputRefused, match="the loss is 0.4 for rows that have no targets, .*fill = None"):
+            getattr(engine, work)(measured(6))
+    getattr(Resident(network(), loss=Regularised(), micro_batch=3), "accumulate")(measured(6))  # noqa: B009
+
+
 def test_no_target_at_all_changes_nothing():
     step = Step(tiny_llama())
     before = {k: v.clone() for k, v in step.model.state_dict().items()}

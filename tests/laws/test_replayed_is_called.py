@@ -108,7 +108,7 @@ def test_a_state_that_is_loaded_where_a_graph_is():
 # ── the law can fail ──────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("moved", ["seed", "loss_sum", "tokens", "grad"])
+@pytest.mark.parametrize("moved", ["loss_factor", "loss_sum", "tokens", "grad"])
 def test_what_is_put_elsewhere_is_not_seen(moved):
     """The tape reads and writes where the capture did, as a graph does: each of these would give other bits."""
     windows = windows_of(ragged, 4)
