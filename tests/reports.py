@@ -9,8 +9,7 @@ from typing import Any
 from monograph.profiling.bottleneck import Machine, Situation, verdict
 from monograph.profiling.intervals import Kernel, Timeline, spent
 from monograph.profiling.profiler import Profile
-from monograph.report.ladder_report import draw_ladder, ladder_page
-from monograph.report.profile_report import draw_profile, profile_page
+from monograph.report.profile_report import draw_ladder, draw_profile, ladder_page, profile_page
 from monograph.report.run_report import write_report
 from monograph.report.sweep_report import write_sweep_report
 

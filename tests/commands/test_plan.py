@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.planner import Asked, Limits
-from monograph.predict.calibration import Calibration
+from monograph.predict.roofline import Calibration
 
 
 def run(capsys, *arguments):

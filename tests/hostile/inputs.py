@@ -56,7 +56,7 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.model import torch_file
 from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
 from monograph.model.hub import mapped_model, save_model
-from monograph.predict.calibration import Calibration
+from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial

@@ -25,7 +25,7 @@ from monograph.data.documents import Reading
 from monograph.data.sources import find
 from monograph.data.store import Request
 from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.predict.calibration import Calibration
+from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.sweeps.folder import Sweep
 from monograph.text.tokenizer import Tokenizer

@@ -13,9 +13,8 @@ from batches import tiny_llama
 from monograph.device import named
 from monograph.optim import AdamW
 from monograph.planner import Asked, choose, plan
-from monograph.predict.calibration import MOST, Calibration, peak_flops
 from monograph.predict.footprint import Footprint, Work
-from monograph.predict.roofline import update_time
+from monograph.predict.roofline import MOST, Calibration, peak_flops, update_time
 
 CARD = replace(named("4090"), free_memory_bytes=2**34)
 WORK = Work(tiny_llama().config, 4, 16, AdamW(), precision="bf16", window_rows=8)

@@ -15,8 +15,8 @@ from monograph.distributed.world import World
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.planner import Candidate
-from monograph.predict.calibration import Calibration
 from monograph.predict.footprint import Work
+from monograph.predict.roofline import Calibration
 from monograph.session import session
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file

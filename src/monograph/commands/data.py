@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from monograph.config import Settings
-from monograph.data.corpus import Corpus
-from monograph.data.show import answer_ends, render_row
+from monograph.data.corpus import Corpus, answer_ends, render_row
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.report.quantities import counted

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from monograph.commands.profile import DEFAULT_ROOT, REPORT, planned, started, warn_if_busy
 from monograph.config import Settings
 from monograph.device import clock
-from monograph.report.ladder_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
 from monograph.report.plot_style import themed
+from monograph.report.profile_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
 from monograph.report.quantities import clock_time
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole

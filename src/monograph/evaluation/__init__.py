@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from monograph.evaluation.choices import Accuracy as Accuracy
+from monograph.evaluation.choices import Continuation as Continuation
 from monograph.evaluation.choices import choose as choose
+from monograph.evaluation.choices import score as score
 from monograph.evaluation.comparison import Comparison as Comparison
 from monograph.evaluation.comparison import compare as compare
-from monograph.evaluation.continuations import Continuation as Continuation
-from monograph.evaluation.continuations import score as score
 from monograph.evaluation.significance import Table as Table
 from monograph.evaluation.significance import Vertex as Vertex
 from monograph.evaluation.significance import tabulate as tabulate

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
-from monograph.graph.inspect import unique_state, unwrapped
+from monograph.graph.inspect import ALL_LINEAR, linear_layers, shared_parameters, targeted, unique_state, unwrapped
 from monograph.graph.mmap_weights import MappedWeight, in_file_order, keep, kept_dtype, require_finite
 from monograph.graph.siblings import families
-from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
 from monograph.graph.token_rows import ROWS, Table, merge_rows, put_rows, tables
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Adapted, Lora, adapt, adapters, narrow
 from monograph.graph.precision import Precision
-from monograph.graph.targets import ALL_LINEAR
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json

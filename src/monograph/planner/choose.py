@@ -14,8 +14,8 @@ from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.planner.candidates import Asked, Candidate, Ways, closed_form, described, of_way, way_of, ways
 from monograph.planner.streaming import Limits, streamed
-from monograph.predict.calibration import Calibration
 from monograph.predict.footprint import Work, footprint
+from monograph.predict.roofline import Calibration
 from monograph.report.quantities import gibibytes
 
 # Of a card's memory, what tensors may have: the rest is lost between them. The context is outside of the allocator.

@@ -10,7 +10,7 @@ import torch
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, mkl_is_slow, synchronize
 from monograph.engine import Engine
 from monograph.graph.matmul import onednn
-from monograph.predict.calibration import measured_memory_bytes_per_s
+from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling.bottleneck import Machine, Situation
 from monograph.profiling.intervals import Kernel, Operands, Part
 

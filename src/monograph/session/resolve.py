@@ -21,8 +21,8 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate, defaults
-from monograph.predict.calibration import Calibration
 from monograph.predict.footprint import Compile
+from monograph.predict.roofline import Calibration
 from monograph.run.base import tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import fixed_lora, lora_of

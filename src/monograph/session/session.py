@@ -29,7 +29,7 @@ from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
-from monograph.predict.calibration import Calibration
+from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.run.base import require_base
 from monograph.run.folder import Run

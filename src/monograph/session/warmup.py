@@ -19,8 +19,8 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel, compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
-from monograph.predict.calibration import Calibration, peak_flops
 from monograph.predict.footprint import Work
+from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
 from monograph.run.base import lora_of
