@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +23,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # What a shell or nohup lets a program in the background ignore, it and its children would go on to ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# One cache of compiled code for all workers, runs and commands: torch's own, not that of each worker's home.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+)
 # Figures are drawn to files only.
 os.environ["MPLBACKEND"] = "Agg"
 # What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.

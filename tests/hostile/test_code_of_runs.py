@@ -18,6 +18,7 @@ from monograph import checkpointing
 from monograph.config import load
 from monograph.run.folder import Run
 from monograph.run.trust import OPTION
+from monograph.session.recorded import strange_text
 from monograph.sweeps.folder import Sweep
 
 CANARY = "canary"
@@ -302,3 +303,10 @@ def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(here: Path, s
     for command in (*by_run, *by_file):
         done = server.run(here, *command, "runs/llama/config.toml" if command in by_file else "runs/llama", figures=0)
         assert done.code == 0 and "names text outside of it, which is read: texts" in done.err, done.err
+    # A link inside of the folder leads there, too, by the folder's name or by a pattern.
+    (here / "runs/llama/inside").mkdir()
+    (here / "runs/llama/inside/link").symlink_to(here / "texts")
+    for named in ("runs/llama/inside", "runs/llama/inside/**/*.txt"):
+        config.write_text(re.sub("source = .*", f'source = "{named}"', config.read_text()))
+        settings = load(config, {}, {})
+        assert f"which is read: {named}" in strange_text(Run(here / "runs/llama"), settings)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from monograph.config import Settings
 from monograph.storage.cache_dir import cache_root, keep_compiled
 
 
@@ -35,6 +39,29 @@ def test_compiled_code_lies_beside_the_tokens_unless_a_person_says_otherwise(tmp
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/elsewhere"
     keep_compiled()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+class Reached(Exception):
+    """A command came to where torch is set up."""
+
+
+@pytest.mark.parametrize("command", ["train", "sweep", "profile"])
+def test_a_command_names_its_place_before_torch_names_one(command: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The import of torch._dynamo writes a folder that anybody could have made before."""
+    module = importlib.import_module(f"monograph.commands.{command}")
+
+    def repeatable(device: torch.device) -> None:
+        raise Reached(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+
+    monkeypatch.setattr(module, "repeatable", repeatable)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Reached, match=re.escape(str(tmp_path / ".cache" / "monograph" / "compiled"))):
+        if command == "sweep":
+            module.run([], samples=None, verify=None, out=None, json=False)
+        elif command == "profile":
+            module.run(Settings(), out=None, json=False)
+        else:
+            module.run(Settings(), out=None, resume=None, from_=None, json=False)
 
 
 def test_where_nothing_can_be_written_torch_keeps_its_own(tmp_path: Path) -> None:

@@ -13,7 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.errors import InputRefused, MonographError, Unreadable
-from monograph.storage.reading import contents, entries, error_number, exists, is_file, is_folder, matching, unreadable
+from monograph.storage.reading import (
+    contents,
+    entries,
+    error_number,
+    exists,
+    is_file,
+    is_folder,
+    matching,
+    read_input,
+    unreadable,
+    without_links,
+)
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Methods and functions that answer "nothing there" where the system says that it could not look.
@@ -29,6 +40,21 @@ def test_only_the_room_storage_looks_whether_a_file_is_there() -> None:
             if isinstance(node, ast.Attribute) and (node.attr in SILENT or ast.unparse(node) == "os.walk"):
                 found.append((path.relative_to(SOURCE).as_posix(), node.lineno))
     assert {file for file, _ in found} <= NOBODYS, f"use monograph.storage.reading instead: {found}"
+
+
+def test_links_are_followed_in_one_place_which_refuses_a_circle_and_a_nul(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop" / "x", tmp_path / "a\0b"):
+        try:
+            assert without_links(path).is_absolute()  # from Python 3.13 on a circle is no error
+        except InputRefused as refused:
+            assert str(path) in str(refused)
+        with pytest.raises(OSError):
+            read_input(path)
+    for source in sorted(SOURCE.rglob("*.py")):
+        calls = (node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call))
+        bare = [call for call in calls if ast.unparse(call).endswith(".resolve()")]
+        assert not bare or source.name == "reading.py", f"{source}: use without_links"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EACCES])

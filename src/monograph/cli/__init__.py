@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ __all__ = ["app", "main"]
 SILENT_S = 30.0
 # Errors of the system about a file or folder that are nobody's mistake in the code.
 _REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
+# What a shell's unset variable would leave empty, and be taken for something else than was meant.
+_NAMES_A_PLACE = {"--from", "--resume", "--out", "--to", "--data", "--prompts", "--json-schema"}
 # Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -75,11 +78,15 @@ def _require_surroundings(arguments: list[str]) -> None:
 
     Raises:
         InputRefused: the working folder is gone, or it, an argument or a setting of the environment is not UTF-8.
+        UsageError: an option that names a place is given nothing.
     """
     try:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
     except FileNotFoundError:
         raise InputRefused("the working folder was deleted: change to one that is there") from None
+    for option, value in itertools.pairwise(arguments):
+        if option in _NAMES_A_PLACE and not value:
+            raise UsageError(f"{option} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():
         if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):

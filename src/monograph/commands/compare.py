@@ -27,7 +27,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
-from monograph.storage.reading import exists, is_file
+from monograph.storage.reading import exists, is_file, without_links
 from monograph.sweeps.folder import seeds_of_best
 
 
@@ -182,7 +182,7 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 def _speed(run: Run) -> float | None:
     """The median of training; members of a sweep train together, so theirs says nothing."""
-    if is_file(run.folder.resolve().parent.parent / SWEEP):
+    if is_file(without_links(run.folder).parent.parent / SWEEP):
         return None
     rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None

@@ -55,11 +55,11 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
 
 def started() -> Progress:
     """Set up this process to measure as `train` computes, and say on what."""
+    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
     compat.quiet_profiler()
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
     repeatable(default_device())
-    keep_compiled()
     return progress
 
 

@@ -32,11 +32,11 @@ EVERY = 10  # updates whose numbers are read together
 
 def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
     """Train the members, or go on; compare them; see the command line's help."""
+    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
     repeatable(default_device())
-    keep_compiled()
     if world.leads:
         sweep = _sweep_of(world, arguments, samples, verify, out)
     folder = world.agreed(str(sweep.run.folder.absolute()) if world.leads else None)

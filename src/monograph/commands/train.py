@@ -41,6 +41,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or go on training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
     settings, from_ = recorded.model_given(settings, from_)
     if not (resume or from_):  # whose own settings say more
         require_possible(settings, describe())
@@ -48,7 +49,6 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     progress = ranks.progress_of(world)
     progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
     repeatable(default_device())
-    keep_compiled()
     parent = recorded.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)
 

@@ -41,10 +41,18 @@ def _strings(value: Any) -> Any:
         except tomllib.TOMLDecodeError:
             if re.match(r"\[\s*[\"']", value):  # a list that is broken off: no file's name has such a beginning
                 raise
+        except RecursionError:
+            raise ValueError("a list of texts, and this is nested too deeply") from None
     return value
 
 
-Text = Annotated[str, Field(min_length=1)]
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a text without a NUL character")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 # Beyond these nothing is sensible, and to find out by building or counting it would take hours. What memory allows is
 # looked at later, by what the machine has.

@@ -22,7 +22,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
-from monograph.storage.reading import exists, inside, is_file, read_json
+from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -281,7 +281,7 @@ def resolved_base(adapter: Adapter) -> str:
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
-            return str(path.resolve())
+            return str(without_links(path))
     raise InputRefused(
         f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
         "fetched: write the folder of the base there"

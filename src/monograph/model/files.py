@@ -27,6 +27,7 @@ from monograph.storage.reading import (
     open_input,
     read_json,
     unreadable,
+    without_links,
 )
 from monograph.storage.writing import FULL, held, sync
 
@@ -166,7 +167,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         InputRefused: the target exists and holds something, or cannot be written.
         DiskFull: no space left.
     """
-    target = target.resolve()
+    target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
     partial = target.with_name(f".{target.name}.partial")

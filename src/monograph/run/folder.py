@@ -21,7 +21,17 @@ from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
-from monograph.storage.reading import contents, entries, exists, is_file, is_folder, open_input, read_input, status
+from monograph.storage.reading import (
+    contents,
+    entries,
+    exists,
+    is_file,
+    is_folder,
+    open_input,
+    read_input,
+    status,
+    without_links,
+)
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
@@ -135,7 +145,7 @@ class Run:
         """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
         with suppress(Unreadable):  # which run is the newest
             runs = runs_in(DEFAULT_ROOT)
-            return "last" if runs and runs[-1].resolve() == self.folder.resolve() else str(self.folder)
+            return "last" if runs and without_links(runs[-1]) == without_links(self.folder) else str(self.folder)
         return str(self.folder)
 
     @contextmanager

@@ -22,7 +22,7 @@ from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.run.trust import code_digest, code_file, require_trusted
-from monograph.storage.reading import is_file, is_folder
+from monograph.storage.reading import is_file, is_folder, without_links
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
 SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
@@ -167,9 +167,10 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     if recipe.config:
         require_trusted(recipe.config, [recipe.init])
     # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
-    folder, digest = str(file.resolve().parent), hashlib.sha256(str(file.resolve()).encode()).hexdigest()
+    file = without_links(file)
+    folder, digest = str(file.parent), hashlib.sha256(str(file).encode()).hexdigest()
     name = f"{OTHERS}{digest[:8]}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if folder not in sys.path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import Unreadable
-from monograph.storage.reading import contents, entries, is_file, is_folder, open_input, parse_json
+from monograph.storage.reading import contents, entries, is_file, is_folder, open_input, parse_json, without_links
 
 CONFIG = "config.toml"  # makes a claimed folder a run that has begun
 SWEEP = "sweep.json"  # makes a run's folder a sweep's
@@ -29,8 +29,8 @@ def checkpoint_named(path: Path) -> int | None:
 
 def placed(path: Path) -> Path:
     """The path; where it leads if only that is called as a checkpoint's folder is: a link to one, or `.` in one."""
-    if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(path.resolve()) is not None:
-        return path.resolve()
+    if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(without_links(path)) is not None:
+        return without_links(path)
     return path
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from monograph.errors import InputRefused, Unreadable
 from monograph.storage.cache_dir import state_root
-from monograph.storage.reading import contents, exists, read_input, readable, status
+from monograph.storage.reading import contents, exists, read_input, readable, status, without_links
 
 OPTION = "--trust-code"
 MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
@@ -118,7 +118,7 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
 def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
     """(model.init, path, digest) of each of them that names a Python file."""
     named = {init: file for init in inits if init and (file := code_file(init))}
-    return sorted((init, str(file.resolve()), code_digest(init)) for init, file in named.items())
+    return sorted((init, str(without_links(file)), code_digest(init)) for init, file in named.items())
 
 
 def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str:

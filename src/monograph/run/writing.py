@@ -12,7 +12,7 @@ from monograph.errors import DiskFull, InputRefused
 from monograph.interrupts import taken_back
 from monograph.run.folder import Run, claim_new_folder, explained
 from monograph.run.run_index import SWEEP
-from monograph.storage.reading import contents, entries, exists, is_file, parse_json
+from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
 from monograph.text import tokenizer_config
 from monograph.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
     """Write down where a run branches from, for a process that goes on before its first checkpoint."""
-    write_whole(run.parent_file, json.dumps({"run": str(parent.folder.resolve()), "update": at}))
+    write_whole(run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from monograph.config import Settings
@@ -10,7 +9,7 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.model.adapter import is_adapter, read_adapter
-from monograph.storage.reading import exists
+from monograph.storage.reading import exists, without_links
 
 FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
 KEYS = (*FIXED, "lora.tokens")  # which of them are new is known with the text's tokenizer
@@ -47,7 +46,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     """
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):
-        return {**_as_stored(settings, init, given), "model.init": str(Path(init).resolve())}
+        return {**_as_stored(settings, init, given), "model.init": str(without_links(init))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
@@ -58,7 +57,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
             f"{origin}: {key}: adapters stand beside weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    place = {"model.init": str(Path(init).resolve())} if exists(init) else {}
+    place = {"model.init": str(without_links(init))} if exists(init) else {}
     return place | _values(found)
 
 

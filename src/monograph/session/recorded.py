@@ -25,7 +25,7 @@ from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
 from monograph.session.adapting import KEYS
 from monograph.session.new_tokens import require_no_new
-from monograph.storage.reading import contents, entries, exists, is_file, is_folder, resolved
+from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
 # A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
@@ -102,14 +102,18 @@ def require_text(settings: Settings) -> None:
 
 def strange_text(run: Run, settings: Settings) -> str:
     """A line on the text outside of its folder that a run names which this user did not write here; of others empty."""
-    source, home = settings.data.source, run.folder.resolve()
+    source, home = settings.data.source, without_links(run.folder)
     places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
-    beyond = [
-        each for each in places if each != "stdlib" and home not in Path(os.path.expanduser(each)).resolve().parents
-    ]
+    beyond = [each for each in places if each != "stdlib" and _leads_out(Path(os.path.expanduser(each)), home)]
     if not beyond or is_ours(run.config, [settings.model.init]):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"
+
+
+def _leads_out(place: Path, home: Path) -> bool:
+    """Whether a file, folder or pattern, or a link among what it stands for, leads out of a folder."""
+    named = [place, *matching(place), *matching(place / "**")]
+    return any(home not in without_links(path).parents for path in named)
 
 
 def _state(run: Run) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def keep_compiled() -> None:
     """
     folder = cache_root()[0] / "compiled"
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
             for library in folder.glob("*/*.so"):

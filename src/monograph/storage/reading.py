@@ -78,7 +78,10 @@ def open_input(path: Path) -> BinaryIO:
         OSError: nothing is there, or a folder, a FIFO, a device or a socket.
     """
     with readable(path):  # without O_NONBLOCK, to open a FIFO is to wait already
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        try:
+            file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        except ValueError:
+            raise OSError(errno.EINVAL, "no file has a NUL in its name", str(path)) from None
         try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -190,6 +193,20 @@ def resolved(path: Path) -> Path:
             return path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # the latter for links in a circle
         raise InputRefused(f"{path}: there is no such file") from error
+
+
+def without_links(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, its links followed as far as anything is there.
+
+    Raises:
+        InputRefused: its links lead in a circle, or it is none (it holds a NUL).
+        Unreadable: a part of it cannot be read.
+    """
+    try:
+        with readable(path):
+            return Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputRefused(f"{path}: is no path, or its links lead in a circle; name another") from error
 
 
 def inside(folder: Path, name: str) -> Path:
