@@ -1,6 +1,6 @@
-"""How Inductor is told what it does not know: own passes, own operators, native code.
+"""Tells Inductor what it does not know: own passes, own operators, native code.
 
-And what a compiled graph keeps for its backward pass, asked of the partitioner that decides it.
+The partitioner, which decides what a compiled graph keeps for its backward pass, is asked here, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model thinks of a continuation, its log-probability after a context; and of the choices of a question.
+"""Scores a continuation by its log-probability after a context, and the choices of a question by theirs.
 
 Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines: a record is a question,
 its choices and the number of the right one.

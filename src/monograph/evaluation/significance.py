@@ -1,6 +1,6 @@
-"""Whether a difference is more than chance: paired differences over seeds, their standard error, Student's t.
+"""Decides whether a difference is more than chance: paired differences, their standard error, Student's t.
 
-And where a loss is smallest, between the learning rates that were tried (`vertex`).
+`vertex` estimates where a loss is smallest, between the learning rates that were tried.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Bits per byte that simple, well-known methods reach on a held-out text: what a trained model has to beat.
+"""Bits per byte that simple, well-known methods reach on a held-out text: a trained model has to beat them.
 
-Of a sample that a model wrote: how much of it is Python, line by line, as Python's own tokenizer sees it.
+`accepted_share` counts how much of a sample is Python, line by line, as Python's own tokenizer sees it.
 
 A gram is a run of bytes packed into a uint64, oldest byte highest, so that sorted grams of one context are neighbours.
 Array suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.

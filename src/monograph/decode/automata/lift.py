@@ -1,4 +1,4 @@
-"""From bytes to tokens: what a whole token does to every state of a byte automaton; and the same on the device.
+"""Lifts an automaton from bytes to tokens: what a whole token does to every state; and follows it on the device.
 
 Two tokens that do the same to all states are of one class, so the table over states and tokens becomes one over states
 and classes, and a class for each token. The decode step follows it by gathers in tensors of fixed size, without a word
