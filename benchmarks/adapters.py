@@ -1,6 +1,6 @@
 """Peak memory of training all weights of a 1B and an 8B model, and of adapters beside weights in 16, 8 and 4 bits.
 
-Each way is predicted for a card (`measure.footprint`: a trace, nothing computed). What this machine can hold is then
+Each way is predicted for a card (`predict.footprint`: a trace, nothing computed). What this machine can hold is then
 run: on a CPU the 1B shape on shorter rows, under the allocator's own events, beside the prediction for that; on a GPU
 the predicted thing itself. bf16, micro-batches of one row, a graph for each block.
 """
@@ -16,9 +16,9 @@ import plan
 
 from monograph.device import default_device, describe
 from monograph.graph.lora import Lora
-from monograph.measure.footprint import Work, footprint
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Optimizer
+from monograph.predict.footprint import Work, footprint
 
 RANK, LENGTH, ON_A_CPU = 16, 2048, 256  # tokens of a row
 SHAPES = ("1b", "8b")

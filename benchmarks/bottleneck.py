@@ -23,10 +23,10 @@ import torch
 from monograph.device import default_device
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
-from monograph.measure.profiler import profile
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
+from monograph.profiling.profiler import profile
 from monograph.resident import Resident
 
 GOAL = 0.25

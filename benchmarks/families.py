@@ -23,10 +23,9 @@ import transformers
 from torch import Tensor, nn
 
 import monograph as mono
-from monograph.model.families import FAMILIES, FULL, SLIDING
+from monograph.model.families import FAMILIES, FULL, SLIDING, LinearScaling, Llama3Scaling, Scaling
 from monograph.model.hub import load_model, save_model
 from monograph.model.rope import inverse_frequencies
-from monograph.model.scaling import LinearScaling, Llama3Scaling, Scaling
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 10, 1e-5
 ERRORS = ("logits_fp32", "gradients_fp32", "logits_fp64", "gradients_fp64")

@@ -16,8 +16,8 @@ from monograph.config import load
 from monograph.data.corpus import Corpus
 from monograph.device import clock, default_device, describe, synchronize
 from monograph.evaluation import evaluate
+from monograph.evaluation.yardsticks import yardsticks
 from monograph.loop import train
-from monograph.measure.yardsticks import yardsticks
 from monograph.planner import defaults
 from monograph.run.progress import Progress
 from monograph.session.plan import Plan

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from monograph.decode import Generation, Sampling
 from monograph.decode.cache import KVCache
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Generator, Request
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Request
 from monograph.device import default_device
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from monograph import __version__  # noqa: E402
 from monograph.device import clock, describe, synchronize  # noqa: E402
-from monograph.measure.memory import LiveBytes  # noqa: E402
+from monograph.profiling.memory import LiveBytes  # noqa: E402
 
 # ── arguments and results ─────────────────────────────────────────────────────────────────────────
 

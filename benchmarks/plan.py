@@ -1,10 +1,10 @@
 """Predicted against measured peak memory of a training step, over families, depths, widths, vocabularies, batches.
 
-The prediction (`measure.footprint`) is made from a trace of the step, with nothing computed. The measurement builds
+The prediction (`predict.footprint`) is made from a trace of the step, with nothing computed. The measurement builds
 model and engine, accumulates an update of some micro-batches and applies it: on a CPU under the allocator's own events
-(`measure.memory.LiveBytes`), on a GPU by `torch.cuda.max_memory_allocated`, there on larger models. A captured step is
-measured after the call that compiles it. Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds
-of CPU time.
+(`profiling.memory.LiveBytes`), on a GPU by `torch.cuda.max_memory_allocated`, there on larger models. A captured step
+is measured after the call that compiles it. Goal: 5 % at worst, 1 % at the median, each prediction in less than 10
+seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from monograph.device import default_device
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.measure.footprint import Work, footprint
-from monograph.measure.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
+from monograph.predict.footprint import Work, footprint
+from monograph.profiling.memory import LiveBytes, peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
 
 GOAL, MEDIAN_GOAL, SECONDS = 0.05, 0.01, 10.0

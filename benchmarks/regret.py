@@ -20,13 +20,13 @@ from monograph.device import default_device, describe, measured_matmul_flops
 from monograph.graph.precision import DTYPES, Precision
 from monograph.graph.remat import named
 from monograph.loss import Batch
-from monograph.measure.estimate import estimate_bytes
-from monograph.measure.footprint import Work
-from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.planner import Asked, Plan
+from monograph.predict.estimate import estimate_bytes
+from monograph.predict.footprint import Work
+from monograph.predict.roofline import update_time
 from monograph.resident import Resident
 
 GOAL = 0.95

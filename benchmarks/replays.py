@@ -13,7 +13,7 @@ from monograph.device import clock, default_device, synchronize
 from monograph.graph.capture import is_replayed, replayed
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import Batch
-from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
+from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
 
 

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import monograph.engine
 from monograph.device import clock
 from monograph.loss import token_loss
-from monograph.measure.memory import LiveBytes
 from monograph.model.llama import Llama
+from monograph.profiling.memory import LiveBytes
 
 # Operators that only look at memory in another shape, or only allocate it: nothing is launched for them.
 QUIET = (

@@ -16,10 +16,10 @@ from torch import Tensor
 from monograph.device import clock, default_device, synchronize
 from monograph.graph.precision import Precision
 from monograph.loop import train
-from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
+from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
 
 LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0

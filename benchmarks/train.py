@@ -22,8 +22,8 @@ from systems import SYSTEMS as SINGLE
 from systems import Shape, sizes
 
 from monograph.device import clock, default_device, describe, measured_matmul_flops
-from monograph.measure.flops import flops_per_token, mfu
 from monograph.model.config import LlamaConfig
+from monograph.predict.flops import flops_per_token, mfu
 
 SHORTEST_CASE_S = 15.0  # with less time left, a case is not begun
 SHAPES = {

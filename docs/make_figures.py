@@ -20,8 +20,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from monograph.measure import figures, quantities
-from monograph.measure.theme import themed
+from monograph.report import figures, quantities
+from monograph.report.plot_style import themed
 from monograph.run.curve import SCALE_WIDTH, YARDSTICK_WIDTH, curve_pieces
 from monograph.run.progress import LABEL_WIDTH
 from monograph.run.screen import cut, shown

@@ -14,12 +14,12 @@ from typing import Any
 from monograph import planner
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
-from monograph.measure.quantities import count, duration, gibibytes
-from monograph.measure.roofline import LINK_BYTES_PER_S, LINK_SHARE
-from monograph.measure.tally import ORIGINS
 from monograph.model.config import LlamaConfig
 from monograph.planner import Asked, Limits, Plan, defaults, plan, streamed
 from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
+from monograph.predict.fake_memory import ORIGINS
+from monograph.predict.roofline import LINK_BYTES_PER_S, LINK_SHARE
+from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.resolve import REMATS
 from monograph.stream.clock import Link
 

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from monograph.measure import look
-from monograph.measure.theme import themed
+from monograph.report import plot_style
+from monograph.report.plot_style import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "memory.md", DOCS / "figures" / "remat.svg"
@@ -19,9 +19,9 @@ BEGIN, END = "<!-- made by docs/make_remat.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a case of the result file
 # The lines of the picture: whose points, what they are called, and how they are drawn.
 LINES = (
-    ("torch, whole", "torch's budget, one graph", look.WARN, "-"),
-    ("spread, whole", "over the blocks, one graph", look.ACCENT, "-"),
-    ("spread, blocks", "over the blocks, a graph for each", look.ACCENT, (0, (2, 1.5))),
+    ("torch, whole", "torch's budget, one graph", plot_style.WARN, "-"),
+    ("spread, whole", "over the blocks, one graph", plot_style.ACCENT, "-"),
+    ("spread, blocks", "over the blocks, a graph for each", plot_style.ACCENT, (0, (2, 1.5))),
 )
 # With no bytes to share out every policy is `Remat.Full`, with all of them `Remat.Off`.
 ENDS = {0.0: "full", 1.0: "none"}
@@ -78,7 +78,7 @@ def drawn(found: Found) -> str:
     """Bytes against the share, and against the FLOPs that are computed again."""
     from matplotlib.figure import Figure
 
-    with look.style():
+    with plot_style.style():
         figure = Figure(figsize=(7.3, 3.1), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         shares = sorted({case["share"] for case in found["cases"]})
@@ -93,7 +93,7 @@ def drawn(found: Found) -> str:
         right.set_xlabel("FLOPs of products computed again, %", fontsize=8, loc="right")
         left.set_ylim(0, None)
         left.legend(frameon=False, fontsize=8, loc="lower right")
-        return themed(look.svg(figure))
+        return themed(plot_style.svg(figure))
 
 
 def main() -> None:

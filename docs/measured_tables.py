@@ -10,7 +10,7 @@ from typing import Any
 
 from measured_sentences import ROWS
 
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Found = dict[str, Any]  # a result file

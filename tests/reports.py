@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from monograph.measure.bottleneck import Machine, Situation, verdict
-from monograph.measure.intervals import Kernel, Timeline, spent
-from monograph.measure.ladder_report import draw_ladder, ladder_page
-from monograph.measure.profile_figure import draw_profile
-from monograph.measure.profile_report import profile_page
-from monograph.measure.profiler import Profile
-from monograph.measure.report import write_report
-from monograph.measure.sweep_report import write_sweep_report
+from monograph.profiling.bottleneck import Machine, Situation, verdict
+from monograph.profiling.intervals import Kernel, Timeline, spent
+from monograph.profiling.profiler import Profile
+from monograph.report.profile_report import draw_ladder, draw_profile, ladder_page, profile_page
+from monograph.report.run_report import write_report
+from monograph.report.sweep_report import write_sweep_report
 
 HOSTILE = "<script>alert(1)</script> & \x1b[31m"
 

@@ -19,9 +19,9 @@ from torch import nn
 import monograph as mono
 from monograph import cli
 from monograph.config.keys import DEFAULT_MINUTES, KEYS
-from monograph.measure.report import write_report
-from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.families import FAMILIES
+from monograph.predict.roofline import EFFICIENCIES
+from monograph.report.run_report import write_report
 from scripts import ROOT, script
 
 README = ROOT / "README.md"

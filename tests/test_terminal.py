@@ -75,7 +75,7 @@ def test_any_text_can_be_written_to_a_stream_of_any_encoding(
 
 # What sends escape sequences of our own.
 ON_ITS_OWN = {"terminal.py", "run/screen.py", "cli/__init__.py", "commands/data.py"}
-HOLDS_ESCAPES = {"cli/__init__.py", "data/show.py", "run/signals.py"}
+HOLDS_ESCAPES = {"cli/__init__.py", "data/corpus.py", "run/signals.py"}
 # To file descriptors of a process's own, or what is no text of others.
 WRITES_BYTES = {"run/folder.py", "run/signals.py", "interrupts.py", "text/sandbox.py"}
 

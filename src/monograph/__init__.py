@@ -48,8 +48,8 @@ _HOME = {
     "generate": "decode",
     "Sampling": "decode",
     "plan": "planner",
-    "flops": "measure.flops:flops_per_token",
-    "profile": "measure.profiler",
+    "flops": "predict.flops:flops_per_token",
+    "profile": "profiling.profiler",
     "save_checkpoint": "loop",
     "load_checkpoint": "loop",
 }

@@ -14,11 +14,11 @@ from monograph.commands import plan
 from monograph.commands.plan import memory_size
 from monograph.device import describe
 from monograph.errors import UsageError
-from monograph.measure.calibration import Calibration
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.planner import Asked, Limits
+from monograph.predict.roofline import Calibration
 
 
 def run(capsys, *arguments):

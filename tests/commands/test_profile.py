@@ -15,7 +15,7 @@ import pytest
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
 from monograph.commands.profile import warn_if_busy
-from monograph.measure.intervals import PARTS
+from monograph.profiling.intervals import PARTS
 from monograph.run.progress import Progress
 
 

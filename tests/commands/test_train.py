@@ -18,7 +18,7 @@ from commands.forked import PROGRAM, CommandServer
 from commands.inputs import OWN, SLOW, TINY, over, rows
 from monograph import load
 from monograph.device import compiler_obstacle
-from monograph.measure.quantities import memory
+from monograph.report.quantities import memory
 from monograph.run.folder import Run
 from monograph.run.writing import discard
 

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from clocks import HANG_S
-from monograph.data.ahead import ahead
+from monograph.data.encoding import ahead
 
 
 def threads():

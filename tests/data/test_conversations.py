@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
-from monograph.data.answers import Answering, Answers
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
+from monograph.data.loss_mask import Answering, Answers
 from monograph.data.rows import IGNORE, Rows
-from monograph.data.show import answer_ends, render_row
 from monograph.data.sources import find
 from monograph.errors import InputRefused, UsageError
 

@@ -131,7 +131,7 @@ def test_preparing_text_imports_no_torch(python, texts):
     script = """
 import sys
 from monograph.data.corpus import corpus
-from monograph.data.show import render_row
+from monograph.data.corpus import render_row
 render_row(corpus(sys.argv[1], tokenizer="bytes", sequence_length=16), 0, True)
 print("torch" in sys.modules)
 """

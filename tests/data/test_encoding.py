@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from monograph.data import encoding, text
+from monograph.data import encoding, reading
 from monograph.data.documents import Documents, Reading
 from monograph.data.encoding import encode_documents, train_tokenizer
 from monograph.data.progress import Meter
@@ -66,8 +66,8 @@ def test_a_document_is_bos_ids_eos(documents, texts, trained, tmp_path):
 def test_parts_and_batches_do_not_show(texts, trained, tmp_path, monkeypatch):
     documents = documents_of(texts, tmp_path, held_out=0.3)
     whole = encoded(documents, trained, tmp_path / "whole")
-    monkeypatch.setattr(text, "PART_CHARS", 200)
-    monkeypatch.setattr(text, "BLOCK_BYTES", 77)
+    monkeypatch.setattr(reading, "PART_CHARS", 200)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 77)
     monkeypatch.setattr(encoding, "_BATCH_CHARS", 450)
     parts = encoded(documents, trained, tmp_path / "parts")
     for side in ("train", "held_out"):
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_the_training_before_anything_is_merged(documents, mon
     merged, train_bpe = [], Tokenizer.train_bpe
 
     def slow(texts, vocab_size):
-        tokenizer = train_bpe((time.sleep(0.05) or text for text in texts), vocab_size)
+        tokenizer = train_bpe((time.sleep(0.05) or reading for reading in texts), vocab_size)
         merged.append(tokenizer)
         return tokenizer
 
@@ -166,7 +166,7 @@ def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, mon
     made = {"alphabet": pre_tokenizers.ByteLevel.alphabet(), "use_regex": True, "space_first": space_first}
     theirs = article.tokenizer([words], **made)
     tokenizer = Tokenizer(json.loads(theirs.to_str()), "x")
-    monkeypatch.setattr(text, "PART_CHARS", 100)
+    monkeypatch.setattr(reading, "PART_CHARS", 100)
     folder = tmp_path / "out"
     folder.mkdir()
     documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
@@ -229,7 +229,7 @@ def test_a_large_corpus_is_sampled(documents, texts, tmp_path, monkeypatch):
         chosen = "".join(source.sample(source.train_bytes // 3))
         # Records are taken or left whole, by their hash: 20 of them vary more than files, of which the last is cut.
         assert 0.1 * source.train_bytes < len(chosen.encode()) < 0.6 * source.train_bytes
-    assert held and not any(text in "".join(records.sample(10**9)) for text in held)
+    assert held and not any(reading in "".join(records.sample(10**9)) for reading in held)
     monkeypatch.setattr(encoding, "TOKENIZER_SAMPLE_BYTES", 5000)
     _, notes = train_tokenizer(documents, 300, None)
     assert "was trained on" in notes[0]

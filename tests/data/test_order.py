@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import least_s
-from monograph.data.order import Share, rows_at, share, shares_at
+from monograph.data.rows import Share, rows_at, share, shares_at
 
 SEEDS = st.integers(-(2**70), 2**70)
 

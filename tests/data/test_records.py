@@ -15,7 +15,7 @@ import zstandard
 
 from clocks import least_s
 from data import bombs
-from monograph.data import blocks, records, tables
+from monograph.data import reading, records, tables
 from monograph.data.corpus import corpus
 from monograph.data.documents import Documents, Reading
 from monograph.data.records import json_lines
@@ -136,7 +136,7 @@ def test_a_line_may_end_anywhere_in_a_block(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
     for size in (1, 7, 64, 1000):
-        monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
+        monkeypatch.setattr(reading, "BLOCK_BYTES", size)
         assert list(json_lines(path, "text")) == list(enumerate(TEXTS, 1))
 
 
@@ -211,11 +211,11 @@ def test_a_bad_column_is_refused_by_name_and_row(tmp_path, column, said):
 def test_a_bomb_is_refused_whatever_it_is_packed_with(tmp_path, monkeypatch, kind):
     def everything(mebibytes):
         path = bombs.made(kind, mebibytes, tmp_path)
-        return list(blocks.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text"))
+        return list(reading.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text"))
 
     assert len(everything(3)) == 3
-    monkeypatch.setattr(blocks, "LEAST_UNPACKED_BYTES", 1 << 20, raising=False)
-    monkeypatch.setattr(blocks, "MOST_UNPACKED", 2, raising=False)
+    monkeypatch.setattr(reading, "LEAST_UNPACKED_BYTES", 1 << 20, raising=False)
+    monkeypatch.setattr(reading, "MOST_UNPACKED", 2, raising=False)
     with pytest.raises(InputRefused, match=r"compression bomb: [0-9,]+ bytes become .* unpack it and give that"):
         everything(3)
 

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from monograph.data.corpus import corpus
-from monograph.data.show import render_row
+from monograph.data.corpus import corpus, render_row
 from monograph.errors import UsageError
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monograph.data.documents import BUCKETS, check_fraction, split
 from monograph.data.sources import SourceFile
-from monograph.data.split import BUCKETS, check_fraction, split
 from monograph.errors import UsageError
 
 # (group, size) of files; half of the groups have several members.

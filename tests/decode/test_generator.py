@@ -11,9 +11,8 @@ import torch
 from batches import tiny_llama
 from monograph.decode.automata import stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Finish, Generator, Request
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Finish, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama

@@ -12,9 +12,8 @@ import torch
 
 from batches import tiny_llama
 from monograph.decode.automata import constraint, stop_strings
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Generator, Request
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
 

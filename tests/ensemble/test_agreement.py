@@ -14,8 +14,8 @@ from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.siblings import fuse_siblings
 from monograph.loop import train
-from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW, Muon
+from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
 from monograph.schedule import constant
 from zoo import MLP, of_classes, zoo

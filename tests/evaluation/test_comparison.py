@@ -15,12 +15,12 @@ from batches import tiny_llama
 from monograph.data.corpus import Corpus, corpus
 from monograph.ensemble.knobs import Knobs, grid
 from monograph.errors import UsageError
-from monograph.evaluation import compare, documents, evaluate
+from monograph.evaluation import compare, evaluate
+from monograph.evaluation import text as scoring
 from monograph.evaluation.choices import Answer
 from monograph.evaluation.comparison import compare_answers
-from monograph.evaluation.documents import Scores, by_document, difference
-from monograph.evaluation.noise import mean
-from monograph.evaluation.text import Evaluates, evaluate_members
+from monograph.evaluation.significance import mean
+from monograph.evaluation.text import Evaluates, Scores, by_document, difference, evaluate_members
 from monograph.resident import Resident
 
 
@@ -86,7 +86,7 @@ def test_a_documents_score_is_its_own(tmp_path: Path) -> None:
 
 def test_units_of_several_documents(text: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     each = by_document(resident(1), text.held_out)
-    monkeypatch.setattr(documents, "MOST_UNITS", 4)
+    monkeypatch.setattr(scoring, "MOST_UNITS", 4)
     units = by_document(resident(1), text.held_out)
     parts = np.array_split(np.arange(len(each.bytes_U)), 4)
     assert list(units.bytes_U) == [each.bytes_U[part].sum() for part in parts]

@@ -9,7 +9,7 @@ import torch
 
 from batches import VOCABULARY, tiny_llama
 from monograph.errors import InputRefused
-from monograph.evaluation import Continuation, continuations, score
+from monograph.evaluation import Continuation, choices, score
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from numerics import error_within
@@ -39,7 +39,7 @@ def one_by_one(model: Llama, asked: list[Continuation], precision: Precision = F
     return torch.stack(sums)
 
 
-def log_probabilities(found: list[continuations.Score], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def log_probabilities(found: list[choices.Score], dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor([each.log_probability for each in found], dtype=dtype)
 
 
@@ -65,7 +65,7 @@ def test_logits_come_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(model, asked, FP32)
     assert max(most) == sum(len(each.ids) for each in asked)
     most.clear()
-    monkeypatch.setattr(continuations, "LOGITS", 5 * VOCABULARY)
+    monkeypatch.setattr(choices, "LOGITS", 5 * VOCABULARY)
     pieces = score(model, asked, FP32)
     assert max(most) <= 5
     torch.testing.assert_close(log_probabilities(pieces), log_probabilities(whole), rtol=1e-12, atol=0.0)

@@ -16,7 +16,7 @@ from torch import nn
 
 from monograph.graph.capture import compiled
 from monograph.graph.frozen import NF4, Int8Linear, NF4Linear, parameter_count
-from monograph.measure.memory import LiveBytes
+from monograph.profiling.memory import LiveBytes
 from numerics import error_within, relative_error
 
 KINDS = (Int8Linear, NF4Linear)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from monograph.graph.host_state import HostState
+from monograph.graph.replay import HostState
 
 
 class Part(nn.Module):

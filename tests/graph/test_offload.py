@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from batches import flat_gradient, packed, tiny_llama
-from monograph.graph import offload
+from monograph.graph import recompute
 from monograph.graph.capture import CaptureFailed, capture
-from monograph.graph.offload import Lane, Parcel, offloaded
 from monograph.graph.precision import Precision
+from monograph.graph.recompute import Lane, Parcel, offloaded
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -75,7 +75,7 @@ class Watched(Lane):
 
 def test_inputs_leave_the_device_and_each_is_called_one_block_early(monkeypatch):
     lane, alive, recomputed = Watched(), [], []
-    monkeypatch.setattr(offload, "_lane", lambda device: lane)
+    monkeypatch.setattr(recompute, "_lane", lambda device: lane)
 
     def block(x):
         alive.append(weakref.ref(x))

@@ -14,9 +14,8 @@ from batches import LENGTH, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.knapsack import Choice, front, within
-from monograph.graph.recompute import follow, recorded, settle
-from monograph.graph.remat import Remat, named, spread
+from monograph.graph.recompute import choose_kept, follow, recorded
+from monograph.graph.remat import Choice, Remat, front, named, spread, within
 from monograph.loss import token_loss
 
 items = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
@@ -118,7 +117,7 @@ def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypat
     monkeypatch.setattr(compat, "stored_by_graph", spy)
     model = tiny_llama()
     follow(model, policy)
-    settle(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
+    choose_kept(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
     assert len(graphs) == asked
     kept = [block.remat.kept for block in blocks(model).values()]
     assert kept[0] == kept[1] and bool(kept[0]) == (policy != Remat.Full())

@@ -17,7 +17,7 @@ from batches import packed, ragged
 from laws.replaying import ROWS, Reads, assert_same_bits, check, engine, replaying, trained, windows_of
 from monograph.graph.capture import capture, release
 from monograph.graph.remat import Remat
-from monograph.graph.static_inputs import MOST
+from monograph.graph.replay import MOST
 from monograph.loss import TokenLoss
 from tape import Tape
 

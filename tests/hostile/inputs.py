@@ -40,10 +40,9 @@ from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
 from monograph.config.sources import classify
 from monograph.data import shards
-from monograph.data.blocks import read_blocks
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.documents import Documents, Reading
-from monograph.data.questions import read_questions
+from monograph.data.reading import read_blocks
 from monograph.data.records import Fault
 from monograph.data.sources import find, weighted
 from monograph.data.tables import table_rows
@@ -52,11 +51,12 @@ from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.pattern import whole as whole_pattern
 from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused
-from monograph.graph.windows import settle
-from monograph.measure.calibration import Calibration
+from monograph.evaluation.choices import read_questions
+from monograph.graph.mmap_weights import materialize_
 from monograph.model import torch_file
 from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
 from monograph.model.hub import mapped_model, save_model
+from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial
@@ -181,7 +181,7 @@ def model(folder: Path) -> Path:
 
 def config(draws: random.Random, folder: Path) -> None:
     path = model(folder) / "config.json"
-    replaced(path, hostile_json(json.loads(path.read_bytes()), draws), lambda: settle(mapped_model(path.parent)))
+    replaced(path, hostile_json(json.loads(path.read_bytes()), draws), lambda: materialize_(mapped_model(path.parent)))
 
 
 def read_tokenizer(folder: Path) -> None:
@@ -216,7 +216,7 @@ def safetensors(draws: random.Random, folder: Path) -> None:
     header = hostile_json(json.loads(data[8 : 8 + length]), draws)
     told = draws.choice([len(header)] * 6 + [0, 2**63, 2**64 - 1, length, 10**8])
     content = struct.pack("<Q", told) + header + data[8 + length :]
-    use = draws.choice([lambda: settle(mapped_model(path.parent)), lambda: mapped_model(path.parent)])
+    use = draws.choice([lambda: materialize_(mapped_model(path.parent)), lambda: mapped_model(path.parent)])
     replaced(path, damaged(data, draws) if draws.random() < 0.2 else content, use)
 
 
@@ -227,7 +227,7 @@ def index(draws: random.Random, folder: Path) -> None:
         content["weight_map"][name] = draws.choice(
             ["../model/model.safetensors", "/etc/passwd", "/dev/zero", ".", "..", "config.json", "", "\0", "a/b"]
         )
-    replaced(path, hostile_json(content, draws), lambda: settle(mapped_model(path.parent)))
+    replaced(path, hostile_json(content, draws), lambda: materialize_(mapped_model(path.parent)))
 
 
 def adapter(draws: random.Random, folder: Path) -> None:
@@ -396,7 +396,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         run.parent_file.write_text("{}")
     names = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
     return [
-        *((base / name, lambda: (settle(mapped_model(base)), read_tokenizer(base))) for name in names),
+        *((base / name, lambda: (materialize_(mapped_model(base)), read_tokenizer(base))) for name in names),
         *((path, lambda: mapped_model(folder / "sharded")) for path in sorted((folder / "sharded").glob("model*"))),
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),

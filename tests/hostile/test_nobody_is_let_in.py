@@ -25,8 +25,8 @@ NEVER = {
 # Where a name of these means something else, or the one thing that it is there for.
 ALLOWED = {
     "eval": {  # a module's own method: it is to compute, not to learn
-        "commands/compare.py", "commands/evaluate.py", "decode/generator.py", "evaluation/continuations.py",
-        "engine.py", "graph/readers.py", "lm_eval/model.py",
+        "commands/compare.py", "commands/evaluate.py", "decode/generator.py", "evaluation/choices.py",
+        "engine.py", "graph/siblings.py", "lm_eval/model.py",
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
 }  # fmt: skip
@@ -120,11 +120,12 @@ NO_INPUT = {
     "storage/cache_dir.py": "what the compiler wrote",
     "device.py": "/proc and /sys",
     "distributed/checkpoint.py": "a file that this process writes on",
+    "distributed/world.py": "/proc",
     "storage/reading.py": "the one place",
     "storage/writing.py": "a file or a folder, to sync it",
     "graph/matmul.py": "a source of the package",
-    "measure/memory.py": "/proc",
-    "measure/profiler.py": "a trace that was just written",
+    "profiling/memory.py": "/proc",
+    "profiling/profiler.py": "a trace that was just written",
     "run/trust.py": "the secret of this user, never through a link",
 }
 

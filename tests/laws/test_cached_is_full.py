@@ -10,8 +10,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache
-from monograph.decode.prompt import Reader
+from monograph.decode.cache import KVCache, Reader
 from monograph.model.config import LinearScaling, Llama3Scaling
 from monograph.model.families import FULL, SLIDING
 from monograph.model.hub import save_model

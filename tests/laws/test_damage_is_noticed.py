@@ -22,10 +22,10 @@ from monograph.commands import check
 from monograph.config import load
 from monograph.data import store
 from monograph.data.documents import Reading
-from monograph.data.request import Request
 from monograph.data.sources import find
+from monograph.data.store import Request
 from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.measure.calibration import Calibration
+from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.sweeps.folder import Sweep
 from monograph.text.tokenizer import Tokenizer

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer as Engine
 from chats import CHATS, speaking
 from llama_cpp import LlamaCpp
 from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.model.scaling import LinearScaling, Llama3Scaling
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS

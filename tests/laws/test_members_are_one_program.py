@@ -12,8 +12,8 @@ from monograph.ensemble import Ensemble
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import train
-from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW
+from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
 from numerics import error_within
 from zoo import zoo

@@ -15,10 +15,10 @@ import torch
 
 from batches import tiny_llama
 from monograph.graph.lora import Lora
-from monograph.measure.estimate import estimate_bytes, trained_adapters
-from monograph.measure.footprint import Work, footprint
 from monograph.optim import AdamW, Muon
 from monograph.planner.choose import DOUBT
+from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.predict.footprint import Work, footprint
 
 WORST = 0.05
 

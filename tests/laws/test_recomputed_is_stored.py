@@ -18,8 +18,8 @@ from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
-from monograph.measure.memory import LiveBytes
 from monograph.optim import AdamW
+from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
 from numerics import error_within
@@ -204,7 +204,7 @@ def kept_bytes(policy, precision="fp32"):
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
     model, batch = tiny_llama(**sizes), ragged(8)
     step = Step(model, remat=policy, precision=Precision(precision))
-    step.settle(batch)
+    step.choose_kept(batch)
     with LiveBytes() as live, step.precision.context("cpu"):
         hidden = model(batch["tokens"])
     assert hidden.requires_grad

@@ -16,8 +16,8 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, NotReplayable, Replays
 from monograph.loss import TokenLoss
-from monograph.measure.memory import peak_memory_bytes, reset_peak_memory
 from monograph.optim import AdamW
+from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
 
 # The deterministic mode warns of what it cannot order; that shows as other bits, if it matters.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from monograph.decode.chain import OK, Rows, edited, narrowed, sample
 from monograph.decode.knobs import Chain, chain_of
-from monograph.decode.noise import row_uniform
+from monograph.decode.reproducible import row_uniform
 from monograph.decode.sampling import ORDERS, Sampling
 from numerics import error_within
 from reference.sampler import probabilities

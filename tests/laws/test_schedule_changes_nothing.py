@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import tiny_llama
 from monograph.decode.automata import constraint, stop_strings
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Finish, Generator, Request
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Finish, Request
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
 

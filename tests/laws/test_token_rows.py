@@ -17,9 +17,9 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.token_rows import rows_of, tables
 from monograph.loss import token_loss
-from monograph.measure.memory import LiveBytes
 from monograph.ops.token_rows import replaced
 from monograph.optim import AdamW, Muon
+from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
 from numerics import relative_error
 

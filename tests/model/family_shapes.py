@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from monograph.model.families import FULL, SLIDING
-from monograph.model.scaling import LinearScaling, Llama3Scaling
+from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
 
 SCALINGS = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16)]
 SMALL = {

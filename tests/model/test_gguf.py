@@ -20,8 +20,7 @@ from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.gguf import FILE, neighbouring, save_gguf
-from monograph.model.gguf_words import pre_tokenizer
+from monograph.model.gguf import FILE, neighbouring, pre_tokenizer, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.run.models import check

@@ -18,8 +18,8 @@ from adapted import trained
 from batches import tiny_llama
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora, merge
+from monograph.graph.mmap_weights import MappedWeight, materialize_
 from monograph.graph.precision import Precision
-from monograph.graph.windows import Window, settle
 from monograph.model.adapter import packed, put, read_adapter, save_adapter
 from monograph.model.files import read_headers
 from monograph.model.gguf import save_gguf
@@ -71,9 +71,9 @@ def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: b
         pytest.skip("a folder of several dtypes is loaded in one that is named")
     folder, expected = write(tmp_path / "base", stored, tied), None
     expected = read_whole(folder, dtype)
-    found = settle(mapped_model(folder, dtype))
+    found = materialize_(mapped_model(folder, dtype))
     assert same(found, expected) and same(load_model(folder, dtype), expected)
-    assert not any(isinstance(p, Window) for p in found.parameters())
+    assert not any(isinstance(p, MappedWeight) for p in found.parameters())
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
 
 
@@ -86,8 +86,8 @@ def test_a_frozen_base_in_every_form(tmp_path: Path, stored: str, base: str, pre
     expected = read_whole(folder, torch.float32)
     for model in (found, expected):
         put(model, lora, seed=3, precision=Precision(precision), device=torch.device("cpu"))
-    assert any(isinstance(p, Window) for p in found.parameters()) == (stored != "fp64")
-    settle(found)
+    assert any(isinstance(p, MappedWeight) for p in found.parameters()) == (stored != "fp64")
+    materialize_(found)
     assert same(found, expected)
     assert {n: p.requires_grad for n, p in found.named_parameters()} == {
         n: p.requires_grad for n, p in expected.named_parameters()
@@ -105,13 +105,13 @@ OPTIMIZERS = {
 def test_masters_in_planes(tmp_path: Path, name: str, stored: str) -> None:
     folder = write(tmp_path / "base", stored)
     found, _ = build(Recipe(str(folder), "auto", {}, 0))
-    models = settle(found, trained=False), read_whole(folder, torch.float32)
+    models = materialize_(found, trained=False), read_whole(folder, torch.float32)
     one, other = (Resident(m, optim=OPTIMIZERS[name], precision=Precision("bf16")) for m in models)
     for mine, theirs in zip(one.step.planes, other.step.planes, strict=True):
         assert torch.equal(mine.param, theirs.param) and mine.param.dtype == theirs.param.dtype
         assert torch.equal(mine.grad, theirs.grad) and mine.grad.dtype == theirs.grad.dtype
         assert all(torch.equal(mine.state[key], theirs.state[key]) for key in theirs.state)
-    assert same(*models) and not any(isinstance(p, Window) for p in found.parameters())
+    assert same(*models) and not any(isinstance(p, MappedWeight) for p in found.parameters())
 
 
 ON_DISK = frozenset({"weights", "rest", "exp_avg", "ema"})
@@ -131,7 +131,7 @@ def test_masters_in_stages(tmp_path: Path, stored: str, placement: Placement) ->
         first, second = getattr(mine, kind), getattr(theirs, kind)
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in second)
     assert all(t.dtype == torch.float32 for t in mine.model.values())
-    assert not any(isinstance(p, Window) for p in found.parameters())
+    assert not any(isinstance(p, MappedWeight) for p in found.parameters())
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -141,7 +141,7 @@ def test_the_digest_is_of_the_numbers_in_fp32(tmp_path: Path, stored: str) -> No
     for name, tensor in sorted(unique_state(read_whole(folder, torch.float32)).items()):
         expected.update(f"{name} {list(tensor.shape)} ".encode() + tensor.numpy().tobytes())
     model, _ = build(Recipe(str(folder), "auto", {}, 0))
-    assert digest(model) == expected.hexdigest() == digest(settle(model))
+    assert digest(model) == expected.hexdigest() == digest(materialize_(model))
 
 
 def exported(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from monograph.model.masks import BLOCK, attention_mask, block_mask, dense_mask
+from monograph.model.llama import BLOCK, attention_mask, block_mask, dense_mask
 
 WINDOWS = st.none() | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384]) | st.integers(1, 900)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)

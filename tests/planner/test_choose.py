@@ -11,12 +11,12 @@ from batches import tiny_llama
 from monograph.device import named
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
-from monograph.measure.estimate import estimate_bytes
-from monograph.measure.footprint import Footprint, Work
-from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
 from monograph.planner import Asked, budget, choose, plan
+from monograph.predict.estimate import estimate_bytes
+from monograph.predict.footprint import Footprint, Work
+from monograph.predict.roofline import update_time
 
 H200 = named("H200")
 BOTH = ("whole", "blocks")

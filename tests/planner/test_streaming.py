@@ -10,8 +10,6 @@ import pytest
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.precision import Precision
-from monograph.measure.footprint import Work
-from monograph.measure.roofline import pass_times, update_time
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
@@ -19,6 +17,8 @@ from monograph.planner import Asked, Limits, streamed, streamed_or_resident
 from monograph.planner.placement_bytes import META, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import ways
+from monograph.predict.footprint import Work
+from monograph.predict.roofline import pass_times, update_time
 from monograph.stream import Streamed
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home

@@ -15,8 +15,8 @@ from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
-from monograph.measure.footprint import Work, footprint
 from monograph.optim import AdamW, Muon
+from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module

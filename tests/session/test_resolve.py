@@ -12,10 +12,10 @@ import pytest
 from monograph.config import load
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.measure.estimate import estimate_bytes
-from monograph.measure.footprint import Footprint
 from monograph.model.config import LlamaConfig
 from monograph.planner import choose
+from monograph.predict.estimate import estimate_bytes
+from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape

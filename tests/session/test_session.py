@@ -13,10 +13,10 @@ from batches import tiny_llama
 from monograph.device import named
 from monograph.distributed.world import World
 from monograph.graph.remat import Remat
-from monograph.measure.calibration import Calibration
-from monograph.measure.footprint import Work
 from monograph.optim import AdamW
 from monograph.planner import Candidate
+from monograph.predict.footprint import Work
+from monograph.predict.roofline import Calibration
 from monograph.session import session
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file

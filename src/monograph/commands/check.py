@@ -13,8 +13,8 @@ import torch
 from monograph import __version__, checkpointing
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
-from monograph.measure.health import Disk, compiled_obstacle, disk, limits, limits_said
-from monograph.measure.quantities import gibibytes, megabytes
+from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
+from monograph.report.quantities import gibibytes, megabytes
 from monograph.run.base import tokenizer_of
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite

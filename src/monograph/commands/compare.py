@@ -14,15 +14,14 @@ from torch import Tensor
 
 from monograph.data.corpus import corpus
 from monograph.data.progress import Progress as Report
-from monograph.data.questions import hold_questions, read_questions
 from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import UsageError
-from monograph.evaluation.choices import Accuracy, Answer
+from monograph.evaluation.choices import Accuracy, Answer, hold_questions, read_questions
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
-from monograph.measure.quantities import count, counted
+from monograph.report.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run

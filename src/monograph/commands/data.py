@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 from monograph.config import Settings
-from monograph.data.corpus import Corpus
-from monograph.data.show import answer_ends, render_row
+from monograph.data.corpus import Corpus, answer_ends, render_row
 from monograph.device import describe
 from monograph.errors import UsageError
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
 from monograph.session.setup import open_corpus

@@ -7,11 +7,11 @@ import sys
 
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
-from monograph.data.questions import hold_questions, read_questions
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Accuracy, Evaluation, evaluate
-from monograph.measure.quantities import counted
+from monograph.evaluation.choices import hold_questions, read_questions
+from monograph.report.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite

@@ -18,8 +18,8 @@ from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
-from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
+from monograph.report.quantities import counted
 from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.storage.cache_dir import keep_compiled

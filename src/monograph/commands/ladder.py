@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from monograph.commands.profile import DEFAULT_ROOT, REPORT, planned, started, warn_if_busy
 from monograph.config import Settings
 from monograph.device import clock
-from monograph.measure.ladder_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
-from monograph.measure.quantities import clock_time
-from monograph.measure.theme import themed
+from monograph.report.plot_style import themed
+from monograph.report.profile_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
+from monograph.report.quantities import clock_time
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way

@@ -13,14 +13,13 @@ from monograph.config import Settings
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
-from monograph.measure.calibration import Calibration, peak_flops
-from monograph.measure.estimate import trained_adapters
-from monograph.measure.quantities import count, duration, gibibytes
-from monograph.measure.roofline import EFFICIENCIES
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
 from monograph.planner.defaults import precision as best_precision
 from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
+from monograph.predict.estimate import trained_adapters
+from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
+from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.new_tokens import planned_tokens, token_notes
 from monograph.session.requirements import notes_on, require_one_device, require_room
 from monograph.session.resolve import asked_of, resolve, shape_of

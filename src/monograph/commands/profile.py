@@ -12,12 +12,11 @@ from monograph import __version__, compat
 from monograph.config import Settings
 from monograph.device import default_device, describe
 from monograph.errors import UsageError
-from monograph.measure.intervals import PARTS
-from monograph.measure.profile_figure import draw_profile
-from monograph.measure.profile_report import mostly, profile_page, said
-from monograph.measure.profiler import Profile, profile
-from monograph.measure.quantities import count, counted
-from monograph.measure.theme import themed
+from monograph.profiling.intervals import PARTS
+from monograph.profiling.profiler import Profile, profile
+from monograph.report.plot_style import themed
+from monograph.report.profile_report import draw_profile, mostly, profile_page, said
+from monograph.report.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
 from monograph.config import Settings
-from monograph.data.places import spooled_stdin
+from monograph.data.resolve_sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog

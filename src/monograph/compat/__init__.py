@@ -16,14 +16,18 @@ from monograph.compat.dynamo import (
     without_numbers,
 )
 from monograph.compat.inductor import (
+    activations_kept,
     graph_pass,
     lower_to_call,
     lower_to_memory,
+    make_again,
     native,
     onednn_matmul,
+    partitioned,
     quiet_profiler,
     remove_cut_off_libraries,
     scaled_mm,
+    stored_by_graph,
     tell_processors_apart,
     watched_kernels,
 )
@@ -41,7 +45,6 @@ from monograph.compat.operators import (
     without_fast_path,
     writes_in_place,
 )
-from monograph.compat.partitioner import activations_kept, make_again, partitioned, stored_by_graph
 
 __all__ = [
     "activations_kept",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from monograph.config.keys import KEYS, SECTIONS, ModelSection
 from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
-from monograph.data.places import HUB
+from monograph.data.resolve_sources import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input

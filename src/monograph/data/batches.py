@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monograph.data.order import shares_at
-from monograph.data.rows import Rows
+from monograph.data.rows import Rows, shares_at
 from monograph.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
@@ -24,7 +23,7 @@ class Batches:
     """The windows of a training run: an iterator of `Batch`, each with all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
-    `monograph.data.order.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so
+    `monograph.data.rows.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so
     a window may hold the end of one and the beginning of the next. Nothing but (seed, position) decides a row: a run
     that goes on from `state()`, with any tokens_per_update, sees the rows that it would have seen.
 

@@ -1,4 +1,7 @@
-"""From a source to rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text."""
+"""From a source to rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text.
+
+`render_row` shows one row as text: which documents it is made of, and which of its tokens are trained on.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monograph.data.answers import Answering
 from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
+from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
-from monograph.data.rows import Rows
+from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import Found, find
 from monograph.data.store import Request, Stored, open_or_build
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.writing import temporary_folder, writing
+from monograph.terminal import visible
 from monograph.text.tokenizer import Tokenizer, parse
 
 if TYPE_CHECKING:
@@ -129,7 +134,7 @@ def corpus(
         sequence_length: T, positions of a row.
         packing: "packed" puts pieces of several documents into a row; "padded" one.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
-            see `monograph.data.split.split`. 0 for none.
+            see `monograph.data.documents.split`. 0 for none.
         text_key: the key or column of a record that holds its text. Records without it that have "messages",
             "conversations", or "prompt" and "completion" are conversations, of which the assistant's answers are
             trained on (docs/finetune.md); they need a tokenizer with a chat template.
@@ -251,3 +256,70 @@ def _skipped_note(found: Found) -> str | None:
     path, reason = unexpected[0]
     more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
     return f"passed over: {path} ({reason}){more}"
+
+
+_TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"
+
+
+def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
+    """One training row as text for a terminal.
+
+    A ruled line names each piece's document. What is a target is green; what is only an input is dim, or in [brackets]
+    without colour: a piece's first token (its own prediction, if it has one, belongs to the piece before), and in a
+    conversation all but the answers. Special tokens show their name.
+
+    Raises:
+        UsageError: no row has this index.
+    """
+    rows, tokenizer = corpus.train, corpus.tokenizer
+    if not 0 <= row_index < len(rows):
+        raise UsageError(f"row {row_index}: the corpus has rows 0 to {len(rows) - 1}")
+    row, length = rows.row(row_index), rows.sequence_length
+    trained, pieces = int((row["targets"] != IGNORE).sum()), rows.pieces(row_index)
+    filled = sum(piece.length for piece in pieces) / length
+    head = f"row {row_index:,} of {len(rows):,}: {_counted(length, 'position')}, {trained} trained"
+    lines, column = [f"{head}, {_counted(len(pieces), 'piece')}, {filled:.1%} filled"], 0
+    for piece in pieces:
+        place = slice(column, column + piece.length)
+        inputs, targets = row["tokens"][place], row["targets"][place]
+        part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
+        lines.append(_painted(f"── {visible(piece.document)}, {part} ──", _BORDER, colour))
+        # The last target is no input of the row, and never without training.
+        ids = [*inputs.tolist(), int(targets[-1])]
+        lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
+        column += piece.length
+    if column < length:
+        lines.append(_painted(f"── padding, {_counted(length - column, 'position')} ──", _BORDER, colour))
+    return "\n".join(lines)
+
+
+def answer_ends(corpus: Corpus) -> str:
+    """What the answers of the training conversations end with, by name, id and how often."""
+    names = {index: name for name, index in corpus.tokenizer.special.items()}
+    ends = corpus.train.answer_ends().items()
+    return ", ".join(f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends)
+
+
+def _runs(tokenizer: Tokenizer, ids: list[int], trained: list[bool], colour: bool) -> str:
+    shown, begin = "", 0
+    for is_target, run in groupby(trained):
+        end = begin + len(list(run))
+        text, begin = _text(tokenizer, ids[begin:end]), end
+        code = _TRAINED if is_target else _CONTEXT
+        shown += _painted(text, code, True) if colour else text if is_target else f"[{text}]"
+    return shown
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    names = {index: name.encode() for name, index in tokenizer.special.items()}
+    return visible(
+        b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode("utf-8", errors="replace")
+    )
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"{code}{text}{_PLAIN}" if colour else text

@@ -1,29 +1,54 @@
-"""Turns documents into token shards: trains the tokenizer where asked, then encodes part by part in bounded memory."""
+"""Turns documents into token shards: trains the tokenizer where asked, then encodes part by part in bounded memory.
+
+One thread makes the parts ahead of their use.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from monograph.data.ahead import ahead
-from monograph.data.answers import Answers, Row, Unusable
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, place, refused
+from monograph.data.loss_mask import Answers, Row, Unusable
 from monograph.data.progress import Meter, Progress
+from monograph.data.reading import read_text
 from monograph.data.shards import ShardWriter, token_dtype
 from monograph.data.sources import SourceFile
-from monograph.data.text import read_text
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
+
+Item = TypeVar("Item")
+
+
+def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
+    """The same items in the same order, up to `count` of them made by a thread before they are asked for.
+
+    An error in `items` is raised here, in its item's turn. The thread begins when the first item is asked for and has
+    ended when this generator has ended or was closed (see `contextlib.closing`), which waits for one item at most.
+
+    Args:
+        items: only the thread takes items from it.
+        count: at least 1.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="monograph-ahead")
+    try:
+        pending = deque(pool.submit(list, islice(items, 1)) for _ in range(count))
+        while made := pending.popleft().result():
+            pending.append(pool.submit(list, islice(items, 1)))
+            yield from made
+    finally:
+        pool.shutdown(cancel_futures=True)
+
 
 # Merges hardly change beyond this much text, and the time to count its words grows with it.
 TOKENIZER_SAMPLE_BYTES = 1 << 27

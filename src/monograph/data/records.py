@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data.blocks import read_blocks
+from monograph.data.reading import read_blocks
 from monograph.storage.reading import KeyTwice, object_once
 
 # Parsing a line can take some twenty times its size.

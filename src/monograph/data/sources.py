@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from monograph.data.blocks import COMPRESSIONS, raw_blocks, read_blocks
-from monograph.data.places import BINARY, Candidate, Skipped, locate, looks_binary
 from monograph.data.progress import Meter, Progress
-from monograph.data.text import status_of
+from monograph.data.reading import COMPRESSIONS, raw_blocks, read_blocks, status_of
+from monograph.data.resolve_sources import BINARY, Candidate, Skipped, locate, looks_binary
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import exists, resolved
 
@@ -37,7 +36,7 @@ class SourceFile:
         modified_ns: time of its last change, taken before it was hashed.
         sha256: of these bytes, hex.
         group: files of one group are never separated by the held-out split (a package; copies of one content).
-        twin: near copies of the group's text are in other groups, so it is not held out (see `monograph.data.twins`).
+        has_near_copies: near copies of the group's text are in other groups, so it is not held out (`near_duplicates`).
         weight: how many times an epoch sees it.
     """
 
@@ -47,7 +46,7 @@ class SourceFile:
     modified_ns: int
     sha256: str
     group: str
-    twin: bool = False
+    has_near_copies: bool = False
     weight: float = 1.0
 
     @property
@@ -187,7 +186,7 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     sha256 = digest.hexdigest()
     name = os.fsencode(candidate.name).decode("utf-8", "backslashreplace")
     file = SourceFile(
-        name, path, size, modified_ns, sha256, candidate.group or sha256, candidate.twin, candidate.weight
+        name, path, size, modified_ns, sha256, candidate.group or sha256, candidate.has_near_copies, candidate.weight
     )
     return file, "empty" if size == 0 else "binary" if has_nul and not records else ""
 

@@ -1,4 +1,7 @@
-"""Keeps tokenised corpora in a cache folder: built beside their place, moved there whole, checked whenever opened."""
+"""Keeps tokenised corpora in a cache folder: built next to their place, moved there whole, checked whenever opened.
+
+What decides the tokens of a corpus is its `Request`, and so the name by which they are kept.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,54 @@ import tokenizers
 from numpy.typing import NDArray
 
 from monograph.data import encoding
-from monograph.data.answers import DAY
-from monograph.data.documents import Documents, Reading
+from monograph.data.documents import Documents, Reading, check_fraction
+from monograph.data.loss_mask import DAY, stops_of
 from monograph.data.progress import Meter, Progress
-from monograph.data.request import FORMAT, Request
+from monograph.data.reading import status_of
 from monograph.data.shards import open_shard, seal
-from monograph.data.split import check_fraction
-from monograph.data.text import status_of
+from monograph.data.sources import Found
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
 from monograph.storage.reading import exists, parse_json, read_input, status
 from monograph.storage.writing import sync, temporary_folder, write_durably, writing
+from monograph.text.chat import template_of
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides the tokens: the text, how it is read and split, and a tokenizer or the size of the one to train."""
+
+    found: Found
+    held_out: float
+    tokenizer: Tokenizer | int
+    reading: Reading
+
+    @property
+    def sources(self) -> list[Any]:
+        """What decides the documents: files and, where some have records, how these are read."""
+        records = any(file.has_records for file in self.found.files)
+        reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
+        if reading and self.reading.answering:
+            reading += [self.reading.answering, *self._template]
+        return [FORMAT, self.found.sha256, self.held_out, reading]
+
+    @property
+    def _template(self) -> list[Any]:
+        """What beside the tokenizer decides the tokens of conversations."""
+        assert isinstance(self.tokenizer, Tokenizer)
+        template = template_of(self.tokenizer)
+        return [template.source, sorted(template.tokens.items()), sorted(stops_of(self.tokenizer)), DAY]
+
+    @property
+    def key(self) -> str:
+        """Hex name of the folder; equal requests have equal keys."""
+        asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
+        return hashlib.sha256(json.dumps([*self.sources, asked]).encode()).hexdigest()[:32]
+
 
 _POLL_S = 0.2
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from monograph.data.blocks import Damaged, missing, unpacked
+from monograph.data.reading import Damaged, missing, unpacked
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
 from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable

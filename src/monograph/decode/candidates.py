@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.elementary import weight
+from monograph.decode.reproducible import weight
 
 Truncation = Literal["window", "search", "sort"]
 

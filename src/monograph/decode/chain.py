@@ -15,10 +15,9 @@ from torch import Tensor
 
 from monograph.decode import penalties
 from monograph.decode.candidates import Candidates, Truncation, everything, one_each
-from monograph.decode.filters import FILTERS
-from monograph.decode.filters.cutoffs import log_total
+from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
-from monograph.decode.noise import gumbel_noise, gumbel_noise_of, row_uniform
+from monograph.decode.reproducible import gumbel_noise, gumbel_noise_of, row_uniform
 
 # What became of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3

@@ -10,20 +10,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
-from monograph.decode.cache import KVCache, visible_blocks
+from monograph.decode.cache import KVCache, Reader, visible_blocks
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
-from monograph.decode.outbox import Outbox
 from monograph.decode.penalties import first_counts
-from monograph.decode.prompt import Reader
-from monograph.decode.request import Event, Finish, LogProbability, Request
-from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, State, Status, decoded
+from monograph.decode.sampling import Sampling
+from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, Outbox, State, Status, decoded
 from monograph.decode.step import DecodeStep
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
@@ -31,6 +29,60 @@ from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.cached_attention import BLOCK
+
+Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one row is to write.
+
+    Attributes:
+        prompt_ids: at least one.
+        sampling: how tokens are chosen; its seed names the draws.
+        max_tokens: most tokens to write, at least 1; the cache's end comes first if it is nearer.
+        stop_ids: ids that end the text.
+        constraint: what may be written; None: anything.
+        stop: stop strings; None: none.
+        breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: none.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    constraint: Automaton | None = None
+    stop: Automaton | None = None
+    breaker_V: Tensor | None = None
+
+
+class LogProbability(NamedTuple):
+    """Natural logarithms of a drawn token's probability, and (id, value) of the likeliest tokens.
+
+    Attributes:
+        drawn: under the model's raw logits, before any stage.
+        likeliest: likewise.
+        processed_drawn: under the distribution that was drawn from, after all stages; 0 at temperature 0.
+        processed_likeliest: likewise; fewer where fewer tokens were left.
+    """
+
+    drawn: float
+    likeliest: list[tuple[int, float]]
+    processed_drawn: float
+    processed_likeliest: list[tuple[int, float]]
+
+
+class Event(NamedTuple):
+    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs.
+
+    `logprobs` has an entry for each id if the request asks for them.
+    """
+
+    number: int
+    token_ids: list[int]
+    finish: Finish | None
+    logprobs: list[LogProbability]
+
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # tokens of a prompt that are read at once

@@ -25,8 +25,8 @@ from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import adapters, kept_state
+from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.remat import Remat
-from monograph.graph.windows import kept_dtype, settle
 from monograph.loss import pair
 from monograph.optim import Kind, Muon, Plane, trainable
 from monograph.optim.planes import Slot
@@ -73,7 +73,7 @@ class Shards:
         mesh = init_device_mesh(default_device().type, (self.world.size,))
         # Weights that lie in a file are read a block at a time, and of each a rank keeps its rows.
         for block in blocks(model).values():
-            fully_shard(settle(block), mesh=mesh)
+            fully_shard(materialize_(block), mesh=mesh)
         self.root = fully_shard(_Summed(step), mesh=mesh)  # type: ignore[assignment]
         for module in self.root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
@@ -140,7 +140,7 @@ class _Summed(nn.Module):
 
     def __init__(self, step: Step):
         super().__init__()
-        self.model = settle(step.model)
+        self.model = materialize_(step.model)
         self.__dict__["step"] = step
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:

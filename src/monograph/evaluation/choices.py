@@ -1,20 +1,248 @@
-"""Multiple choice: which answer a model finds likeliest, as lm-evaluation-harness scores it."""
+"""Scores a continuation by its log-probability after a context, and the choices of a question by theirs.
+
+Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines: a record is a question,
+its choices and the number of the right one.
+
+Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from monograph.data.progress import Progress
-from monograph.data.questions import Question
-from monograph.errors import InputRefused
-from monograph.evaluation.continuations import Continuation, score
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from monograph.data.progress import Meter, Progress
+from monograph.data.records import Fault, checked, json_objects
+from monograph.data.sources import LINES, kind_of
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
+from monograph.storage.reading import is_file
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
+
+BATCH_TOKENS = 8192
+LOGITS = 1 << 26  # at most so many at once: 256 MiB in fp32
+
+
+class Continuation(NamedTuple):
+    """Ids to score after other ids; a context has at least one."""
+
+    context: Sequence[int]
+    ids: Sequence[int]
+
+
+class Score(NamedTuple):
+    """What the model gives a continuation.
+
+    Attributes:
+        log_probability: sum over its ids of ln p(id | everything before it).
+        greedy: whether each of its ids is the likeliest one at its place (the lowest id among equals).
+    """
+
+    log_probability: float
+    greedy: bool
+
+
+@torch.no_grad()
+def score(
+    model: Llama,
+    asked: Sequence[Continuation],
+    precision: Precision,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress | None = None,
+) -> list[Score]:
+    """Score continuations, in the order in which they were asked for.
+
+        log_probability = sum over i of log_softmax(logits(context + ids[:i]))[ids[i]]
+
+    One forward pass scores a whole continuation, and rows of similar length share one. They are filled up on the right,
+    where causal attention never looks, so neither batch nor padding changes a score beyond rounding. Where context and
+    continuation are longer than the model's positions, the context's beginning is left out, as lm-evaluation-harness
+    does.
+
+    Args:
+        model: a language model; it is put into evaluation mode.
+        asked: contexts of at least one id, continuations of at least one.
+        precision: of the forward pass; softmax and sums are fp32 at least.
+        batch_tokens: most ids of a forward pass, padding included, unless one row alone has more.
+        progress: told how many are scored, ("continuation", done, all of them).
+
+    Raises:
+        InputRefused: a continuation is longer than the model's positions.
+    """
+    model.eval()
+    longest = model.config.max_position_embeddings
+    rows = [fitted(each, longest) for each in asked]
+    found: dict[int, Score] = {}
+    meter = Meter(progress, "continuation", len(rows))
+    with precision.context(model.lm_head.weight.device.type):
+        for indices in _batches([len(row) for row, _ in rows], batch_tokens):
+            found |= zip(indices, _scored(model, [rows[index] for index in indices]), strict=True)
+            meter.add(len(indices))
+    return [found[index] for index in range(len(rows))]
+
+
+def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
+    """(the last `longest` + 1 ids of context and continuation, how many of them are the continuation's).
+
+    Raises:
+        InputRefused: the continuation has no room.
+    """
+    if len(asked.ids) > longest:
+        raise InputRefused(
+            f"a continuation of {len(asked.ids)} tokens has no room in the model's {longest} positions: shorten it"
+        )
+    return [*asked.context, *asked.ids][-longest - 1 :], len(asked.ids)
+
+
+def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices in groups of at most `batch_tokens` once filled up, the longest first, so that memory fails early."""
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if group and lengths[group[0]] * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
+    """Scores of rows that go through the model together."""
+    device, inputs = model.lm_head.weight.device, max(len(row) for row, _ in rows) - 1
+    tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
+    targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
+    # Position i predicts id i + 1, so a continuation's predictions end one before its last id.
+    ends = [index * inputs + len(row) - 1 for index, (row, _) in enumerate(rows)]
+    places = [place for end, (_, count) in zip(ends, rows, strict=True) for place in range(end - count, end)]
+    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(places, device=device)]
+    chosen_N, best_N = _log_probabilities(model, hidden_ND, targets_N)
+    counts = [count for _, count in rows]
+    sums = [float(chosen.double().sum()) for chosen in chosen_N.cpu().split(counts)]
+    hits = [bool(hit.all()) for hit in (best_N == targets_N).cpu().split(counts)]
+    return [Score(total, hit) for total, hit in zip(sums, hits, strict=True)]
+
+
+def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's ln p, [N] in fp32 at least, and the likeliest id there; the logits exist a few at a time."""
+    chosen, best = [], []
+    pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
+    for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True):
+        logits_CV = model.logits(hidden_CD)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        chosen.append(-cross_entropy(logits_CV, targets_C, reduction="none"))
+        best.append(logits_CV.argmax(-1))
+    return torch.cat(chosen), torch.cat(best)
+
+
+CHOICES = "choices"
+# The names that data sets and lm-evaluation-harness have for the same two things.
+QUESTION_KEYS = ("query", "question", "prompt")
+ANSWER_KEYS = ("gold", "answer")
+
+T = TypeVar("T")
+
+
+class Question(NamedTuple):
+    """One question.
+
+    Attributes:
+        query: all of the text that stands before an answer.
+        choices: two or more answers.
+        gold: the number of the right one, from 0.
+        where: "FILE:LINE", for messages.
+    """
+
+    query: str
+    choices: tuple[str, ...]
+    gold: int
+    where: str
+
+
+def hold_questions(places: Sequence[str], text_key: str) -> bool:
+    """Whether these paths are files of questions: of JSON lines, the first record with `choices` and without a text.
+
+    Raises:
+        UsageError: some are and some are not; their scores have nothing in common.
+        InputRefused: a file cannot be read.
+    """
+    quizzes = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
+    if quizzes and len(quizzes) < len(places):
+        other = next(place for place in places if place not in quizzes)
+        raise UsageError(f"--data: {quizzes[0]} holds questions and {other} does not; evaluate them one by one")
+    return bool(quizzes)
+
+
+def read_questions(places: Sequence[str]) -> list[Question]:
+    """The questions of files, in order.
+
+    A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right one
+    under one of `ANSWER_KEYS`; other keys are passed over.
+
+    Raises:
+        InputRefused: a bad record, by file and line: a score over the others would be another quiz's.
+    """
+    return [question for place in places for question in _questions(Path(os.path.expanduser(place)))]
+
+
+def _holds_questions(path: Path, text_key: str) -> bool:
+    if not is_file(path) or kind_of(path) not in LINES:
+        return False
+    _, first = next(json_objects(path), (0, {}))
+    return not isinstance(first, Fault) and CHOICES in first and text_key not in first
+
+
+class _Bad(Exception):
+    """What is wrong with a record; completes "FILE:LINE: "."""
+
+
+def _questions(path: Path) -> Iterator[Question]:
+    for line, record in json_objects(path):
+        where = f"{path}:{line}"
+        try:
+            yield _question(_sound(record), where)
+        except _Bad as fault:
+            raise InputRefused(f"{where}: {fault}; correct this record or leave it out") from None
+
+
+def _question(record: dict[str, Any], where: str) -> Question:
+    query_key, answer_key = _only(record, QUESTION_KEYS), _only(record, ANSWER_KEYS)
+    query = _sound(checked(record[query_key], query_key))
+    choices, gold = record.get(CHOICES), record[answer_key]
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise _Bad(f"{CHOICES!r} must be an array of two or more strings")
+    choices = [_sound(checked(choice, f"{CHOICES}[{number}]")) for number, choice in enumerate(choices)]
+    if not all(choice.strip() for choice in choices):
+        raise _Bad(f"{CHOICES!r} has an empty string")
+    if not isinstance(gold, float) or gold not in range(len(choices)):
+        expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
+        shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
+        raise _Bad(f"{answer_key!r} must be {expected}, not {shown}")
+    return Question(query, tuple(choices), int(gold), where)
+
+
+def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
+    """The one of the keys that a record has."""
+    there = [key for key in keys if key in record]
+    if len(there) != 1:
+        raise _Bad(f"has {' and '.join(there) or 'none'} of the keys {', '.join(keys)}; expected one of them")
+    return there[0]
+
+
+def _sound(value: T | Fault) -> T:
+    if isinstance(value, Fault):
+        raise _Bad(value.detail)
+    return value
 
 
 class Accuracy(NamedTuple):

@@ -14,9 +14,8 @@ from monograph.data.rows import Rows
 from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Answer
-from monograph.evaluation.documents import Scores, by_document, difference
-from monograph.evaluation.noise import Mean, Table, mean, tabulate
-from monograph.evaluation.text import Evaluates, evaluate_members
+from monograph.evaluation.significance import Mean, Table, mean, tabulate
+from monograph.evaluation.text import Evaluates, Scores, by_document, difference, evaluate_members
 from monograph.graph.frozen import parameter_count
 
 

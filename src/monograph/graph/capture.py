@@ -12,15 +12,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from monograph import compat
-from monograph.compat import partitioner
+from monograph.compat import inductor
 from monograph.errors import UsageError
 from monograph.graph import matmul, recompute
-from monograph.graph.host_state import HostState
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
+from monograph.graph.replay import HostState, StaticInputs
 from monograph.graph.siblings import within_blocks
-from monograph.graph.static_inputs import StaticInputs
-from monograph.ops import once  # noqa: F401 - its operator
+from monograph.ops import materialize  # noqa: F401 - its operator
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Scope = Literal["whole", "blocks"]
@@ -44,7 +43,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
     """Compile a step in place, in full graphs with static shapes.
 
     Where the step has a `recorder`, as it has on a GPU, its `micro_step`, backward pass included, is captured when it
-    has run twice, and replayed from then on (`monograph.graph.static_inputs`).
+    has run twice, and replayed from then on (`monograph.graph.replay`).
 
     The module itself is not wrapped, so its state dict keeps its names. Compilation happens at the first call of each
     function; load weights and run `trial` before.
@@ -198,8 +197,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     if backend == "inductor":
         compat.remove_cut_off_libraries()
         compat.tell_processors_apart()
-        compat.lower_to_memory(torch.ops.monograph.once.default)
-        again = compat.graph_pass(compat.make_again, partitioner.__file__)
+        compat.lower_to_memory(torch.ops.monograph.materialize.default)
+        again = compat.graph_pass(compat.make_again, inductor.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": again}
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 

@@ -1,6 +1,7 @@
-"""Low-rank adapters beside the linear layers of any module, in place: the base's names and bits stay what they are.
+"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay what they are.
 
-With them the rows of a few tokens may be trained (`monograph.graph.token_rows`).
+With them the rows of a few tokens may be trained (`monograph.graph.token_rows`). `plain_parameters` gives the module's
+weights without adapters, one at a time; `narrow` keeps frozen weights in the 16 bits that they are computed with.
 
 Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial values and names are PEFT's.
 Shapes: N outputs, K inputs, R rank.
@@ -8,21 +9,31 @@ Shapes: N outputs, K inputs, R rank.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
-from monograph.graph.inspect import unique_state, unwrap_
+from monograph.graph.inspect import (
+    ALL_LINEAR,
+    linear_layers,
+    shared_parameters,
+    targeted,
+    unique_state,
+    unwrap_,
+    unwrapped,
+)
+from monograph.graph.mmap_weights import MappedWeight, in_file_order, keep, kept_dtype, require_finite
 from monograph.graph.siblings import families
-from monograph.graph.targets import ALL_LINEAR, linear_layers, shared_parameters, targeted
-from monograph.graph.token_rows import ROWS, merge_rows, put_rows, tables
-from monograph.graph.windows import keep, kept_dtype
+from monograph.graph.token_rows import ROWS, Table, merge_rows, put_rows, tables
+from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Base = Literal["auto", "int8", "nf4"]
@@ -233,3 +244,75 @@ def kept_state(module: nn.Module) -> dict[str, Tensor]:
 def starts_still(name: str) -> bool:
     """Whether a parameter's first gradient may be zero: because B is, or because no row has those tokens."""
     return name.endswith((".lora_A.weight", f".{ROWS}"))
+
+
+class Plain(NamedTuple):
+    """A parameter of the merged module.
+
+    Attributes:
+        name: of it.
+        like: has its shape and dtype, and no numbers.
+        read: gives it; what an adapter is merged into is computed anew each time.
+    """
+
+    name: str
+    like: Tensor
+    read: Callable[[], Tensor]
+
+
+def plain_parameters(module: nn.Module) -> Iterator[Plain]:
+    """The parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
+
+    Its adapters must stand beside plain weights, not beside quantised ones. Reading one raises InputRefused where it
+    holds NaN or an infinity.
+    """
+    module = unwrapped(module)
+    layers = adapters(module)
+    of_tokens = tables(module)
+    of_adapters = {id(p) for each in module.modules() if isinstance(each, Factor) for p in each.parameters()}
+    of_adapters |= {id(table.token_rows) for table in of_tokens.values()}
+    for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
+        if id(parameter) in of_adapters:
+            continue
+        holder, _, last = name.rpartition(".")
+        like = parameter.detach().to("meta", kept_dtype(parameter))
+        read = _reading(parameter)
+        if last == "weight" and holder in layers:
+            read = functools.partial(merged, layers[holder])
+        elif last == "weight" and holder in of_tokens:
+            read = functools.partial(_replacing, read, of_tokens[holder])
+        yield Plain(name, like, functools.partial(_finite, name, read))
+
+
+def _finite(name: str, read: Callable[[], Tensor]) -> Tensor:
+    return require_finite(read(), name)
+
+
+def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:
+    return lambda: parameter.detach().to(kept_dtype(parameter))
+
+
+def _replacing(read: Callable[[], Tensor], table: Table) -> Tensor:
+    return replaced(read(), table.rows).detach()
+
+
+def narrow(
+    module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: torch.device | None = None
+) -> None:
+    """Keep what is frozen and fp32 of linear layers, the head among them, in the dtype that autocast gives them.
+
+    They are then rounded once and not at each call: the same bits.
+
+    Args:
+        module: has adapters.
+        dtype: autocast's.
+        more: other modules whose weights are read in no other way.
+        device: where these weights go, one after another; None: they stay.
+    """
+    those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
+    elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
+    found = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
+    wide = [p for key, p in found.items() if key not in elsewhere and kept_dtype(p) == torch.float32]
+    for parameter in in_file_order(wide):
+        there = parameter.data.to(device or parameter.device, copy=isinstance(parameter, MappedWeight))
+        keep(parameter, there.to(dtype))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.graph.knapsack import Choice, front
+from monograph.graph.remat import Choice, front
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph.targets import head_of
-from monograph.graph.windows import keep, kept_dtype
+from monograph.graph.inspect import head_of
+from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.ops.token_rows import Rows, embedding, linear, replaced
 
 ROWS = "token_rows"  # the parameter's name beside `weight`

@@ -18,7 +18,7 @@ from monograph.decode import Sampling, generate
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation import Continuation, score
-from monograph.evaluation.continuations import BATCH_TOKENS
+from monograph.evaluation.choices import BATCH_TOKENS
 from monograph.graph.precision import Precision
 from monograph.run.models import load
 from monograph.terminal import one_line

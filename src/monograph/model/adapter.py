@@ -14,15 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import Adapted, Lora, adapt, adapters
-from monograph.graph.narrowing import narrow
+from monograph.graph.inspect import ALL_LINEAR
+from monograph.graph.lora import Adapted, Lora, adapt, adapters, narrow
 from monograph.graph.precision import Precision
-from monograph.graph.targets import ALL_LINEAR
 from monograph.graph.token_rows import ROWS, tables
-from monograph.model.adapter_tokens import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.llama import Llama
+from monograph.model.vocabulary import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
@@ -171,7 +170,7 @@ def put(
     """Make of a module what a run with adapters trains.
 
     Args:
-        module: the base, in fp32, or windows that become that.
+        module: the base, in fp32, or mapped weights that become that.
         lora: which adapters.
         seed: of fresh ones.
         start: a stored adapter to begin from.

@@ -7,11 +7,21 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model import scaling
-from monograph.model.families import FULL, SLIDING, Family, check_computed, family, windows_from_hf
-from monograph.model.scaling import LARGEST_SIZE, Scaling, check_number, check_whole
-from monograph.model.scaling import LinearScaling as LinearScaling
-from monograph.model.scaling import Llama3Scaling as Llama3Scaling
+from monograph.model import families
+from monograph.model.families import (
+    FULL,
+    LARGEST_SIZE,
+    SLIDING,
+    Family,
+    Scaling,
+    check_computed,
+    check_number,
+    check_whole,
+    family,
+    windows_from_hf,
+)
+from monograph.model.families import LinearScaling as LinearScaling
+from monograph.model.families import Llama3Scaling as Llama3Scaling
 
 WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -208,7 +218,7 @@ class LlamaConfig:
             check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        sizes["rope_theta"], sizes["rope_scaling"] = scaling.from_hf(values)
+        sizes["rope_theta"], sizes["rope_scaling"] = families.from_hf(values)
         sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
         return cls(**sizes)
 
@@ -216,7 +226,7 @@ class LlamaConfig:
         """The content of config.json, in the form that transformers 4 and 5 and other readers of the format know."""
         values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
         if self.rope_scaling is not None:
-            values["rope_scaling"] = scaling.to_hf(self.rope_scaling)
+            values["rope_scaling"] = families.to_hf(self.rope_scaling)
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:

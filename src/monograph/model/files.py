@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused
-from monograph.graph.merging import Plain
+from monograph.graph.lora import Plain
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (
     entries,
@@ -92,7 +92,7 @@ def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[s
 
 
 def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """The same as stored and without a copy: windows into the mapped files, read when somebody looks.
+    """Return the tensors as stored and without a copy: mapped, they are read when somebody looks.
 
     Raises:
         InputRefused: a damaged file.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.merging import plain_parameters
-from monograph.graph.windows import kept_dtype, settle, windowed
+from monograph.graph.lora import plain_parameters
+from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.llama import Llama
@@ -95,11 +95,11 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
     Beside the model one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
     """
-    return settle(mapped_model(folder, dtype))
+    return materialize_(mapped_model(folder, dtype))
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """The same model, its parameters windows into the mapped files (`monograph.graph.windows`): no memory of its own.
+    """Return the same model in no memory of its own: its parameters are mapped (`monograph.graph.mmap_weights`).
 
     Nothing is built before the headers of the weight files agree with config.json.
 
@@ -116,7 +116,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
     becomes = dtype or DTYPES[kinds[0]]
-    return assembled(config, {name: windowed(tensor, becomes) for name, tensor in mapped_tensors(stored)}, folder)
+    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_tensors(stored)}, folder)
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:

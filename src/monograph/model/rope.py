@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.scaling import LinearScaling
+from monograph.model.families import LinearScaling
 
 CosSin = tuple[Tensor, Tensor]
 

@@ -36,7 +36,7 @@ _END_BYTES, MOST_LISTED_BYTES = 98, 1 << 24
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
-    """The shape of the model in a file, and its weights by their Hugging Face names: windows into the mapped file.
+    """Return the shape of the model in a file, and its weights, still mapped, by their Hugging Face names.
 
     Nothing but tensors is unpickled.
 

@@ -1,18 +1,108 @@
-"""Rows of an embedding and of a head for tokens that a model has none for.
+"""Rows of tokens that a base did not have or had not trained: in a model, and in an adapter's folder as PEFT has them.
 
-Shapes: V rows, D hidden size.
+In the folder (`trainable_token_indices`) a list means the embedding, and a tied head with it; an object names the
+layers: {"embed_tokens": [...], "lm_head": [...]}. Their rows are `LAYER.token_adapter.trainable_tokens_delta`, in the
+order of the list, and are no difference but the rows themselves. A table that had become larger is stored as a whole
+next to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from monograph.graph.windows import Window, keep, kept_dtype
+from monograph.errors import InputRefused
+from monograph.graph.mmap_weights import MappedWeight, keep, kept_dtype
+from monograph.graph.token_rows import ROWS, Table, tables
+from monograph.model.files import DTYPES, Stored, read_tensors
 from monograph.model.llama import Llama
+from monograph.text.tokenizer_file import MAX_VOCABULARY
+
+KEY = "trainable_token_indices"
+PREFIX = "base_model.model."  # of each tensor's name
+_TABLE = ".token_adapter.base_layer.weight"
+_THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
+
+
+def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
+    """The ids that the configuration lists, for all layers alike.
+
+    Raises:
+        InputRefused: something else, or layers that differ.
+    """
+    lists = list(value.values()) if isinstance(value, dict) else [value or []]
+    ids = lists[0] if lists else []
+    if any(other != ids for other in lists):
+        raise InputRefused(f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here")
+    whole = isinstance(ids, list) and all(type(each) is int and 0 <= each < MAX_VOCABULARY for each in ids)
+    if not whole or len(set(ids)) < len(ids):
+        raise InputRefused(f"{path}: {KEY} = {str(value)[:60]}: expected ids of tokens, each once")
+    return tuple(ids)
+
+
+def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
+    """What the configuration says of a module's trained rows."""
+    found = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
+    if len(found) > 1:
+        return {name.rpartition(".")[2]: ids for name, ids in found.items()}
+    return next(iter(found.values()), None)
+
+
+def to_peft(name: str) -> str:
+    """PEFT's name of a tensor of an adapter."""
+    return PREFIX + (name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name)
+
+
+def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
+    """The tensors of a file by our names, without what only repeats others or the base.
+
+    Raises:
+        InputRefused: a whole table that is not the base's.
+    """
+    first = {id(layer.token_rows): name for name, layer in tables(module).items()}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Table)}
+    found = dict[str, Stored]()
+    for full, tensor in stored.items():
+        name = full.removeprefix(PREFIX)
+        layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
+        layer = layers.get(layer_name)
+        if layer is None or name == layer_name:
+            found[name] = tensor
+        elif name.endswith(_TABLE):
+            _require_same(full, tensor, layer, path)
+        elif first[id(layer.token_rows)] == layer_name:
+            found[layer_name + _OURS] = tensor
+    return found
+
+
+def left_out(value: Any, module: nn.Module) -> set[str]:
+    """Rows of ours that a configuration does not ask for, by name: those of a head of its own, mostly."""
+    named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
+    return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
+
+
+def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
+    rows = list(layer.weight.shape)
+    if list(stored.shape) != rows:
+        raise InputRefused(
+            f"{path}: {name} is a table of {list(stored.shape)}, and the base's is {rows}: put the tokenizer.json with "
+            "the new tokens beside the adapter"
+        )
+    if stored.dtype not in DTYPES:
+        raise InputRefused(f"{path}: {name} is stored as {stored.dtype}, not as one of {', '.join(DTYPES)}")
+    same = read_tensors({name: stored}, layer.weight.dtype)[name] == layer.weight
+    same[layer.token_index] = True
+    if not bool(torch.all(same)):
+        odd = int((~same.all(1)).nonzero()[0])
+        raise InputRefused(
+            f"{path}: {name} is a whole table, whose row {odd} is not the base's: merge it with PEFT first"
+        )
+
 
 ROWS_AT_ONCE = 4096  # that are summed in float64, of a table that would not fit the memory in it
 
@@ -38,7 +128,7 @@ def extend(model: Llama, known: int, tokens: int) -> None:
         layers.append(model.lm_head)
     for layer in layers:
         weight: Any = layer.weight
-        keep(weight, weight.detach().to(kept_dtype(weight), copy=isinstance(weight, Window)))
+        keep(weight, weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight)))
         layer.weight = _extended(weight, known, tokens)
     model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     model.tie_weights()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph.windows import keep, kept_dtype
+from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.optim.narrow import BLOCK
 
 Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from monograph.ops.once import once
+from monograph.ops.materialize import materialize
 from monograph.optim.planes import Knob
 
 # Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/): so steep at 0 that five iterations are enough,
@@ -59,10 +59,10 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
     m = torch.lerp(exp_avg, grad, _like(1 - beta1, param))
     v = exp_avg_sq * _like(beta2, param) + grad * grad * _like(1 - beta2, param)
     t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
-    step_size = once((lr / (1 - beta1**t)).to(param.dtype))
-    root_correction = once((1 - beta2**t).sqrt().to(param.dtype))
+    step_size = materialize((lr / (1 - beta1**t)).to(param.dtype))
+    root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
     # Not param * (1 - lr wd): that factor's rounding would be the same, and add up, at every update.
-    decay = once((lr * weight_decay).to(param.dtype))
+    decay = materialize((lr * weight_decay).to(param.dtype))
     new = param - (decay * param + step_size * m / (v.sqrt() / root_correction + _like(eps, param)))
     param.copy_(torch.where(accepted, new, param))
     exp_avg.copy_(torch.where(accepted, m, exp_avg))
@@ -121,8 +121,8 @@ def muon_(
     """
     m = torch.lerp(momentum_buffer, grad, _like(1 - momentum, param))
     update = newton_schulz(torch.lerp(grad, m, _like(momentum, param)), compute)
-    decay = once((lr * weight_decay).to(param.dtype))
-    step_size = once((lr * (ADAMW_RMS * math.sqrt(max(param.shape[-2:])))).to(param.dtype))
+    decay = materialize((lr * weight_decay).to(param.dtype))
+    step_size = materialize((lr * (ADAMW_RMS * math.sqrt(max(param.shape[-2:])))).to(param.dtype))
     param.copy_(torch.where(accepted, param - (decay * param + step_size * update), param))
     momentum_buffer.copy_(torch.where(accepted, m, momentum_buffer))
 
@@ -142,9 +142,9 @@ def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accept
         accepted: bool.
     """
     # In fp64, like the bias correction of AdamW: with d = 0.9999 fp32 has three digits of 1 - d^t at the beginning.
-    weight = once(((1 - decay) / (1 - decay ** applied.to(torch.float64))).to(param.dtype))
+    weight = materialize(((1 - decay) / (1 - decay ** applied.to(torch.float64))).to(param.dtype))
     average.copy_(torch.where(accepted, torch.lerp(average, param, weight), average))
 
 
 def _like(knob: Knob, param: Tensor) -> Knob:
-    return once(knob.to(param.dtype)) if isinstance(knob, Tensor) else knob
+    return materialize(knob.to(param.dtype)) if isinstance(knob, Tensor) else knob

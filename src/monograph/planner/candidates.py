@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from monograph.device import Device
 from monograph.graph.lora import Lora
-from monograph.measure.estimate import estimate_bytes, trained_adapters
-from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.footprint import Compile, Work
-from monograph.measure.roofline import update_time
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Optimizer
+from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.predict.flops import flops_per_token, mfu
+from monograph.predict.footprint import Compile, Work
+from monograph.predict.roofline import update_time
 from monograph.step import Clip
 
 Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation

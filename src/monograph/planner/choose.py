@@ -1,6 +1,6 @@
 """Which micro-batch, recomputation, compile scope and precision a run gets, and why each other combination lost.
 
-The search is in closed form (`planner.candidates`); the winner's memory is then traced (`measure.footprint`), and where
+The search is in closed form (`planner.candidates`); the winner's memory is then traced (`predict.footprint`), and where
 the trace finds that it does not fit after all, the next one's. If nothing fits, the search is for the least memory.
 """
 
@@ -12,11 +12,11 @@ from typing import Literal
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.measure.calibration import Calibration
-from monograph.measure.footprint import Work, footprint
-from monograph.measure.quantities import gibibytes
 from monograph.planner.candidates import Asked, Candidate, Ways, closed_form, described, of_way, way_of, ways
 from monograph.planner.streaming import Limits, streamed
+from monograph.predict.footprint import Work, footprint
+from monograph.predict.roofline import Calibration
+from monograph.report.quantities import gibibytes
 
 # Of a card's memory, what tensors may have: the rest is lost between them. The context is outside of the allocator.
 FILLED, CONTEXT_BYTES = 0.97, 600 * 2**20

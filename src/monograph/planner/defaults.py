@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monograph.device import Device
-from monograph.measure.footprint import Compile
+from monograph.predict.footprint import Compile
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from monograph.graph.precision import Precision
-from monograph.measure.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
-from monograph.measure.footprint import Work
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
+from monograph.predict.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
+from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.boundaries import RINGS
 from monograph.stream.chunked_update import MOST, STAGING_BUFFERS

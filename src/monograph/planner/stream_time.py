@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from monograph.graph.precision import Precision
-from monograph.measure.roofline import PassTimes
 from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, Names, Way
+from monograph.predict.roofline import PassTimes
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes

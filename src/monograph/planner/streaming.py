@@ -14,15 +14,20 @@ import torch
 
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
-from monograph.measure.calibration import measured_memory_bytes_per_s
-from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.footprint import Compile, Work
-from monograph.measure.quantities import gibibytes
-from monograph.measure.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE, pass_times
 from monograph.optim import AdamW
 from monograph.planner.candidates import Asked, Candidate
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
+from monograph.predict.flops import flops_per_token, mfu
+from monograph.predict.footprint import Compile, Work
+from monograph.predict.roofline import (
+    CPU_BYTES_PER_S,
+    LINK_BYTES_PER_S,
+    LINK_SHARE,
+    measured_memory_bytes_per_s,
+    pass_times,
+)
+from monograph.report.quantities import gibibytes
 from monograph.storage.reading import exists
 from monograph.stream import Placement
 from monograph.stream.clock import Link

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from monograph.measure import quantities
+from monograph.report import quantities
 
 Dot = tuple[int, int]  # (column, row)
 Piece = tuple[str, str]  # (role, text)

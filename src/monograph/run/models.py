@@ -15,8 +15,8 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.graph.lora import adapt, kept_state, merge
+from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
-from monograph.graph.windows import require_finite, settle, windowed
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
@@ -50,8 +50,8 @@ class Trained(NamedTuple):
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     """The module a run starts from, and its loss.
 
-    Weights of a folder or file are windows that become fp32 (`monograph.graph.windows`): `settle` reads what is no
-    plane, narrower or quantised by then.
+    Weights of a folder or file are mapped and become fp32 (`monograph.graph.mmap_weights`): `materialize_` reads what
+    is no plane, narrower or quantised by then.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
@@ -80,11 +80,11 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     """
     run = run_named(folder)
     if run is None:
-        model = settle(_merged(_load(folder, warn, None, {})))
+        model = materialize_(_merged(_load(folder, warn, None, {})))
         require_all_finite(model, folder)  # a run's are saved only where they are finite
         return model, Tokenizer.from_file(tokenizer_of(folder))
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
-    return settle(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
+    return materialize_(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
@@ -183,7 +183,7 @@ def _load(
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
-        own = {name: windowed(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
+        own = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
     if not exists(folder):
         raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
@@ -214,7 +214,7 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
                 extend(model, *recipe.vocabulary)
             adapter.put(model, lora_of(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
-        settle(model)
+        materialize_(model)
     else:
         model = _restored(run, checkpoint)
     return Trained(model, loss, own_tokenizer(run, checkpoint.state), checkpoint.state, bool(averages(checkpoint)))

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from rich.text import Text
 
-from monograph.measure import quantities
+from monograph.report import quantities
 from monograph.run.curve import ASCII, BRAILLE, YARDSTICK_WIDTH, curve_pieces
 from monograph.run.screen import Screen, cut, shown
 

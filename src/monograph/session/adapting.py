@@ -6,8 +6,8 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.errors import UsageError
+from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
-from monograph.graph.targets import ALL_LINEAR
 from monograph.model.adapter import is_adapter, read_adapter
 from monograph.storage.reading import exists, without_links
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from monograph.data.progress import Progress
-from monograph.data.questions import Question
 from monograph.device import default_device
 from monograph.errors import InputRefused
-from monograph.evaluation.choices import Accuracy, Answer, choose
+from monograph.evaluation.choices import Accuracy, Answer, Question, choose
 from monograph.graph.precision import Precision
 from monograph.loss import Batch, Loss, token_loss
-from monograph.measure.quantities import counted
 from monograph.model.llama import Llama
+from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
 from monograph.session.recorded import run_settings, strange_text

@@ -23,9 +23,9 @@ from monograph.graph.inspect import blocks
 from monograph.graph.precision import Precision
 from monograph.loop import train
 from monograph.loss import TokenLoss
-from monograph.measure.memory import reset_peak_memory
 from monograph.optim import Plane, planes, trainable
 from monograph.planner import defaults
+from monograph.profiling.memory import reset_peak_memory
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.plan import Length, Plan

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
-from monograph.measure.quantities import counted
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
+from monograph.report.quantities import counted
 from monograph.run.base import Vocabulary, compared, own_file, tokenizer_of
 from monograph.run.recipe import Recipe
 from monograph.text.tokenizer import Tokenizer

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from monograph.config import Settings
-from monograph.measure.footprint import Compile
 from monograph.model.config import LlamaConfig
 from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
+from monograph.predict.footprint import Compile
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
 from monograph.step import Clip

@@ -16,8 +16,8 @@ from monograph.config import Settings, load
 from monograph.config.settings import EXCLUSIVE
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.measure.quantities import counted
 from monograph.planner import defaults
+from monograph.report.quantities import counted
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
 from monograph.run.run_index import checkpoint_named

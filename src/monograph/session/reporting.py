@@ -16,16 +16,15 @@ from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
+from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
-from monograph.measure.flops import flops_per_token, mfu
-from monograph.measure.memory import reset_peak_memory
-from monograph.measure.python_lines import accepted_share
-from monograph.measure.quantities import counted, duration, memory
-from monograph.measure.report import write_report
-from monograph.measure.yardsticks import yardsticks
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
+from monograph.predict.flops import flops_per_token, mfu
+from monograph.profiling.memory import reset_peak_memory
+from monograph.report.quantities import counted, duration, memory
+from monograph.report.run_report import write_report
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.ranks import show

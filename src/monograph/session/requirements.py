@@ -10,14 +10,14 @@ import torch
 from monograph.config import Settings
 from monograph.device import Device
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph.inspect import targeted
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.graph.targets import targeted
-from monograph.measure.quantities import count, gibibytes
 from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
+from monograph.report.quantities import count, gibibytes
 from monograph.session.plan import Plan
 
 LEAST_BYTES = 2  # of a parameter: its weight

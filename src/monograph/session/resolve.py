@@ -15,14 +15,14 @@ from monograph.config import Settings
 from monograph.config.keys import DEFAULT_MINUTES
 from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.measure.calibration import Calibration
-from monograph.measure.footprint import Compile
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate, defaults
+from monograph.predict.footprint import Compile
+from monograph.predict.roofline import Calibration
 from monograph.run.base import tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import fixed_lora, lora_of

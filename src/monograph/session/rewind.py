@@ -11,7 +11,7 @@ from monograph.device import clock
 from monograph.distributed.checkpoint import newest
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
 from monograph.graph import capture as graph
-from monograph.measure.quantities import counted
+from monograph.report.quantities import counted
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session

@@ -26,11 +26,11 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
 from monograph.graph.remat import named
 from monograph.loop import EngineState
-from monograph.measure.calibration import Calibration
-from monograph.measure.memory import ledger, peak_memory_bytes
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
+from monograph.predict.roofline import Calibration
+from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.run.base import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress

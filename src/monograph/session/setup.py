@@ -16,14 +16,14 @@ from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Lora
+from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.graph.windows import settle
 from monograph.loss import Loss
-from monograph.measure.quantities import count, counted, megabytes
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
 from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
@@ -215,12 +215,12 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     if plan.memory == "stream":
         return Streamed(model, placement=plan.placement or Placement(device), **shared)
     if world is None or plan.parallel == "none":
-        return Resident(settle(model, device, trained=device.type != "cpu").to(device), **shared)
+        return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
     if mixing := mixing_rows(model):
         raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
     if plan.parallel == "fsdp":
         return Sharded(model, world=world, **shared)
-    return Replicated(settle(model, device).to(device), world=world, **shared)
+    return Replicated(materialize_(model, device).to(device), world=world, **shared)
 
 
 def repeatable(device: torch.device) -> None:

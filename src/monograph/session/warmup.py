@@ -15,15 +15,14 @@ from monograph.graph import capture as graph
 from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
-from monograph.measure.calibration import Calibration, peak_flops
-from monograph.measure.footprint import Work
-from monograph.measure.memory import LiveBytes, peak_memory_bytes
-from monograph.measure.quantities import count, counted, duration
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel
-from monograph.ops.attention_kernels import compared, fastest, time_kernels
+from monograph.ops.attention import Kernel, compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
+from monograph.predict.footprint import Work
+from monograph.predict.roofline import Calibration, peak_flops
+from monograph.profiling.memory import LiveBytes, peak_memory_bytes
+from monograph.report.quantities import count, counted, duration
 from monograph.run.base import lora_of
 from monograph.run.progress import Progress
 from monograph.session.plan import Length
@@ -38,7 +37,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
 
     A run that is taken up keeps the kernel that it was begun with, as another one rounds otherwise, unless this device
     cannot run it. Nothing is measured on a CPU, where there is one kernel, nor for packed rows, whose borders another
-    implementation reads (`monograph.model.masks.attention_mask`).
+    implementation reads (`monograph.model.llama.attention_mask`).
     """
     engine, model = session.engine, session.engine.model
     if engine.step.device.type != "cuda" or not isinstance(model, Llama) or not is_causal(model, window):

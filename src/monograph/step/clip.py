@@ -16,7 +16,7 @@ from torch import Tensor
 
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
-from monograph.ops.once import once
+from monograph.ops.materialize import materialize
 from monograph.optim import Kind, Optimizer, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
 
@@ -118,7 +118,7 @@ def update_plane(
 ) -> None:
     """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
     # `once`: a compiler would convert the fp64 factor again for every element.
-    grad = total * once(scale.to(total.dtype)).unsqueeze(-1)
+    grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
     make_splittable_(plane.param, precision)

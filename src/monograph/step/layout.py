@@ -28,7 +28,7 @@ def on_device(step: Any) -> list[Plane]:
     # Fused siblings are read as one matrix, so their parameters have to lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
     made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
-    siblings.settle(step.model)
+    siblings.part_moved(step.model)
     return [step.begun(plane) for plane in made]
 
 

@@ -100,7 +100,7 @@ class Step:
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
-        self.settled_for: bool | None = None
+        self.kept_for: bool | None = None
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
         self.index, self.holds_average = 0, False
@@ -220,13 +220,13 @@ class Step:
             total = self.sum_over_ranks(torch.stack(counts).sum(0))  # type: ignore[arg-type]
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
-    def settle(self, batch: Any) -> None:
+    def choose_kept(self, batch: Any) -> None:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
         captured = self.scope != "none"
-        if self.settled_for != captured:
+        if self.kept_for != captured:
             with self.context():
-                recompute.settle(self.model, lambda twin: self.loss(twin, batch), captured=captured)
-            self.settled_for = captured
+                recompute.choose_kept(self.model, lambda twin: self.loss(twin, batch), captured=captured)
+            self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
@@ -365,7 +365,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         # and gradients need no second pass.
         step.count_window(batches)
         for batch in batches:
-            step.settle(batch)
+            step.choose_kept(batch)
         step.layout.accumulate(step, batches)
 
 

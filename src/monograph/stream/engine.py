@@ -212,7 +212,7 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        step.settle(batch)  # before modules are watched: it runs a twin of them
+        step.choose_kept(batch)  # before modules are watched: it runs a twin of them
         with buffers_kept(step.model), running(step.model) as stack:
             try:
                 with all_or_nothing(step):

@@ -20,8 +20,8 @@ from monograph.device import Device, describe
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
-from monograph.graph.windows import settle
 from monograph.loop import EngineState
 from monograph.loss import Batch
 from monograph.run.folder import Run
@@ -197,7 +197,7 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
         return make_engine(made[0], device)
     plan = made[0].plan
     return Ensemble(
-        [settle(one.model, device).to(device) for one in made],
+        [materialize_(one.model, device).to(device) for one in made],
         [{"seed": one.plan.seed} for one in made],
         loss=made[0].loss,
         # The seed is that of stochastic rounding, which an ensemble does not do.

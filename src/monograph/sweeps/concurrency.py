@@ -22,8 +22,8 @@ from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.evaluation import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
-from monograph.measure.quantities import counted, duration
 from monograph.planner import defaults
+from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.setup import BuiltRun

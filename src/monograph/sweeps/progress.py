@@ -11,8 +11,8 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device, clock
 from monograph.distributed.world import World
 from monograph.evaluation import evaluate_members
-from monograph.measure.quantities import count, counted, duration
-from monograph.measure.sweep_report import write_sweep_report
+from monograph.report.quantities import count, counted, duration
+from monograph.report.sweep_report import write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve

@@ -14,7 +14,7 @@ from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.engine import Engine
 from monograph.errors import InputRefused
-from monograph.evaluation.noise import Setting, Table, tabulate, written
+from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -181,7 +181,7 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
 
 
 def drawn(table: Table) -> list[dict[str, Any]]:
-    """The settings as `monograph.measure.sweep_figures` draws them."""
+    """The settings as `monograph.report.sweep_report` draws them."""
     best = table.best.setting if table.best else None
     return [
         {

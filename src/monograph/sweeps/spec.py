@@ -15,8 +15,8 @@ from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import EXCLUSIVE
 from monograph.device import describe
 from monograph.errors import UsageError
-from monograph.measure.quantities import counted
 from monograph.model.config import LlamaConfig
+from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.plan import Plan

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from clocks import least_s
-from monograph.decode.automata.characters import ANY, complement, intersection, union, utf8
 from monograph.decode.automata.dfa import ByteAutomaton, compiled
+from monograph.decode.automata.expression import ANY, complement, intersection, union, utf8
 from monograph.decode.automata.pattern import found_in, whole
 from monograph.errors import InputRefused
 

@@ -13,8 +13,7 @@ from automata_vocabularies import END, random_text
 from clocks import least_s
 from json_schemas import follows, random_schema, random_value
 from monograph.decode.automata import constraint
-from monograph.decode.automata.dfa import ByteAutomaton, compiled
-from monograph.decode.automata.positions import MAX_WORK
+from monograph.decode.automata.dfa import MAX_WORK, ByteAutomaton, compiled
 from monograph.decode.automata.schema import _STEPS, _Schemas, document, parsed
 from monograph.errors import InputRefused
 

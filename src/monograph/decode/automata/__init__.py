@@ -11,17 +11,16 @@ from typing import Any
 
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
+from monograph.decode.automata.lift import DEAD as DEAD
+from monograph.decode.automata.lift import FREE as FREE
 from monograph.decode.automata.lift import Automaton as Automaton
-from monograph.decode.automata.lift import constrainer, searcher
+from monograph.decode.automata.lift import Tables as Tables
+from monograph.decode.automata.lift import advance as advance
+from monograph.decode.automata.lift import allowed as allowed
+from monograph.decode.automata.lift import constrainer, searcher, searching
+from monograph.decode.automata.lift import stopped as stopped
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
-from monograph.decode.automata.stops import searching
-from monograph.decode.automata.tables import DEAD as DEAD
-from monograph.decode.automata.tables import FREE as FREE
-from monograph.decode.automata.tables import Tables as Tables
-from monograph.decode.automata.tables import advance as advance
-from monograph.decode.automata.tables import allowed as allowed
-from monograph.decode.automata.tables import stopped as stopped
 from monograph.errors import InputRefused, UsageError
 
 KINDS = ("choices", "regex", "json_schema")

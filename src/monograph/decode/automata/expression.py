@@ -1,8 +1,13 @@
-"""Regular expressions over bytes, as trees: patterns and schemas become such trees, and these become automata."""
+"""Regular expressions over bytes, as trees: patterns and schemas become such trees, and these become automata.
+
+A set of characters is such an expression too, in UTF-8 or inside a JSON string.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 
@@ -65,3 +70,115 @@ def joined(*parts: Expression) -> Concatenation:
 def optional(part: Expression) -> Repetition:
     """The part or the empty text."""
     return Repetition(part, 0, 1)
+
+
+# Code points as (first, last) ranges, both ends included, in order and apart from each other.
+CodePoints: TypeAlias = tuple[tuple[int, int], ...]
+Encoding: TypeAlias = Callable[[CodePoints], Expression]
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)  # the halves of UTF-16 pairs: no characters, and not encodable in UTF-8
+ANY: CodePoints = ((0, _LAST),)
+# Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/", which needs none.
+_SHORT_ESCAPES = {0x22: b'"', 0x5C: b"\\", 0x08: b"b", 0x0C: b"f", 0x0A: b"n", 0x0D: b"r", 0x09: b"t"}
+_PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
+# What may stand in a JSON string as itself.
+_PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
+    """The ranges in order, those that overlap or touch made one."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def complement(points: CodePoints) -> CodePoints:
+    """Every other code point."""
+    firsts = [0, *(last + 1 for _, last in points)]
+    lasts = [*(first - 1 for first, _ in points), _LAST]
+    return tuple((first, last) for first, last in zip(firsts, lasts, strict=True) if first <= last)
+
+
+def intersection(left: CodePoints, right: CodePoints) -> CodePoints:
+    """The code points of both."""
+    return complement(union([*complement(left), *complement(right)]))
+
+
+@lru_cache(maxsize=256)
+def utf8(points: CodePoints) -> Expression:
+    """The UTF-8 sequence of one character of the set (RFC 3629)."""
+    characters = intersection(points, complement((_SURROGATES,)))
+    sequences: list[Expression] = []
+    for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
+        for first, last in intersection(characters, (lengths,)):
+            for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
+                sequences.append(Concatenation(tuple(byte_range(*side) for side in box)))
+    return Alternation(tuple(sequences))
+
+
+@lru_cache(maxsize=256)
+def in_json(points: CodePoints) -> Expression:
+    r"""One character of the set as it stands in a JSON string.
+
+    Printable ASCII stands for itself, or after a backslash where it has to; a control character is `\n` and the like or
+    `\u000a`; any other one is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF. So what a serialiser writes is among it,
+    whether or not it keeps to ASCII; `\/` and an escaped letter are not.
+    """
+    short = [
+        literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, ((point,) * 2,))
+    ]
+    escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
+    hexadecimal: list[Expression] = []
+    for first, last in intersection(escaped, ((0, 0xFFFF),)):
+        hexadecimal.append(_unit(first, last))
+    for first, last in intersection(escaped, ((0x10000, _LAST),)):
+        for high, low in boxes(divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023):
+            pair = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
+            hexadecimal.append(joined(*pair))
+    return Alternation((utf8(intersection(points, _PLAIN_IN_JSON)), *short, *hexadecimal))
+
+
+def _unit(first: int, last: int) -> Expression:
+    r"""`\uXXXX` for a number from `first` to `last`."""
+    low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
+    numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]
+    return joined(literal(b"\\u"), Alternation(tuple(numbers)))
+
+
+def _hexadecimal(first: int, last: int) -> ByteSet:
+    either_case = (f"{digit:x}{digit:X}".encode() for digit in range(first, last + 1))
+    return ByteSet(sum(1 << byte for byte in set(b"".join(either_case))))
+
+
+def boxes(
+    first: Sequence[int], last: Sequence[int], lowest: int, highest: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
+
+    Args:
+        first: digits, as many as in `last`.
+        last: not below `first`.
+        lowest: the lowest digit that may stand behind the first place.
+        highest: the highest digit there.
+    """
+    if not first:
+        yield ()
+        return
+    (low, *low_rest), (high, *high_rest) = first, last
+    bottom, top = [lowest] * len(low_rest), [highest] * len(low_rest)
+    if low == high:
+        yield from (((low, low), *rest) for rest in boxes(low_rest, high_rest, lowest, highest))
+        return
+    if low_rest != bottom:
+        yield from (((low, low), *rest) for rest in boxes(low_rest, top, lowest, highest))
+        low += 1
+    if high_rest != top:
+        yield from (((high, high), *rest) for rest in boxes(bottom, high_rest, lowest, highest))
+        high -= 1
+    if low <= high:
+        yield ((low, high), *((lowest, highest) for _ in low_rest))

@@ -1,19 +1,71 @@
-"""From bytes to tokens: what a whole token does to every state of a byte automaton.
+"""Lifts an automaton from bytes to tokens: what a whole token does to every state; and follows it on the device.
 
 Two tokens that do the same to all states are of one class, so the table over states and tokens becomes one over states
-and classes, and a class for each token. Shapes: S states, V tokens, C classes of tokens, K classes of bytes.
+and classes, and a class for each token. The decode step follows it by gathers in tensors of fixed size, without a word
+from the host (`Tables`).
+
+Stop strings are one such automaton: where in any of them the text stands (Aho and Corasick 1975).
+
+Shapes: B rows, V tokens, S states (of all automata together), C classes of tokens, K classes of bytes, N cells of the
+tables, A automata.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from monograph.decode.automata.dfa import ByteAutomaton
 from monograph.errors import InputRefused
+
+MAX_BYTES = 4_096  # of all stop strings together
+
+
+def searching(strings: Sequence[bytes]) -> ByteAutomaton:
+    """An automaton that accepts every text in which one of the strings occurs, and stays accepting from there.
+
+    A state is the longest beginning of a string with which the text so far ends; one in which a string has occurred is
+    never left.
+
+    Raises:
+        InputRefused: no string, an empty one, or more than MAX_BYTES bytes of them.
+    """
+    if not strings or not all(strings):
+        raise InputRefused("an empty stop string would end every text at once: give at least one character")
+    if sum(map(len, strings)) > MAX_BYTES:
+        raise InputRefused(
+            f"the stop strings have {sum(map(len, strings)):,} bytes; at most {MAX_BYTES:,} are searched"
+        )
+    children: list[dict[int, int]] = [{}]
+    ends: set[int] = set()
+    for string in strings:
+        node = 0
+        for byte in string:
+            if byte not in children[node]:
+                children[node][byte] = len(children)
+                children.append({})
+            node = children[node][byte]
+        ends.add(node)
+    next_SK = np.zeros((len(children), 256), dtype=np.int16)
+    shorter = [0] * len(children)  # per state the next shorter beginning with which its text ends
+    for node in (queue := [0]):
+        if node in ends or shorter[node] in ends:
+            ends.add(node)
+            next_SK[node] = node  # it has occurred, whatever comes
+            continue
+        next_SK[node] = next_SK[shorter[node]]
+        for byte, child in children[node].items():
+            shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
+            next_SK[node, byte] = child
+            queue.append(child)
+    return ByteAutomaton(next_SK, np.arange(256, dtype=np.uint8), np.isin(np.arange(len(children)), list(ends)))
+
 
 MAX_CELLS = 1 << 25  # of the table that is built: 64 MiB
 _PART = 1 << 22  # cells that are computed at once
@@ -172,3 +224,99 @@ def _merged(columns_CS: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[n
     chosen = np.array([index_of.setdefault(column.tobytes(), len(index_of)) for column in columns_CS], dtype=np.int16)
     first = np.unique(chosen, return_index=True)[1]
     return columns_CS[first], chosen
+
+
+FREE, DEAD = 0, 1  # states: nothing is forbidden and nothing stops; everything is forbidden
+
+
+class Tables:
+    """Several automata over one vocabulary as a few tensors; 4 N + 9 S + 2 A V bytes.
+
+    A row of a batch has a state, int32: FREE while nothing constrains it, else one of an automaton's.
+
+    Attributes:
+        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
+        row_S: int32 [S], the first of each state's cells.
+        slot_S: int32 [S], each state's automaton.
+        stops_S: bool [S], whether the text is over there.
+        class_AV: int16 [A, V], each automaton's class of each token.
+    """
+
+    def __init__(self, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> None:
+        """Hold these.
+
+        Raises:
+            InputRefused: one was made for another vocabulary.
+        """
+        # One cell each: FREE leads to FREE, DEAD to DEAD.
+        nothing: NDArray[Any] = np.zeros(2, dtype=np.int32)
+        following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
+        slots, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
+        states = cells = 2
+        self._starts: dict[int, int] = {}
+        for slot, automaton in enumerate(automata, 1):
+            if len(automaton.class_V) != vocabulary:
+                raise InputRefused(
+                    f"{automaton.where} was made for {len(automaton.class_V):,} tokens, not {vocabulary:,}"
+                )
+            table_SC = automaton.next_SC.astype(np.int32)
+            self._starts[id(automaton)] = states
+            following.append(np.where(table_SC < 0, DEAD, table_SC + states).reshape(-1))
+            rows.append(np.arange(len(table_SC)) * table_SC.shape[1] + cells)
+            slots.append(np.full(len(table_SC), slot))
+            stops.append(automaton.stops_S)
+            classes.append(automaton.class_V)
+            states, cells = states + len(table_SC), cells + table_SC.size
+
+        def together(parts: list[NDArray[Any]], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
+
+        self.next_N, self.row_S = together(following, torch.int32), together(rows, torch.int32)
+        self.slot_S, self.stops_S = together(slots, torch.int32), together(stops, torch.bool)
+        self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
+
+    def start(self, automaton: Automaton) -> int | None:
+        """The state in which its texts begin; None if it is not here."""
+        return self._starts.get(id(automaton))
+
+
+def allowed(tables: Tables, state_B: Tensor) -> Tensor:
+    """Which tokens may come next: next(state, token) is not DEAD.
+
+    Args:
+        tables: where the automata are.
+        state_B: int32 [B].
+
+    Returns:
+        bool [B, V]; all true in state FREE, all false in state DEAD.
+    """
+    class_BV = tables.class_AV[tables.slot_S[state_B]].int()
+    return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
+
+
+def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
+    """The states after one token of each row: DEAD after a forbidden one, FREE for rows that are FREE.
+
+    Args:
+        tables: where the automata are.
+        state_B: int32 [B].
+        token_B: int64 or int32 [B], ids below V.
+
+    Returns:
+        int32 [B].
+    """
+    class_B = tables.class_AV[tables.slot_S[state_B], token_B].int()
+    return tables.next_N[tables.row_S[state_B] + class_B]
+
+
+def stopped(tables: Tables, state_B: Tensor) -> Tensor:
+    """Whether each row's text is over: a stop string has occurred, or only an end token could still come.
+
+    Args:
+        tables: where the automata are.
+        state_B: int32 [B].
+
+    Returns:
+        bool [B]; never true in states FREE and DEAD.
+    """
+    return tables.stops_S[state_B]

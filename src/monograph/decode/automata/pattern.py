@@ -9,8 +9,18 @@ from __future__ import annotations
 import string
 from typing import NamedTuple, NoReturn
 
-from monograph.decode.automata.characters import ANY, CodePoints, Encoding, complement, union, utf8
-from monograph.decode.automata.expression import Alternation, Concatenation, Expression, Repetition
+from monograph.decode.automata.expression import (
+    ANY,
+    Alternation,
+    CodePoints,
+    Concatenation,
+    Encoding,
+    Expression,
+    Repetition,
+    complement,
+    union,
+    utf8,
+)
 from monograph.errors import InputRefused
 
 MAX_LENGTH, MAX_DEPTH = 20_000, 30

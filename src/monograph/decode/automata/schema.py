@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from monograph.decode.automata import values
-from monograph.decode.automata.characters import in_json
-from monograph.decode.automata.disjoint import overlap
+from monograph.decode.automata.dfa import Budget
 from monograph.decode.automata.expression import (
     Alternation,
     Expression,
     Intersection,
     Repetition,
+    in_json,
     joined,
     literal,
     optional,
 )
 from monograph.decode.automata.pattern import found_in
-from monograph.decode.automata.positions import Budget
+from monograph.decode.automata.values import overlap
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 

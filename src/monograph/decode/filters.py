@@ -1,0 +1,218 @@
+"""The stages between the penalties and the draw: each narrows the candidates, or scales their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from monograph.decode.candidates import Candidates, one_each, reach
+from monograph.decode.reproducible import UNIT, log
+
+# The entropy of what is left, by sums of integers, so that its bits do not depend on an order of summation.
+
+
+def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """E[y], y = high - x, under the probabilities of what is left, fp32 [B, 1]; and the sum of weights, int64 [B, 1].
+
+    w y <= 1/e for w = exp(-y), so the products are summed in the weights' own fixed point.
+    """
+    weight_BN = candidates.weigh(candidates.scores_BN)
+    below_BN = torch.where(weight_BN > 0, candidates.high_B1 - candidates.scores_BN, 0.0)
+    moment_B1 = (weight_BN.double() * below_BN.double()).long().sum(-1, keepdim=True)
+    total_B1 = weight_BN.sum(-1, keepdim=True)
+    return (moment_B1.double() / total_B1.double()).float(), total_B1
+
+
+def normalised_entropy(candidates: Candidates) -> Tensor:
+    """H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
+    mean_B1, total_B1 = mean_surprise(candidates)
+    entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
+    left_B1 = candidates.left()
+    return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)
+
+
+# Temperature, fixed or moving with the entropy (llama.cpp's temp and temp-ext).
+
+# A smaller one divides by this: the other tokens' scores are then as good as -inf, and 0 / 0 does not come up.
+SMALLEST = 2.0**-100
+
+
+def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Scores x / T, from the largest score down, so that it stays 0."""
+    return _divided(candidates, knobs["temperature"])
+
+
+def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Scores x / (a + (b - a) (H / ln n)^e) with a = max(0, T - range), b = T + range; a range of 0 leaves x / T."""
+    middle_B1, range_B1 = knobs["temperature"], knobs["temperature_range"]
+    low_B1 = (middle_B1 - range_B1).clamp(min=0).double()
+    power_B1 = normalised_entropy(candidates).pow(knobs["temperature_exponent"].double())
+    moved_B1 = low_B1 + ((middle_B1 + range_B1).double() - low_B1) * power_B1
+    return _divided(candidates, torch.where(range_B1 > 0, moved_B1.float(), middle_B1))
+
+
+def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
+    scores_BN = (candidates.scores_BN - candidates.high_B1) / temperature_B1.clamp(min=SMALLEST)
+    return candidates._replace(scores_BN=scores_BN, high_B1=torch.zeros_like(candidates.high_B1))
+
+
+# Top-k (Fan et al. 2018, Hierarchical Neural Story Generation).
+
+
+def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep the tokens of the k largest logits, and those level with the last.
+
+    k = 0 and k >= V are off; of fewer than k tokens all are kept.
+    """
+    k_B1, vocabulary = knobs["top_k"], candidates.logits_BN.shape[-1]
+    used_B1 = (k_B1 > 0) & (k_B1 < vocabulary)
+    near = candidates.nearest()
+    kept = near.likeliest(one_each, k_B1.minimum(near.left()).clamp(min=1), used_B1)
+    return kept._replace(held_B1=kept.held_B1 & ~kept.cut_off())
+
+
+# Top-p, or nucleus (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration).
+
+
+def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep x if the tokens above it have together less than p of what is left, and always the likeliest.
+
+    p >= 1 is off; p = 0 keeps the likeliest token and those level with it.
+    """
+    p_B1 = knobs["top_p"]
+    target_B1 = (p_B1.double() * candidates.total().double()).ceil().long().clamp(min=1)
+    return candidates.likeliest(candidates.weigh, target_B1, p_B1 < 1)
+
+
+# Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs).
+
+
+def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep x >= max + ln p, which is: a probability of at least p times the likeliest token's.
+
+    p = 0 is off (ln p = -inf); p = 1 keeps the likeliest token and those level with it.
+    """
+    log_p_B1 = knobs["log_min_p"]
+    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -float("inf"))
+
+
+# Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
+
+
+def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep x >= max - n s, s the population standard deviation of the finite scores that are left; n = 0 is off.
+
+    The sums are fp64, so s is the same fp32 number but for a rare last bit, whatever the order of summation.
+    """
+    n_B1, left_BN = knobs["top_n_sigma"], candidates.scores_BN > -torch.inf
+    count_B1 = left_BN.sum(-1, keepdim=True)
+    mean_B1 = torch.where(left_BN, candidates.scores_BN.double(), 0.0).sum(-1, keepdim=True) / count_B1
+    squares_BN = torch.where(left_BN, (candidates.scores_BN.double() - mean_B1).square(), 0.0)
+    sigma_B1 = (squares_BN.sum(-1, keepdim=True) / count_B1).sqrt().float()
+    return candidates.keep(candidates.scores_BN >= candidates.high_B1 - n_B1 * sigma_B1, n_B1 > 0)
+
+
+# Locally typical sampling (Meister et al. 2023).
+
+
+def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep the tokens nearest to the expected surprise, |-ln p - H|, until they have the probability p; p = 1 is off.
+
+    With y = high - x, the surprise is y + ln S and the entropy H = E[y] + ln S: the distance is |y - E[y]|. It rises on
+    both sides of E[y], so what is kept is an interval of scores. The likeliest tokens may go.
+    """
+    p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
+    used_B1 = p_B1 < 1
+    mean_B1, total_B1 = mean_surprise(candidates)
+
+    def distance(scores_BN: Tensor) -> Tensor:
+        return ((high_B1 - scores_BN) - mean_B1).abs()
+
+    target_B1 = (p_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
+    radius_B1, held_B1 = reach(candidates, candidates.weigh, target_B1, distance)
+    if "min_keep" in knobs:
+        most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
+        radius_B1, held_B1 = radius_B1.maximum(most_B1), held_B1 & held_too_B1
+    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(held_B1, used_B1)
+    return kept._replace(high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1))
+
+
+# Filters that keep the tokens of at least some probability, which each row's distribution moves; the likeliest stays.
+#
+# Top-a; the epsilon and eta cut-offs (Hewitt et al. 2022, Truncation Sampling as Language Model Desmoothing); the cut
+# of mirostat 2 (Basu et al. 2021, Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity; maths
+# as in llama.cpp).
+
+
+def top_a(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep p >= a q^2, q the likeliest token's probability; a = 0 is off (ln a = -inf)."""
+    total_B1 = log_total(candidates)
+    return _at_least(candidates, knobs["log_top_a"] - 2 * total_B1, total_B1, knobs["log_top_a"] > -torch.inf)
+
+
+def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep p >= epsilon; 0 is off (ln epsilon = -inf)."""
+    log_epsilon_B1 = knobs["log_epsilon"]
+    return _at_least(candidates, log_epsilon_B1, log_total(candidates), log_epsilon_B1 > -torch.inf)
+
+
+def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of what is left; 0 is off."""
+    log_epsilon_B1, total_B1 = knobs["log_eta"], log_total(candidates)
+    entropy_B1 = mean_surprise(candidates)[0] + total_B1
+    log_least_B1 = torch.minimum(log_epsilon_B1, 0.5 * log_epsilon_B1 - entropy_B1)
+    return _at_least(candidates, log_least_B1, total_B1, log_epsilon_B1 > -torch.inf)
+
+
+def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """Keep a surprise -log2 p of at most mu, the row's own number (`State.mu_B`); a target of 0 is off."""
+    return _at_least(candidates, -math.log(2) * knobs["mu"], log_total(candidates), knobs["mirostat_tau"] > 0)
+
+
+def log_total(candidates: Candidates) -> Tensor:
+    """The natural logarithm of the sum of exp(score - high), fp32 [B, 1]: minus that of the likeliest's probability."""
+    return log((candidates.total().double() / UNIT).float())
+
+
+def _at_least(candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor, used_B1: Tensor) -> Candidates:
+    least_B1 = candidates.high_B1 + (log_least_B1 + log_total_B1).clamp(max=0)
+    return candidates.keep(candidates.scores_BN >= least_B1, used_B1)
+
+
+# XTC, "exclude top choices" (P. E. Weidmann 2024, oobabooga/text-generation-webui#6335; maths as in llama.cpp).
+
+
+def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
+    """With a given probability: of the tokens of at least the threshold's probability keep the least likely only.
+
+    Tokens level with that one stay; a threshold above 0.5 is off, as two tokens cannot both reach it. "xtc_uniform" is
+    a number of the row's (seed, position) apart from its noise (`reproducible.row_uniform`).
+    """
+    used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
+    weight_BN = candidates.weigh(candidates.scores_BN)
+    least_B1 = (knobs["xtc_threshold"].double() * weight_BN.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
+    kept_BN = candidates.scores_BN <= high_B1
+    if "min_keep" in knobs:
+        used_B1 &= (kept_BN & (candidates.scores_BN > -torch.inf)).sum(-1, keepdim=True) >= knobs["min_keep"]
+    kept = candidates.keep(kept_BN, used_B1)
+    return kept._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
+
+
+FILTERS: dict[str, Callable[[Candidates, dict[str, Tensor]], Candidates]] = {
+    "temperature": temperature,
+    "dynamic_temperature": dynamic_temperature,
+    "top_n_sigma": top_n_sigma,
+    "top_k": top_k,
+    "top_p": top_p,
+    "min_p": min_p,
+    "top_a": top_a,
+    "typical": typical,
+    "epsilon": epsilon,
+    "eta": eta,
+    "xtc": xtc,
+    "mirostat": mirostat,
+}

@@ -1,0 +1,288 @@
+"""Decides whether a difference is more than chance: paired differences, their standard error, Student's t.
+
+`vertex` estimates where a loss is smallest, between the learning rates that were tried.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from monograph.errors import UsageError
+
+CONFIDENCE = 0.95
+
+
+class Mean(NamedTuple):
+    """A mean and its standard error, sqrt(sum of (x - mean)^2 / (n - 1) / n); None for one value.
+
+    Attributes:
+        value: the mean.
+        standard_error: of the mean.
+        n: values.
+    """
+
+    value: float
+    standard_error: float | None
+    n: int
+
+    @property
+    def is_noise(self) -> bool | None:
+        """Whether zero is inside the interval value ± t · standard_error at 95 %; None where nothing is known of it."""
+        if self.standard_error is None:
+            return None
+        return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """The mean of independent values, such as paired differences; raises StatisticsError without any."""
+    n = len(values)
+    return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
+
+
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """The t for which P(|T| <= t) = confidence, T of Student's distribution with so many degrees of freedom."""
+    low, high = 0.0, 1e4
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, degrees: int) -> float:
+    """P(|T| <= t), a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine, odd = math.cos(angle), degrees % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(odd + 2, degrees + 1, 2):
+        total += term
+        term *= cosine * cosine * (k - 1) / k
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Members that differ in nothing but the seed.
+
+    Attributes:
+        knobs: what they share, by name.
+        members: their indices, by seed.
+        mean: of their values, over the seeds that have one; None if none has.
+        failed: seeds without a value: their members diverged.
+        difference: to the best setting, over the seeds that both have; None for the best itself.
+        tied: whether the difference is within the noise; None where there is no way to know.
+    """
+
+    knobs: Mapping[str, Any]
+    members: Mapping[Hashable, int]
+    mean: Mean | None
+    failed: tuple[Hashable, ...] = ()
+    difference: Mean | None = None
+    tied: bool | None = None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The setting of the lowest mean, and which of its members is the lowest."""
+
+    setting: Setting
+    member: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Settings compared, lower values being better.
+
+    Attributes:
+        settings: in the order in which the members came.
+        best: None if every member diverged.
+        values: of each member, None for one that diverged.
+        noise: standard deviation of a paired difference over seeds, pooled; None where there is one seed.
+        degrees: of freedom that it has.
+        over: the name of the knob that is repeated.
+    """
+
+    settings: tuple[Setting, ...]
+    best: Best | None
+    values: tuple[float | None, ...]
+    noise: float | None
+    degrees: int
+    over: str = "seed"
+    unit: str = field(default="bits/byte", kw_only=True)
+
+    @property
+    def how(self) -> str:
+        """One sentence: what "tied" means here."""
+        if len(self.settings) == 1:
+            return "one setting: there is nothing to compare it with"
+        over = self.over.rpartition(".")[2]
+        if sum(setting.mean is not None for setting in self.settings) < 2:
+            return "the others diverged: there is nothing to compare the best with" if self.best else "all diverged"
+        if self.noise is None:
+            return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
+        return (
+            f"tied: the difference to the best, paired over {over}s, is within {self.confidence_factor:.1f} standard "
+            f"errors (95 %, {self.degrees} degree{'s' * (self.degrees > 1)} of freedom, pooled over the better half)"
+        )
+
+    @property
+    def confidence_factor(self) -> float:
+        """Student's t for this table's degrees of freedom."""
+        return t_quantile(max(1, self.degrees))
+
+    def __str__(self) -> str:
+        return "\n".join([*map(self.line, self.settings), self.how])
+
+    def line(self, setting: Setting) -> str:
+        """A setting in one line: its knobs, mean ± standard error, and how it stands to the best."""
+        name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+                        for key, value in setting.knobs.items())  # fmt: skip
+        return f"{name or 'all'}: {written(setting.mean)} {self.unit}{self.standing(setting)}"
+
+    def standing(self, setting: Setting) -> str:
+        """In words: best, tied, diverged; empty for the rest."""
+        words = [f"{len(setting.failed)} of {len(setting.members)} diverged"] if setting.failed and setting.mean else []
+        if self.best and setting is self.best.setting:
+            words.insert(0, "best")
+        elif setting.tied and setting.difference:
+            words.insert(0, f"tied (+{setting.difference.value:.3f})")
+        return f"   {', '.join(words)}" if words else ""
+
+
+def written(value: Mean | None) -> str:
+    """`2.553 ± 0.012`, without the error where there is none; `diverged` for no value."""
+    if value is None:
+        return "diverged"
+    return f"{value.value:.3f}" + ("" if value.standard_error is None else f" ± {value.standard_error:.3f}")
+
+
+def tabulate(
+    values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str = "seed", unit: str = "bits/byte"
+) -> Table:
+    """Compare settings over repetitions, in a layout where a repetition (a seed) is shared by all settings.
+
+        difference of setting s = mean over seeds of value(s, seed) - value(best, seed)
+        noise^2 = sum over settings s of the better half, and seeds, of (d(s, seed) - difference(s))^2 / degrees
+
+    with d(s, seed) the paired difference and degrees = (settings - 1) · (seeds - 1). A seed's own luck (weights,
+    order of rows) is in both values of a pair and cancels. Two seeds alone say little about noise, so it is pooled over
+    settings; but far from the optimum training is noisier, so only the better half of them, and two at least, count. A
+    setting is tied with the best if |difference| <= t(95 %, degrees) · noise / sqrt(seeds). A setting with a member
+    that diverged is never the best while another has none.
+
+    Args:
+        values: one of each member, such as its held-out bits per byte; None or not finite: it diverged.
+        knobs: of each member, by name.
+        over: the name of the knob that is repeated; members without it are repetitions of nothing.
+        unit: of the values.
+    """
+    found = [value if value is not None and math.isfinite(value) else None for value in values]
+    settings = _settings(found, knobs, over)
+    ranked = sorted((s for s in settings if s.mean), key=lambda s: (bool(s.failed), s.mean.value if s.mean else 0.0))
+    if not ranked:
+        return Table(tuple(settings), None, tuple(found), None, 0, over, unit=unit)
+    top = ranked[0]
+    paired = {id(each): _paired(each, top, found) for each in ranked if each is not top}
+    half = [each for each in ranked[: max(2, -(-len(ranked) // 2))] if each is not top]
+    squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
+    degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
+    noise = math.sqrt(sum(squares) / degrees) if degrees else None
+    best = Best(top, min((m for m in top.members.values() if found[m] is not None), key=lambda m: found[m] or 0.0))
+    factor = t_quantile(degrees) if degrees else 0.0
+
+    def compared(setting: Setting) -> Setting:
+        pairs = paired.get(id(setting))
+        if not pairs:
+            return setting
+        error = noise / math.sqrt(len(pairs)) if noise is not None else None
+        difference = Mean(statistics.fmean(pairs), error, len(pairs))
+        tied = None if error is None else abs(difference.value) <= factor * error
+        return Setting(setting.knobs, setting.members, setting.mean, setting.failed, difference, tied)
+
+    return Table(tuple(map(compared, settings)), best, tuple(found), noise, degrees, over, unit=unit)
+
+
+def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str) -> list[Setting]:
+    groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
+    for index, each in enumerate(knobs):
+        shared = {name: value for name, value in each.items() if name != over}
+        members = groups.setdefault(repr(shared), (shared, {}))[1]
+        members[each.get(over, index if over in each else len(members))] = index
+    settings = []
+    for shared, members in groups.values():
+        there = [value for member in members.values() if (value := values[member]) is not None]
+        failed = tuple(seed for seed, member in members.items() if values[member] is None)
+        settings.append(Setting(shared, members, mean(there) if there else None, failed))
+    return settings
+
+
+def _paired(one: Setting, other: Setting, values: Sequence[float | None]) -> list[float]:
+    """One - other for every seed that both have a value of."""
+    pairs = ((values[one.members[s]], values[other.members[s]]) for s in one.members if s in other.members)
+    return [a - b for a, b in pairs if a is not None and b is not None]
+
+
+class Vertex(NamedTuple):
+    """The minimum of a parabola.
+
+    Attributes:
+        lr: where it is.
+        loss: what the parabola has there; at most the smallest loss that was measured.
+        bracketed: whether a finite loss was measured on either side of the best rate. If not, `lr` is that rate itself
+            and the minimum may lie beyond it, or nearer to a rate that diverged.
+    """
+
+    lr: float
+    loss: float
+    bracketed: bool
+
+    @property
+    def log2(self) -> float:
+        """Its place in factor-2 steps."""
+        return math.log2(self.lr)
+
+
+def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
+    """The minimum of the parabola in log2(lr) through the best rate and its two neighbours.
+
+    With x = log2(lr), best point 0 and slopes s- = (L0 - L-) / (x0 - x-), s+ = (L+ - L0) / (x+ - x0), s- <= 0 <= s+:
+
+        x = (x- + x0) / 2 + (x+ - x-) / 2 * -s- / (s+ - s-)
+
+    which lies between the middles of the two intervals: less than a step away from the best rate, never outside of what
+    was tried. It resolves what the best of a grid cannot: of two neighbours with nearly the same loss, a grid's best is
+    a coin flip, the vertex lies between them.
+
+    Args:
+        lrs: learning rates, in any order, each once.
+        losses: of each, the mean over seeds where there are several; nan or inf where training diverged.
+
+    Raises:
+        UsageError: the two differ in length, a rate is given twice or is not above 0, or no loss is finite.
+    """
+    if len(lrs) != len(losses) or len({*lrs}) != len(lrs) or not all(0 < lr < math.inf for lr in lrs):
+        raise UsageError(
+            f"a vertex needs one loss for each learning rate, each above 0 and once: {[*lrs]}, {[*losses]}"
+        )
+    points = sorted(zip(lrs, losses, strict=True))
+    finite = [index for index, (_, loss) in enumerate(points) if math.isfinite(loss)]
+    if not finite:
+        raise UsageError(f"no vertex: no loss is finite at any of the learning rates {[lr for lr, _ in points]}")
+    best = min(finite, key=lambda index: points[index][1])
+    lr, loss = points[best]
+    if not {best - 1, best + 1} <= {*finite}:
+        return Vertex(lr, loss, False)
+    three = points[best - 1 : best + 2]
+    (left, x, right), (above_left, y, above_right) = [math.log2(lr) for lr, _ in three], [each for _, each in three]
+    down, up = (y - above_left) / (x - left), (above_right - y) / (right - x)
+    if up == down:  # all three the same
+        return Vertex(lr, loss, True)
+    place = (left + x) / 2 - (right - left) / 2 * down / (up - down)
+    curvature = (up - down) / (right - left)
+    slope = (down * (right - x) + up * (x - left)) / (right - left)
+    return Vertex(2.0**place, y + slope * (place - x) + curvature * (place - x) ** 2, True)

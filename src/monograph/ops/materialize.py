@@ -1,0 +1,28 @@
+"""A number that is computed once, where a compiler would compute it again for every element that it is applied to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def materialize(value: Tensor) -> Tensor:
+    """The same tensor; in a compiled graph it is kept in memory instead of being fused into what reads it.
+
+    Inductor fuses small tensors into the loops of large ones, where a power or a division by a learning rate is then
+    repeated for every element: on a CPU two powers cost an AdamW update more than everything else in it.
+    """
+    if not torch.compiler.is_compiling():
+        return value
+    kept: Tensor = torch.ops.monograph.materialize(value)
+    return kept
+
+
+@torch.library.custom_op("monograph::materialize", mutates_args=())
+def _materialize(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+@_materialize.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)

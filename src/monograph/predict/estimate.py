@@ -1,0 +1,216 @@
+"""Peak memory of a training step in closed form: microseconds, for a search; `footprint` has the verdict.
+
+static     = P (bytes of weights + 4 gradients + bytes of optimizer state); beside frozen weights of adapters alone
+stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`); captured in a low
+             precision, a block that recomputes nothing keeps its weights, rounded, as well
+head       = the hidden states' gradient, and the larger of: logits of a chunk and their gradient, the head's gradient,
+             and its weights, rounded, or in fp32 what a chunk adds to it; the head's gradient twice
+peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
+                          an update's intermediates: eager of the largest plane, captured of Muon's)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
+from monograph.graph.recording import Product, Recording
+from monograph.graph.remat import Choice, within
+from monograph.model.adapter import put
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.ops.attention import MOST_KEYS, QUERIES
+from monograph.ops.cross_entropy import chunk_count
+from monograph.predict.footprint import ON_THEIR_WAY, Work
+
+# Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
+MOMENTS = {"adamw": 2, "muon": 1.125}
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # of a number of a linear layer that is kept in fewer bits
+STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
+SCORE_NUMBERS = 3  # of bf16, for a score: its probability in fp32 and rounded
+# Bytes that an eager update has alive for a number of its largest plane: seven copies and what is unpacked; where it
+# rounds at random the random words, integers of 8 bytes.
+EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 132, "all-bf16": 136}
+ORTHOGONAL_NUMBERS = 3  # of the compute dtype, that a captured Muon has alive for a number of its largest plane
+
+
+def stored_numbers(work: Work, remat: str | float) -> float:
+    """What a block keeps for its backward pass, in numbers of the compute dtype per token, its input included.
+
+    With r = key-value width and q = query width over d, phi = d_ff / d: captured d (4 + 2q + 2r + 3 phi), which is the
+    closed form of a Llama block with fused elementwise code; eager what each operation keeps, d (7 + 2q + 2r + 4 phi),
+    and in bf16 the norms' fp32 copies, d more each three times. Recomputed pointwise: the products alone,
+    d (2 + 2q + 2r + 2 phi); a share: so much of it; in full the input, d; 0 if that is on the host. Where attention is
+    made of matrix products (`monograph.ops.attention`) there are its probabilities, in fp32 and in bf16.
+    """
+    config = work.config
+    width, query, key_value = _widths(config)
+    if remat in ("full", "offload"):
+        return width if remat == "full" else 0
+    if remat != "none":
+        return width + _kept(work, remat).stored_bytes
+    if work.compile != "none":
+        scores = SCORE_NUMBERS * score_numbers(work)
+        return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size + scores
+    wide = 4 * width if work.precision != "fp32" else 0
+    return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + wide
+
+
+def score_numbers(work: Work) -> int:
+    """Scores of a token in a block that are in memory: none where a fused kernel computes attention."""
+    in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
+    if not in_products or work.length > MOST_KEYS:
+        return 0
+    blocks = -(-work.length // QUERIES)
+    seen = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
+    return int(work.config.num_attention_heads * seen)
+
+
+def recomputed_flops(work: Work) -> tuple[int, int]:
+    """FLOPs per token and layer that the backward pass computes again: in matrix products, and in attention."""
+    products = _products(work)
+    if work.remat in ("none", "pointwise"):
+        return 0, 0
+    kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
+    again = [each for each in products if each.name not in kept]
+    # Whatever is recomputed as a whole computes its last product too, though nobody reads it.
+    last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
+    attention = sum(each.flops for each in again if each.name in (_SCORES, _ATTENTION))
+    return sum(each.flops for each in again) - attention + last, attention
+
+
+_SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
+
+
+def _widths(config: LlamaConfig) -> tuple[int, int, int]:
+    head = config.head_dim
+    return config.hidden_size, config.num_attention_heads * head, config.num_key_value_heads * head
+
+
+def _products(work: Work) -> tuple[Product, ...]:
+    """Of a token in a block: how many numbers each product gives, and of how many FLOPs."""
+    (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
+    products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
+    linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
+    attending = query * work.length  # FLOPs of the scores, and again of mixing; causal: half of the pairs
+    if scores := score_numbers(work):
+        attention = [Product(_SCORES, scores, attending), Product(_ATTENTION, query, attending)]
+    else:
+        attention = [Product(_ATTENTION, query, 2 * attending)]
+    return (*linear, *attention, Product(("output", 0), width, 2 * query * width))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(work: Work, remat: str | float) -> Choice:
+    """What a policy between `none` and `full` keeps of a token in a block: `stored_bytes` are numbers here."""
+    curve = Recording(0, 0, 0, _products(work)).curve()
+    if remat == "pointwise":
+        return curve[-1]
+    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / (work.rows * work.length)
+    return within(curve, int(float(remat) * beyond_input)) or curve[0]
+
+
+def _rounded(work: Work) -> int:
+    """A captured block's weights that its products read in another dtype than they are kept in."""
+    as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
+    return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
+
+
+class _Frozen(NamedTuple):
+    """A model with adapters: their parameters, and the bytes of everything else."""
+
+    adapters: int
+    base_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
+    with torch.device("meta"):
+        model = Llama(config)
+        put(model, lora, precision=Precision(precision))
+    sizes = {True: 0, False: 0}
+    for tensor in model.parameters():
+        sizes[tensor.requires_grad] += tensor.numel() if tensor.requires_grad else tensor.nbytes
+    return _Frozen(sizes[True], sizes[False])
+
+
+def trained_adapters(work: Work) -> int:
+    """Parameters of the adapters, 0 where the model itself is trained."""
+    return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
+
+
+def dense_bytes(work: Work) -> float:
+    """Read and written in one pass over all blocks, to make linear weights dense that are kept in fewer bits."""
+    if work.lora is None or work.lora.base not in FROZEN_BYTES:
+        return 0.0
+    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
+
+
+def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
+    """The closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
+    assert work.lora is not None
+    config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
+    rule, _, state = optimizer.partition(":")
+    adapters, base_bytes = _frozen(config, work.lora, work.precision)
+    weight = 2 if state == "all-bf16" else 4
+    moments = 1 if rule == "muon" else MOMENTS[rule]
+    static = base_bytes + adapters * (weight + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
+    inner = work.lora.rank * len(_shapes(config)) * (work.remat not in ("full", "offload"))
+    stored = config.num_hidden_layers * (stored_numbers(work, work.remat) + inner) * number * tokens
+    if work.remat == "offload":
+        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+    dense = (4 + number) * max(map(math.prod, _shapes(config))) if work.lora.base != "auto" else 0
+    block = stored_numbers(work, "none") * number * tokens + dense
+    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
+    loss = logits + 2 * tokens * config.hidden_size * number
+    after = (EAGER_UPDATE_BYTES[state or "fp32"] if work.compile == "none" else 4) * adapters
+    return int(static + max(stored + max(loss, 2 * block), after))
+
+
+def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
+    """The closed form above, for a device of `work.device_type`."""
+    if work.lora:
+        return _beside_frozen(work, optimizer, ema)
+    config, number = work.config, 4 if work.precision == "fp32" else 2
+    parameters, tokens = config.parameter_count(), work.rows * work.length
+    rule, _, state = optimizer.partition(":")
+    weight = 2 if state == "all-bf16" else 4
+    static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
+    kept = stored_numbers(work, work.remat) * tokens + _rounded(work) * (work.remat == "none")
+    stored = config.num_hidden_layers * kept * number
+    if work.remat == "offload":
+        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+    block = stored_numbers(work, "none") * number * tokens
+    head = config.vocab_size * config.hidden_size
+    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
+    loss = max(logits + (4 + number) * head, 8 * head) + 2 * tokens * config.hidden_size * number
+    stack = _largest_stack(config) if rule == "muon" else 0
+    if work.compile == "none":
+        after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))
+    else:
+        after = max(4 * (parameters if work.compile == "whole" else head), ORTHOGONAL_NUMBERS * number * stack)
+    return int(static + max(stored + max(loss, 2 * block), after))
+
+
+def _largest_stack(config: LlamaConfig) -> int:
+    """Numbers of the largest plane of block matrices of one shape, which Muon updates at once."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for shape in _shapes(config):
+        sizes[shape] += config.num_hidden_layers * math.prod(shape)
+    return max(sizes.values())
+
+
+def _matrices(config: LlamaConfig) -> int:
+    return config.num_hidden_layers * sum(map(math.prod, _shapes(config)))
+
+
+def _shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+    (width, query, key_value), inner = _widths(config), config.intermediate_size
+    sides = [(query, width), (key_value, width), (width, query), (inner, width), (width, inner)]
+    return [*sides, sides[1], sides[3]]  # values as keys, gate as up

@@ -1,0 +1,202 @@
+"""Bytes that code would have alive, by origin, counted on tensors that have a shape and no data.
+
+Whatever runs inside a `FakeMemory` runs as it is, on a CPU and in no memory worth mentioning: eager operations are
+counted as they are dispatched, captured graphs by walking their nodes (`monograph.predict.lifetimes`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from monograph import compat
+from monograph.predict.lifetimes import Kernel, Name, inner_bytes, kernels
+
+ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
+PASSING = ORIGINS[3:]  # what a micro-step allocates and frees
+Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
+UNIT_BYTES = {"cpu": 64, "cuda": 512}  # an allocation is a multiple of it
+
+
+class Graphs:
+    """Graphs that tallies one after another share: what two models have in common is traced for the first alone.
+
+    Attributes:
+        mode: in which tensors have no data.
+        memory: the one that counts now.
+    """
+
+    memory: FakeMemory
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random numbers have a state
+        self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+        """`function`, whose graphs `memory` counts as those of a device."""
+
+        def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
+            plan = kernels(graph, device_type, backward)
+
+            def run(arguments: list[Any]) -> Any:
+                return self.memory._run(graph, plan, arguments, backward)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        if function not in self._known:
+            backend = compat.partitioned(lambda graph: runner(graph, False), lambda graph: runner(graph, True))
+            self._known[function] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        return self._known[function]
+
+
+class FakeMemory:
+    """Counts storages from the moment an operation makes them until the last tensor that sees them is gone.
+
+        with FakeMemory(vocabulary=4096) as memory:
+            ...
+        memory.curve
+
+    Attributes:
+        origin: what is made now counts as this, but for what has an axis as long as the vocabulary.
+        curve: a sample after each operation and each kernel of a graph that changed it, while everything it read is
+            still alive.
+        walked: how many samples there were at the end of each graph.
+    """
+
+    def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
+        """Count for "cpu" or "cuda", which differ in how sizes are rounded up; `graphs` may be an earlier one's."""
+        self.vocabulary, self.device_type = vocabulary, device_type
+        self._graphs = graphs or Graphs()
+        self.origin = "weights"
+        self.curve: list[Sample] = []
+        self.walked: list[int] = []
+        self._live = dict.fromkeys(ORIGINS, 0)
+        self._known: dict[int, tuple[str, int]] = {}
+        self._modes = ExitStack()
+
+    def __enter__(self) -> FakeMemory:
+        self._graphs.memory = self
+        self._modes.enter_context(self._graphs.mode)
+        self._modes.enter_context(_Listener(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._modes.close()
+
+    def assign(self, origin: str, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors' storages as of this origin from now on."""
+        for tensor in tensors:
+            before, size_bytes = self._known[id(tensor.untyped_storage())]
+            self._live[before] -= size_bytes
+            self._live[origin] += size_bytes
+            self._known[id(tensor.untyped_storage())] = origin, size_bytes
+
+    def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
+        compat.allow_variants()  # a search traces one function for many shapes
+        compat.quiet_inputs_of_blocks()
+        graph = self._graphs.of(function, self.device_type)
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling():  # in a look at what blocks keep, which counts nothing
+                return function(*arguments, **keywords)
+            with compat.without_modes():
+                return graph(*arguments, **keywords)
+
+        return run
+
+    # ── what the modes and the graphs report ────────────────────────────────────────────────────────
+
+    def _note(self, found: Any) -> None:
+        for tensor in tree_leaves(found):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key in self._known:
+                continue
+            origin, size_bytes = self._origin(tensor.shape), self._rounded(storage.nbytes())
+            self._known[key] = origin, size_bytes
+            self._live[origin] += size_bytes
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        origin, size_bytes = self._known.pop(key)
+        self._live[origin] -= size_bytes
+
+    def _origin(self, shape: Iterable[int]) -> str:
+        return "loss head" if self.origin in PASSING and self.vocabulary in shape else self.origin
+
+    def _rounded(self, size_bytes: int) -> int:
+        unit = UNIT_BYTES[self.device_type]
+        return -(-size_bytes // unit) * unit
+
+    def _sample(self, inside_bytes: int = 0) -> None:
+        *others, workspace = self._live.values()
+        sample = (*others, workspace + inside_bytes)
+        if self.curve[-1:] != [sample]:
+            self.curve.append(sample)
+
+    def _run(self, graph: torch.fx.GraphModule, plan: list[Kernel], arguments: list[Any], backward: bool) -> Any:
+        self._walk(plan, arguments, backward)
+        self.walked.append(len(self.curve))
+        with compat.without_modes(), self._graphs.mode:  # its nodes are counted already
+            found = graph(*arguments)
+        arguments.clear()
+        self._note(found)
+        return found
+
+    def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
+        """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""
+        kept = dict(self._live)
+        alive = self._passing(plan, arguments) if backward else {}
+        for kernel in plan:
+            origin, size_bytes = self._origin(kernel.output.shape), self._rounded(kernel.size_bytes)
+            alive[kernel.name] = origin, size_bytes
+            self._live[origin] += size_bytes
+            if kernel.over in alive:
+                self._live[alive.pop(kernel.over)[0]] -= size_bytes
+            self._sample()
+            for name in kernel.last_reads:
+                if name in alive:
+                    its_origin, its_bytes = alive.pop(name)
+                    self._live[its_origin] -= its_bytes
+        self._live = kept
+
+    def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
+        """Origin and bytes of what a step frees, under the argument that is read last of those that share a storage."""
+        read_at = {name: at for at, kernel in enumerate(plan) for name in kernel.last_reads}
+        latest: dict[int, int] = {}
+        for index, value in enumerate(arguments):
+            if isinstance(value, Tensor):
+                key = id(value.untyped_storage())
+                latest[key] = max(index, latest.get(key, index), key=lambda each: read_at.get(each, len(plan)))
+        found = {index: self._known[key] for key, index in latest.items() if key in self._known}
+        return {index: each for index, each in found.items() if each[0] in PASSING}
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self, memory: FakeMemory):
+        super().__init__()
+        self.memory = memory
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.memory._note(found)
+        inside_bytes = 0
+        if "add_product_" in str(function):
+            total, left, right = args
+            inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
+        elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
+            inside_bytes = -self.memory._rounded(found.untyped_storage().nbytes())
+        self.memory._sample(inside_bytes)
+        return found

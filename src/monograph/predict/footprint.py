@@ -1,0 +1,272 @@
+"""Peak memory of a training step by origin, before anything of it exists: the step's own code, traced for two depths.
+
+The trace is of models of two and of three blocks. What a block adds at each moment is their difference, so that a model
+of any depth costs the same few seconds to predict. Nothing is computed and no device is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from monograph import compat
+from monograph.graph.capture import Scope, capture_by
+from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
+from monograph.graph.remat import named
+from monograph.graph.token_rows import rows_of
+from monograph.loss import Batch, TokenLoss
+from monograph.model.adapter import put
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.ops.attention import QUERIES
+from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.optim import Optimizer
+from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
+from monograph.step import Clip, Step, accumulate, update
+
+Compile = Scope | Literal["none"]
+DEPTHS = 2, 3
+ON_THEIR_WAY = 3  # inputs of blocks that are on the device where all others wait on the host
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-step of a model, as far as its memory depends on it.
+
+    Attributes:
+        config: the model's shape.
+        rows: of a micro-batch.
+        length: tokens of a row.
+        optim: the optimizer.
+        precision: compute dtype.
+        compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
+        remat: which activations the backward pass recomputes, as in the settings: "none", "pointwise", a share, "full",
+            "offload".
+        window_rows: rows of an update, whose tokens are on the device at once.
+        packed: whether rows hold several documents.
+        clip: the largest norm of the gradient, None for no bound.
+        device_type: "cpu" or "cuda".
+        lora: the adapters that are trained beside the frozen model, None where the model itself is.
+    """
+
+    config: LlamaConfig
+    rows: int
+    length: int
+    optim: Optimizer
+    precision: str = "fp32"
+    compile: Compile = "whole"
+    remat: str | float = "none"
+    window_rows: int = 0
+    packed: bool = True
+    clip: float | Clip | None = 1.0
+    device_type: str = "cpu"
+    lora: Lora | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the moment at which a step needs the most.
+
+    Attributes:
+        stage: "forward", "backward" or "update".
+        by_origin: weights, gradients, moments, activations, loss head, workspace.
+    """
+
+    stage: str
+    by_origin: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their sum."""
+        return sum(self.by_origin.values())
+
+
+class Curve(NamedTuple):
+    """Samples of a part of a step, and the stage that it belongs to."""
+
+    stage: str
+    samples: list[Sample]
+
+
+def footprint(work: Work) -> Footprint:
+    """The peak of one update, the gradients of earlier micro-batches on the device."""
+    apart = _apart(work)
+    found = _of_update(apart)
+    before, after = work.config, apart.config
+    # Of what depends on the vocabulary; gradients and moments of adapters do not.
+    of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
+    ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
+    ratios["loss head"] = before.vocab_size / after.vocab_size
+    return Footprint(found.stage, {name: round(size * ratios.get(name, 1)) for name, size in found.by_origin.items()})
+
+
+def _apart(work: Work) -> Work:
+    """The same with a vocabulary of no other axis's length, by which the trace knows what belongs to the loss head.
+
+    A few entries more, if any: their bytes are taken off again.
+    """
+    config, tokens = work.config, work.rows * work.length
+    heads = config.num_attention_heads, config.num_key_value_heads
+    taken = {
+        config.hidden_size,
+        config.intermediate_size,
+        config.head_dim,
+        *heads,
+        *(n * config.head_dim for n in heads),
+    }
+    taken |= {work.length, tokens, work.window_rows * work.length, *range(QUERIES, work.length, QUERIES)}
+    vocabulary = config.vocab_size
+    while True:
+        chunks = chunk_count(tokens, vocabulary, work.device_type)
+        if vocabulary not in taken | {tokens // chunks, -(-tokens // chunks)}:
+            return replace(work, config=replace(config, vocab_size=vocabulary))
+        vocabulary += 1
+
+
+def _of_update(work: Work) -> Footprint:
+    if work.remat == "offload":
+        return footprint_of(_without_inputs(_deep(replace(work, remat="full")), work))
+    return footprint_of(_deep(work))
+
+
+def _deep(work: Work) -> list[Curve]:
+    """The step's samples at its full depth."""
+    layers = work.config.num_hidden_layers
+    if layers <= DEPTHS[1]:
+        return _curves(work)
+    curves = []
+    graphs = Graphs()
+    for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in DEPTHS), strict=True):
+        of_two, of_three = (corners(each.samples) if each.stage == "update" else each.samples for each in (low, high))
+        samples = deepened(of_two, of_three, layers - DEPTHS[0])
+        if samples is None:
+            return _curves(work)
+        curves.append(Curve(low.stage, samples))
+    return curves
+
+
+def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
+    """The samples less the blocks' inputs that wait on the host, but for those on their way."""
+    number = 4 if work.precision == "fp32" else 2
+    an_input = work.rows * work.length * work.config.hidden_size * number
+    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * an_input
+    place = ORIGINS.index("activations")
+
+    def less(sample: Sample) -> Sample:
+        return (*sample[:place], max(0, sample[place] - away), *sample[place + 1 :])
+
+    return [Curve(stage, samples if stage == "update" else [*map(less, samples)]) for stage, samples in curves]
+
+
+def footprint_of(curves: list[Curve]) -> Footprint:
+    """The largest of a step's samples."""
+    peaks = [(sample, curve.stage) for curve in curves for sample in curve.samples]
+    sample, stage = max(peaks, key=lambda peak: sum(peak[0]))
+    return Footprint(stage, dict(zip(ORIGINS, sample, strict=True)))
+
+
+def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
+    """Samples of a model that has `beyond` blocks more than that of `low`; that of `high` has one more.
+
+    Curves of the same length correspond sample by sample. Otherwise the model of `high` does one block more somewhere
+    in the middle: seen from the beginning both do the same up to there, seen from the end likewise. By what a sample
+    differs in the two is what each further block adds to it. None: the two views leave a part of `low` uncovered.
+    """
+    if len(low) == len(high):
+        return _along(low, high, beyond)
+    ahead, back = _alike(low, high), _alike(low[::-1], high[::-1])
+    if ahead + back < len(low):
+        return None
+    return _along(low[:ahead], high, beyond) + _along(low[::-1][:back], high[::-1], beyond)
+
+
+def corners(samples: list[Sample]) -> list[Sample]:
+    """The samples but for those within a run of equal steps, which lie between its ends.
+
+    An update has a number for each part of each plane, one after another, in several places: runs as long as the model
+    is deep. What is left is as many samples at any depth.
+    """
+    steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(samples)]
+    turns = [True, *(before != after for before, after in itertools.pairwise(steps)), True]
+    return [*itertools.compress(samples, turns)]
+
+
+def _alike(one: list[Sample], other: list[Sample]) -> int:
+    """For how many samples two curves do the same, wherever they begin."""
+    pairs = zip(one, other, strict=False)
+    same = (all(a - b == c - d for a, b, c, d in zip(x, one[0], y, other[0], strict=True)) for x, y in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
+
+
+def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
+    pairs = zip(low, high, strict=False)
+    return [tuple(a + beyond * (b - a) for a, b in zip(x, y, strict=True)) for x, y in pairs]
+
+
+def _cut(work: Work, layers: int) -> Work:
+    config = work.config
+    return replace(work, config=replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
+
+
+def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
+    with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
+        # On CUDA the fused attention stands for flex.
+        on_cuda = work.device_type == "cuda"
+        model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
+        if work.lora:
+            put(model, work.lora, precision=Precision(work.precision))
+        step = Step(
+            model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
+            loss=_Loss(linear_cross_entropy, work.device_type),
+        )  # fmt: skip
+        for plane in step.planes:
+            memory.assign("gradients", [plane.grad])
+            memory.assign("moments", plane.state.values())
+        memory.origin = "activations"
+        names = ("tokens", "targets", *(("segments", "positions") if work.packed and not on_cuda else ()))
+        window = {name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64) for name in names}
+        batch = {name: rows[: work.rows] for name, rows in window.items()}
+        if work.compile != "none":
+            capture_by(memory.captured, step, work.compile)
+        with compat.without_modes():
+            step.choose_kept(batch)
+        begins = [("forward", len(memory.curve))]
+        forward = step.forward
+
+        def watched(*arguments: Any) -> Any:
+            found = forward(*arguments)
+            begins.append(("backward", len(memory.curve)))
+            memory.origin = "workspace"
+            return found
+
+        step.forward = watched
+        accumulate(step, [batch])
+        begins.append(("update", len(memory.curve)))
+        update(step)
+        if work.compile == "whole":  # what follows a graph has samples of its own for each block
+            begins = sorted(
+                [*zip(("forward", "backward"), memory.walked, strict=False), *begins], key=lambda begin: begin[1]
+            )
+        pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
+        return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
+
+
+class _Loss(TokenLoss):
+    """`token_loss` in as many chunks as the device would take, wherever the trace runs, by the `head` that is given."""
+
+    def __init__(self, head: Callable[..., tuple[Tensor, Tensor]], device_type: str) -> None:
+        super().__init__()
+        self.head, self.device_type = head, device_type
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+        head: Any = model.lm_head
+        chunks = chunk_count(batch["tokens"].numel(), head.weight.shape[0], self.device_type)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, -2), batch["targets"].flatten()
+        return self.head(hidden_ND, head.weight, targets_N, chunks=chunks, rows=rows_of(head))

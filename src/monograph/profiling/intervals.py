@@ -1,0 +1,222 @@
+"""Where the time of a stretch of work went: busy intervals and what the host did between them, in shares that add up.
+
+No torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or are made up. On a CPU, where host and
+device are one, a busy interval is an operator's and a gap between two is the host's: Python, guards, dispatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+Part = Literal[
+    "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
+]
+Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
+
+PARTS: tuple[Part, ...] = (
+    "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other",
+)  # fmt: skip
+# What a gap counts as, by its cause.
+OF_CAUSE: Mapping[Cause, Part] = {
+    "data": "data wait",
+    "sync": "host gaps",
+    "launch": "host gaps",
+    "kernel gap": "host gaps",
+    "transfer": "transfers",
+    "other": "other",
+}
+# Shape and strides of each.
+Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+KERNEL_GAP_S = 2e-6  # between two kernels that were both launched long before: what the device itself takes
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A busy interval of the device, in seconds on the trace's clock.
+
+    Attributes:
+        part: what it computes; "transfers" is a copy from or to the host.
+        begin_s: when it begins; end_s: when it ends.
+        flops: operations, None where nobody knows.
+        moved_bytes: read and written, None where nobody knows.
+        launched_s: when the host launched it, None where that is not in the trace.
+        name: of its operator or kernel.
+        operands: shape and strides of the two that a product multiplies, None where nobody knows.
+    """
+
+    part: Part
+    begin_s: float
+    end_s: float
+    flops: float | None = None
+    moved_bytes: float | None = None
+    launched_s: float | None = None
+    name: str = ""
+    operands: Operands | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it runs."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the host did: "data", waiting for a window; "sync", waiting for the device."""
+
+    kind: Literal["data", "sync"]
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A stretch of work.
+
+    Attributes:
+        begin_s: on the host's clock; end_s: likewise.
+        kernels: what the device did; those that reach beyond the stretch are cut.
+        spans: of the host.
+        updates: from when to when the optimizer was at work, in order.
+        events: how many a profiler noted inside of each part's kernels, and as "host gaps" between them, outside of
+            updates.
+        update_events: in updates.
+    """
+
+    begin_s: float
+    end_s: float
+    kernels: Sequence[Kernel]
+    spans: Sequence[Span] = ()
+    updates: Sequence[tuple[float, float]] = ()
+    events: Mapping[Part, int] = field(default_factory=dict)
+    update_events: Mapping[Part, int] = field(default_factory=dict)
+
+    @property
+    def rest(self) -> list[tuple[float, float]]:
+        """What lies between updates, before them and after."""
+        edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a stretch, by what they went to.
+
+    Attributes:
+        parts: all of `PARTS`; they add up to the stretch.
+        gaps: the seconds in which nothing was computed, by cause.
+    """
+
+    parts: Mapping[Part, float]
+    gaps: Mapping[Cause, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        """The whole stretch."""
+        return sum(self.parts.values())
+
+    def share(self, part: Part) -> float:
+        """Of the stretch, 0 to 1; of an empty stretch all is "other"."""
+        return self.parts[part] / self.total_s if self.total_s else float(part == "other")
+
+    def __add__(self, other: Spent) -> Spent:
+        gaps = {cause: self.gaps.get(cause, 0.0) + other.gaps.get(cause, 0.0) for cause in (*self.gaps, *other.gaps)}
+        return Spent({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
+
+
+def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
+    """Every moment of the stretch, or of what lies `within` it, to one part.
+
+    A moment belongs to the kernels that run in it, in equal shares where several do; a copy beside a kernel is hidden
+    and counts nothing. Where only copies run it is a transfer. Where nothing runs it is a gap: of data, or of a wait
+    for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
+    before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
+    """
+    stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
+    return sum((_spent(timeline, *each) for each in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
+
+
+def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
+    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    gaps: defaultdict[Cause, float] = defaultdict(float)
+    kernels = sorted((each for each in timeline.kernels if each.end_s > each.begin_s), key=lambda each: each.begin_s)
+    edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
+    running: list[Kernel] = []
+    following, last_end = 0, begin
+    for left, right in zip(edges, edges[1:], strict=False):
+        running = [each for each in running if each.end_s > left]
+        while following < len(kernels) and kernels[following].begin_s <= left:
+            if kernels[following].end_s > left:
+                running.append(kernels[following])
+            last_end = max(last_end, kernels[following].end_s)
+            following += 1
+        computing = [each for each in running if each.part != "transfers"]
+        if computing:
+            for each in computing:
+                parts[each.part] += (right - left) / len(computing)
+            continue
+        coming = kernels[following] if following < len(kernels) else None
+        cause: Cause = "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
+        gaps[cause] += right - left
+        parts[OF_CAUSE[cause]] += right - left
+    return Spent(parts, dict(gaps))
+
+
+def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:
+    return [min(max(edge, begin), end) for each in intervals for edge in (each.begin_s, each.end_s)]
+
+
+def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
+    """Why nothing runs between `left` and `right`, which no span's edge divides."""
+    over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
+    if "data" in over:
+        return "data"
+    if "sync" in over:
+        return "sync"
+    if coming is None or (coming.launched_s is not None and coming.launched_s > last_end):
+        return "launch"
+    return "kernel gap" if coming.begin_s - last_end < KERNEL_GAP_S else "other"
+
+
+def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool) -> Spent:
+    """Of one update what some that a profiler watched say, as if it had not.
+
+    Args:
+        watched: a few updates.
+        event_s: see `undisturbed`.
+        whole_s: an update takes that nobody watches.
+        optimizer_s: of that.
+        overlaps: whether the device is still at work on what came before when the host begins with the optimizer; then
+            the two cannot be timed apart.
+    """
+    if overlaps:
+        events = Counter(watched.events) + Counter(watched.update_events)
+        return undisturbed(spent(watched), events, event_s, whole_s)
+    optimizer, rest = spent(watched, watched.updates), spent(watched, watched.rest)
+    return undisturbed(optimizer, watched.update_events, event_s, optimizer_s) + undisturbed(
+        rest, watched.events, event_s, whole_s - optimizer_s
+    )
+
+
+def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
+    """The same of a run that no profiler watched, which took `measured_s`.
+
+    Args:
+        found: of the watched one.
+        events: how many the profiler noted in it, by where: see `Timeline`.
+        event_s: what noting one costs. It is spent outside of the event, in what called it.
+        measured_s: what is left is scaled to.
+    """
+    parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    left = sum(parts.values())
+    if not left:
+        parts, left = dict(found.parts), found.total_s
+    scale = measured_s / left if left else 0.0
+    gaps = {
+        cause: seconds * scale * parts[OF_CAUSE[cause]] / found.parts[OF_CAUSE[cause]] if seconds else 0.0
+        for cause, seconds in found.gaps.items()
+    }
+    return Spent({part: parts[part] * scale for part in PARTS}, gaps)

@@ -1,0 +1,80 @@
+"""What a profiled engine's device reaches, and what its work would take in other numbers: measured, not looked up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, mkl_is_slow, synchronize
+from monograph.engine import Engine
+from monograph.graph.matmul import onednn
+from monograph.predict.roofline import measured_memory_bytes_per_s
+from monograph.profiling.bottleneck import Machine, Situation
+from monograph.profiling.intervals import Kernel, Operands, Part
+
+COLD_BYTES = 2**26
+# Seconds in bf16 over those in fp32, of an optimizer without its products: of code that a compiler made for a CPU,
+# which converts each number twice (docs/profile.md), and of any where numbers of 16 bits are as good as others.
+BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
+BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
+KINDS = 12  # of products that are timed in bf16, those of most seconds
+ROUNDS = 3  # of a product; the quickest counts
+
+
+def machine_of(engine: Engine) -> Machine:
+    """What the engine's device reaches in its dtype."""
+    device, dtype = engine.step.device, engine.step.precision.dtype
+    known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
+    return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
+
+
+def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
+    """How the engine is set up, and what its own products would take in bf16."""
+    step, device = engine.step, engine.step.device
+    narrow: dict[Part, float] = {}
+    # An eager step casts its weights in each micro-step, which costs about what it saves.
+    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
+        products = _in_bf16(device, kernels)
+        narrow = {"matmul": products, "loss head": products, "attention": products}
+        narrow |= BF16_ON_CPU if device.type == "cpu" else BF16
+    can_compile = device.type == "cuda" or compiler_obstacle() is None
+    return Situation(step.scope != "none", can_compile, micro_steps, narrow, used, packed)
+
+
+def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
+    """Seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
+    taken: defaultdict[Operands, list[float]] = defaultdict(list)
+    for each in kernels:
+        if each.part in ("matmul", "loss head") and each.operands and each.flops:
+            taken[each.operands].append(each.seconds)
+    dearest = sorted(taken, key=lambda kind: -sum(taken[kind]))[:KINDS]
+    wide, narrow = (
+        sum(len(taken[kind]) * _product_s(device, dtype, kind) for kind in dearest)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return narrow / wide if wide else 1.0
+
+
+def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
+    """Of one product; the quickest of a few rounds over several that are alike."""
+    sizes = [1 + sum((side - 1) * stride for side, stride in zip(*each, strict=True)) for each in operands]
+    count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
+    given = [
+        [
+            torch.ones(size, device=device, dtype=dtype).as_strided(*each)
+            for size, each in zip(sizes, operands, strict=True)
+        ]
+        for _ in range(count)
+    ]
+    # As a captured step multiplies them.
+    by_onednn = device.type == "cpu" and dtype == torch.float32 and len(operands[0][0]) == 2 and mkl_is_slow()
+    multiply, times = onednn if by_onednn else torch.matmul, []
+    for _ in range(ROUNDS):
+        began = clock()
+        for left, right in given:
+            multiply(left, right)
+        synchronize(device)
+        times.append((clock() - began) / count)
+    return min(times)

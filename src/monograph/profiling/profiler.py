@@ -1,0 +1,248 @@
+"""A few updates of an engine under torch's profiler: where their time went, the floor, and what to change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from monograph.compat import quiet_profiler, watched_kernels
+from monograph.device import clock, synchronize
+from monograph.engine import Engine
+from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.model.llama import Llama
+from monograph.profiling import trace
+from monograph.profiling.bottleneck import Machine, Verdict, verdict
+from monograph.profiling.intervals import unwatched
+from monograph.profiling.machine_limits import machine_of, situation_of
+from monograph.storage.reading import is_folder
+
+UPDATES, WARM = 3, 2
+EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
+WATCHES, UNDISTURBED = 3, 1.1  # until an update takes at most so many times as long as unwatched
+MEASURED = 9  # updates that nobody watches; their lower quartile counts
+NEEDED = WARM + MEASURED + 1 + UPDATES
+_ALLOCATES = ("empty", "new_empty", "resize_", "set_")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where an update's time went.
+
+    Attributes:
+        update_s: seconds of an update that no profiler watched, the lower quartile of a few.
+        watched_s: the same under the profiler.
+        updates: how many were watched.
+        micro_steps: of an update.
+        machine: what the device was measured at.
+        verdict: of one update, its seconds adding up to `update_s`.
+        trace: the Chrome trace.
+    """
+
+    update_s: float
+    watched_s: float
+    updates: int
+    micro_steps: int
+    machine: Machine
+    verdict: Verdict
+    trace: Path
+
+
+def profile(
+    engine: Engine, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
+) -> Profile:
+    """Train a few updates, some of them watched, and say where their time goes.
+
+    Args:
+        engine: ready to train, and captured if it is to be; its weights and counters change as in any training.
+        windows: of rows, `NEEDED` of them.
+        file: the Chrome trace to write, `*.json`.
+        used: share of the rows' positions that hold tokens.
+        packed: what that share would be with the rows packed.
+
+    Raises:
+        UsageError: no engine, or no windows of rows, or they end too early.
+        InputRefused: the trace's folder is not there.
+        DiskFull: the trace could not be written.
+    """
+    file = Path(file)
+    if not is_folder(file.parent):
+        raise InputRefused(f"{file.parent}: no such folder for the trace; make it, or name another")
+    quiet_profiler()
+    windows = iter(windows)
+    first = _next(windows)
+    if not isinstance(engine, Engine) or not isinstance(first, Mapping):
+        raise UsageError(
+            f"profile({type(engine).__name__}, windows of {type(first).__name__}): expected a mono.Resident, which "
+            "splits windows itself, and windows that are one mapping of names to tensors [rows, ...] each"
+        )
+    rows, *of_row = next(iter(first.values())).shape
+    micro = engine.micro_batch or rows
+    _each(engine, chain([first], windows), WARM)
+    times = sorted(_each(engine, windows, MEASURED))
+    measured = times[len(times) // 4]
+    watched, watched_s = _watched(engine, windows, measured.whole_s)
+    events = _exported(watched, file)
+    of_head = _head_rows(engine, micro * math.prod(of_row))
+    timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
+    overlaps = engine.step.device.type != "cpu"
+    found = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
+    machine, steps = machine_of(engine), -(-rows // micro)
+    situation = situation_of(engine, timeline.kernels, steps, used, packed)
+    judged = verdict(found, timeline.kernels, machine, situation)
+    return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
+
+
+@dataclass(frozen=True, order=True)
+class _Times:
+    """Seconds of all that an update takes, and of the optimizer's in it."""
+
+    whole_s: float
+    optimizer_s: float
+
+
+def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
+    """Of a few times that some updates were watched, the one that disturbed them least, and what an update took.
+
+    A profiler's own memory can make the allocator give back an eager update's, and fetch it again page by page.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
+    found: list[tuple[torch.profiler.profile, float]] = []
+    for _ in range(WATCHES):
+        watching = torch.profiler.profile(activities=activities, record_shapes=True)
+        try:
+            with watched_kernels(), watching, _spans(engine):
+                _update(engine, _next(windows))  # the first one that is watched takes longer
+                times = _each(engine, windows, UPDATES)
+            found.append((watching, sum(each.whole_s for each in times) / UPDATES))
+        except UsageError:  # no more windows
+            if not found:
+                raise
+            break
+        if found[-1][1] < UNDISTURBED * update_s:
+            break
+    return min(found, key=lambda each: each[1])
+
+
+def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
+    """The trace, written and read back: torch does not say when it could not write."""
+    watched.export_chrome_trace(str(file))
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        for left in (file, file.with_name(f"{file.name}.tmp")):
+            left.unlink(missing_ok=True)
+        raise DiskFull(
+            f"{file}: the trace could not be written whole; free some space, or name another folder"
+        ) from None
+    return found
+
+
+def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
+    """Seconds of so many updates, one by one."""
+    times = []
+    for _ in range(count):
+        began = clock()
+        with record_function(trace.STEP):
+            with record_function(trace.DATA):
+                window = _next(windows)
+            optimizer_s = _update(engine, window)
+        times.append(_Times(clock() - began, optimizer_s))
+    return times
+
+
+def _update(engine: Engine, window: Any) -> float:
+    """Seconds from the optimizer's beginning to the end."""
+    engine.accumulate(window)
+    began = clock()
+    with record_function(trace.UPDATE):
+        engine.update()
+    synchronize(engine.step.device)
+    return clock() - began
+
+
+def _next(windows: Iterator[Any]) -> Any:
+    window = next(windows, None)
+    if window is None:
+        raise UsageError(f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs")
+    return window
+
+
+@contextmanager
+def _spans(engine: Engine) -> Iterator[None]:
+    """In the block the loss's head has a span of its own, where it is a function that something outside calls.
+
+    Inside one graph of the whole step there is nothing to call.
+    """
+    step = engine.step
+    head: Callable[..., Any] | None = getattr(step.loss, "head", None)
+    if head is None or step.scope == "whole":
+        yield
+        return
+    kept, spanned = step.loss, copy.copy(step.loss)
+
+    @functools.wraps(head)
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        with record_function(trace.HEAD):
+            return head(*arguments, **keywords)
+
+    spanned.head = watched  # type: ignore[attr-defined]
+    step.loss = spanned
+    try:
+        yield
+    finally:
+        step.loss = kept
+
+
+@functools.cache
+def has_kernel(name: str) -> bool:
+    """Whether an operator computes something itself: it is no view, allocates not only, and calls not only others."""
+    room, _, operator = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
+    if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
+        return False
+    overload = getattr(packet, packet.overloads()[0])
+    if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    returns = overload._schema.returns
+    is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+    return not is_view
+
+
+def _head_rows(engine: Engine, tokens: int) -> int | None:
+    """The vocabulary, where a side of that length tells the head's products from all others: in one graph of a Llama.
+
+    Not where another side of a product is as long, of a weight or as many as the `tokens` of a micro-step.
+    """
+    if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
+        return None
+    others = {engine.model.config.hidden_size, tokens}
+    for name, parameter in engine.model.named_parameters():
+        if not name.endswith(("lm_head.weight", "embed_tokens.weight")):
+            others |= {*parameter.shape}
+    rows = engine.model.config.vocab_size
+    return None if rows in others else rows
+
+
+def _event_s() -> float:
+    """What it costs to note one operator with its shapes: many tiny ones, watched and not, the quickest of each."""
+    one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
+    for watched in (False, True) * ROUNDS:
+        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        with watching if watched else nullcontext():
+            torch.neg(one)
+            began = clock()
+            for _ in range(EVENTS):
+                torch.neg(one)
+            times[watched].append(clock() - began)
+    return max(0.0, min(times[True]) - min(times[False])) / EVENTS

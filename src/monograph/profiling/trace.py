@@ -1,0 +1,249 @@
+"""A profiler's Chrome trace as intervals: which operator belongs to which part of a step.
+
+What a kernel is, is read from where it ran and what ran, in this order: inside the span of the update it is the
+optimizer's; inside the span of the loss's head, or in the backward pass of what ran there, the loss head's; torch's
+attention operators are attention; a product with the vocabulary as a side is the head's, as one graph of the whole step
+has no spans; other products are matmul; what else torch or its compiler runs is elementwise (reductions, lookups and
+copies among it). Anything else is "other".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
+
+STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
+ADDED = "monograph::add_product_"  # in one graph of the step, where the head has no span, part of it
+Event = Mapping[str, Any]
+
+_BYTES = {
+    "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
+}  # fmt: skip
+# And which of their inputs is the left one; the last three are `monograph.graph.matmul`'s.
+_PRODUCTS = {
+    "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
+    "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
+}  # fmt: skip
+_BATCHED = {"bmm", "baddbmm", "batched_matmul"}
+_ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
+# Inductor's kernels, by the names that it gives them.
+_GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
+_WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the step an event runs: the part that its spans say, if they do."""
+
+    part: Part | None = None
+    inside: Part | None = None  # of an operator that is counted as a whole
+
+
+def read(
+    trace: Mapping[str, Any], has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool
+) -> Timeline:
+    """The stretch from the first step's span to the end of the last one.
+
+    Args:
+        trace: what `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
+        has_kernel: whether an operator of that name computes something itself: not a view, not an allocation, and not
+            one that only calls others.
+        vocabulary: rows of the head where no other side of a product is as long; None where one is.
+        heads_are_batched: whether batched products are attention's, as in a Llama, whose layers multiply matrices.
+    """
+    events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
+    # Spans are on the device's tracks too, where they say nothing new.
+    steps = [each for each in events if each["name"] == STEP and each.get("cat") == "user_annotation"]
+    if not steps:
+        raise ValueError(f"the trace has no {STEP}")
+    begin, main = min(each["ts"] for each in steps), steps[0]["tid"]
+    end = max(each["ts"] + each["dur"] for each in steps)
+    events = [each for each in events if begin <= each["ts"] <= end]
+    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
+    reader.head = _sequence_numbers(events)
+    for thread in dict.fromkeys(each["tid"] for each in events if each.get("cat") in _HOST):
+        mine = [each for each in events if each["tid"] == thread and each.get("cat") in _HOST]
+        reader.walk(sorted(mine, key=lambda each: (each["ts"], -each["dur"])), is_main=thread == main)
+    on_device = [each for each in events if each.get("cat") in _DEVICE]
+    kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
+    noted, of_updates = reader.events[False], reader.events[True]
+    return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates)
+
+
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def _seconds(microseconds: float) -> float:
+    return microseconds * 1e-6
+
+
+def _sequence_numbers(events: Sequence[Event]) -> set[int]:
+    """Of the operators inside of a head's span: their nodes of the backward pass have the same."""
+    heads = [each for each in events if each["name"] == HEAD]
+    return {
+        each["args"]["Sequence number"]
+        for each in events
+        if "Sequence number" in each.get("args", {})
+        and any(head["tid"] == each["tid"] and _inside(each, head) for head in heads)
+    }
+
+
+def _inside(event: Event, other: Event) -> bool:
+    return bool(other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"])
+
+
+class _Reader:
+    """Walks the host's events, each inside of those that called it."""
+
+    def __init__(
+        self, has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool, begin_s: float
+    ) -> None:
+        self.has_kernel, self.vocabulary, self.heads_are_batched = has_kernel, vocabulary, heads_are_batched
+        self.begin_s = begin_s
+        self.head: set[int] = set()
+        self.kernels: list[Kernel] = []
+        self.spans: list[Span] = []
+        self.updates: list[tuple[float, float]] = []
+        self.events: dict[bool, Counter[Part]] = {False: Counter(), True: Counter()}
+        self.launches: dict[int, tuple[float, _Place, Event | None]] = {}
+
+    def walk(self, events: Sequence[Event], is_main: bool) -> None:
+        stack: list[tuple[float, _Place, Event | None]] = []
+        for event in events:
+            while stack and event["ts"] >= stack[-1][0]:
+                stack.pop()
+            _, place, operator = stack[-1] if stack else (math.inf, _Place(), None)
+            inner = self._placed(event, place)
+            if "correlation" in event.get("args", {}):
+                self.launches[event["args"]["correlation"]] = (self._at(event), place, operator)
+            if is_main:
+                self.events[place.part == "optimizer"][place.inside or "host gaps"] += 1
+            if is_main and not place.inside:
+                self._note(event, inner)
+            is_operator = event.get("cat") == "cpu_op" and not place.inside
+            stack.append((event["ts"] + event["dur"], inner, event if is_operator else operator))
+
+    def _at(self, event: Event) -> float:
+        return _seconds(event["ts"]) - self.begin_s
+
+    def _note(self, event: Event, place: _Place) -> None:
+        begin = self._at(event)
+        end = begin + _seconds(event["dur"])
+        if event["name"] == DATA:
+            self.spans.append(Span("data", begin, end))
+        elif event["name"] == UPDATE:
+            self.updates.append((begin, end))
+        elif _WAITS.search(event["name"]):
+            self.spans.append(Span("sync", begin, end))
+        elif place.inside:
+            kernel = Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event))
+            self.kernels.append(kernel)
+
+    def _placed(self, event: Event, place: _Place) -> _Place:
+        name, part = event["name"], place.part
+        if part is None:
+            if name == UPDATE:
+                part = "optimizer"
+            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and self._number(event) in self.head):
+                part = "loss head"
+        inside = place.inside
+        if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
+            computes = _GENERATED.search(name) or self.has_kernel(name)
+            inside = self._part(event, part) if computes else None
+        return _Place(part, inside)
+
+    def _number(self, event: Event) -> int | None:
+        number: int | None = event.get("args", {}).get("Sequence number")
+        return number
+
+    def _part(self, event: Event, said: Part | None) -> Part:
+        name = event["name"].rpartition("::")[2]
+        if said is not None:
+            return said
+        if _ATTENTION.search(name):
+            return "attention"
+        if name in _PRODUCTS:
+            sides = [side for shape in _shapes(event) for side in shape]
+            if self.vocabulary is not None and self.vocabulary in sides:
+                return "loss head"
+            return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
+        known = event["name"].startswith("aten::") or _GENERATED.search(event["name"])
+        return "elementwise" if known else "other"
+
+    def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
+        """What ran on the device, each with the operator that launched it; what nobody launched here is "other"."""
+        seen: set[int] = set()
+        for event in events:
+            begin = self._at(event)
+            end = begin + _seconds(event["dur"])
+            launched, place, operator = self.launches.get(event["args"].get("correlation"), (None, _Place(), None))
+            if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
+                yield Kernel("transfers", begin, end, None, event["args"].get("bytes"), launched, event["name"])
+                continue
+            part: Part = place.part or "other"
+            flops = moved = operands = None
+            if operator is not None:
+                part = self._part(operator, place.part)
+                if id(operator) not in seen:  # of several kernels of an operator the first has its work
+                    (flops, moved), operands = work(operator), _operands(operator)
+                    seen.add(id(operator))
+            elif place.part is None and _GENERATED.search(event["name"]):
+                part = "elementwise"
+            yield Kernel(part, begin, end, flops, moved, launched, event["name"], operands)
+
+
+def _shapes(event: Event) -> list[list[int]]:
+    """Of the tensors among an operator's inputs."""
+    return [shape for shape in event.get("args", {}).get("Input Dims", []) if shape and isinstance(shape[0], int)]
+
+
+def _operands(event: Event) -> Operands | None:
+    """Of what is one product of two matrices, or of two batches of them."""
+    name, given = event["name"].rpartition("::")[2], event.get("args", {})
+    if name not in _PRODUCTS or name.startswith("_"):
+        return None
+    first = _PRODUCTS[name]
+    pairs = zip(given.get("Input Dims", []), given.get("Input Strides", []), strict=False)
+    found = tuple((tuple(shape), tuple(strides)) for shape, strides in pairs)[first : first + 2]
+    return found if len(found) == 2 else None
+
+
+def work(event: Event) -> tuple[float | None, float | None]:
+    """(operations, bytes) of an operator's call from its inputs' shapes; None of what they do not tell.
+
+    A product of [N, K] and [K, M]: 2 N K M. Attention over T queries and S keys of E numbers: 4 B H T S E, half of it
+    as it is causal; 2.5 times that backward. Bytes: each input read once, and what comes out, as large as a product's
+    result or else as the largest input, written once. Generated code is given what it writes, too; what its templates
+    multiply is not among their arguments.
+    """
+    name, shapes = event["name"].rpartition("::")[2], _shapes(event)
+    types = event.get("args", {}).get("Input type", [])
+    sizes = [
+        math.prod(shape) * _BYTES.get(kind, 1)
+        for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False)
+        if (isinstance(shape[0], int) if shape else kind in _BYTES)
+    ]
+    if not sizes or _TEMPLATE.search(name):
+        return None, None
+    if _GENERATED.search(name):
+        return 0.0, float(sum(sizes))
+    moved = float(sum(sizes) + max(sizes))
+    if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
+        left, right = shapes[_PRODUCTS[name]], shapes[_PRODUCTS[name] + 1]
+        columns = math.prod(right) // max(1, left[-1] * (math.prod(left[:-2]) if len(right) > 2 else 1))
+        number = max(_BYTES.get(kind, 1) for kind in types)
+        return 2.0 * math.prod(left) * columns, float(sum(sizes) + math.prod(left[:-1]) * columns * number)
+    if _ATTENTION.search(name) and len(shapes) >= 3:
+        backward = "backward" in name
+        query, key = shapes[1 if backward else 0], shapes[2 if backward else 1]
+        forward = 2.0 * math.prod(query) * key[-2]
+        return forward * (2.5 if backward else 1.0), moved
+    return 0.0, moved

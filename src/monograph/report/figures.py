@@ -1,0 +1,227 @@
+"""Figures of a run: held-out curve among its yardsticks, loss, learning rate, gradient norm, speed and memory.
+
+A metrics row is a dictionary; the figures read `tokens` (seen so far), `train_loss` (nats per token), `lr`,
+`grad_norm`, `tokens_per_s`, `skipped` (true when the update was left out), `eval_bits_per_byte` and `memory`
+(`monograph.profiling.memory.ledger`). A figure takes the rows that have its key with a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.report import quantities
+from monograph.report.plot_style import ACCENT, INK, MUTED, WARN, png, style, svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+Floats = NDArray[np.float64]
+
+_SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the rest are smaller
+_POINTS = 1200  # per line: more than a figure has pixels
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One finished figure as an SVG element, and as a PNG file where there is one."""
+
+    name: str
+    svg: str
+    png: bytes = b""
+
+
+def draw(
+    metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
+) -> tuple[bytes, list[Drawing]]:
+    """The sheet of all figures as PNG, under `title` and `subtitle`, and each figure that `metrics` has rows for."""
+    panels: dict[str, Callable[[Axes], None]] = {
+        "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
+        "loss": lambda axes: _loss(axes, metrics),
+        "learning_rate": lambda axes: _learning_rate(axes, metrics),
+        "gradient_norm": lambda axes: _gradient_norm(axes, metrics),
+        "speed": lambda axes: _speed(axes, metrics),
+        "memory": lambda axes: _memory(axes, metrics),
+    }
+    needs = {
+        "held_out": "eval_bits_per_byte",
+        "loss": "train_loss",
+        "learning_rate": "lr",
+        "gradient_norm": "grad_norm",
+    }
+    there = {name: bool(len(_series(metrics, needs.get(name, "tokens_per_s"))[0])) for name in panels}
+    there["memory"] = _ledger(metrics) is not None
+    present = {name: draw for name, draw in panels.items() if there[name]}
+    with style():
+        return _sheet(present, title, subtitle), [_single(name, draw) for name, draw in present.items()]
+
+
+def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZES.get(name, (3.5, 2.5)), layout="constrained")
+    panel(figure.add_subplot())
+    return Drawing(name, svg(figure), png(figure, dpi=200))
+
+
+def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: str) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 8.2))
+    figure.text(0.045, 0.955, title, fontsize=17, fontweight="bold", va="center")
+    figure.text(0.045, 0.915, subtitle, fontsize=9.5, color=MUTED, va="center")
+    upper = figure.add_gridspec(
+        1, 2, width_ratios=[1.9, 1], left=0.045, right=0.965, top=0.835, bottom=0.455, wspace=0.30
+    )
+    lower = figure.add_gridspec(
+        1, 4 if "memory" in panels else 3, left=0.045, right=0.965, top=0.325, bottom=0.065, wspace=0.28
+    )
+    places = {
+        "held_out": upper[0],
+        "loss": upper[1],
+        "learning_rate": lower[0],
+        "gradient_norm": lower[1],
+        "speed": lower[2],
+        "memory": lower[-1],
+    }
+    for name, panel in panels.items():
+        panel(figure.add_subplot(places[name]))
+    return png(figure, dpi=160)
+
+
+def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float]) -> None:
+    tokens, bits = _series(metrics, "eval_bits_per_byte")
+    _set_up(axes, "Held-out text, bits per byte", tokens)
+    low = min([float(bits.min()), *yardsticks.values()])
+    # The first value is that of an untrained model; on its scale everything that matters would be one flat line
+    high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
+    margin = max(0.06 * (high - low), 0.02)
+    axes.set_ylim(low - margin, high + margin)
+    for level in yardsticks.values():
+        axes.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (1, 2.5)))
+    axes.plot(tokens, bits, color=ACCENT, linewidth=2)
+    axes.plot(tokens[-1:], bits[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
+    names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in yardsticks.items()]
+    _labels_at_right(axes, [*names, (float(bits[-1]), f"this run  {bits[-1]:.2f}", ACCENT, "bold")])
+
+
+def _loss(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, loss = _series(metrics, "train_loss")
+    _set_up(axes, "Training loss, nats per token", tokens)
+    _trend(axes, tokens, loss, lambda value: f"{value:.2f}")
+
+
+def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, lr = _series(metrics, "lr")
+    _set_up(axes, "Learning rate", tokens)
+    step = _thinning(lr)
+    axes.plot(tokens[::step], lr[::step], color=ACCENT, linewidth=1.8)
+    axes.set_ylim(0, 1.18 * float(lr.max()) or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    peak = int(lr.argmax())
+    axes.annotate(
+        f"peak {lr[peak]:.3g}", (tokens[peak], lr[peak]), (2, 5), textcoords="offset points", fontsize=8, color=ACCENT
+    )
+
+
+def _gradient_norm(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, norm = _series(metrics, "grad_norm")
+    _set_up(axes, "Gradient norm, before clipping", tokens)
+    # One spike would flatten the rest: the top 0.5 % may leave the frame
+    axes.set_ylim(0, 1.15 * float(np.quantile(norm, 0.995)) or 1)
+    _trend(axes, tokens, norm, lambda value: f"{value:.2g}")
+
+
+def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, speed = _series(metrics, "tokens_per_s")
+    _set_up(axes, "Tokens per second", tokens)
+    axes.set_ylim(0, 1.3 * float(speed.max()) or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    _trend(axes, tokens, speed, quantities.count)
+    skipped = [row["tokens"] for row in metrics if row.get("skipped")]
+    axes.plot(
+        skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
+    )
+    words = f"{quantities.counted(len(skipped), 'update')} skipped"
+    # Above the curve, where the limit leaves room, and away from the last value at the right
+    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
+
+
+def _memory(axes: Axes, metrics: Sequence[Row]) -> None:
+    """What was planned above what was measured, each as a bar of its parts."""
+    ledger = _ledger(metrics)
+    assert ledger is not None
+    axes.set_title("Peak memory, GiB")
+    for place, name in enumerate(("measured", "planned")):
+        left = 0.0
+        for index, size in enumerate(ledger[name].values()):
+            axes.barh(place, size / 2**30, left=left, height=0.5, color=ACCENT, alpha=max(0.2, 1 - 0.17 * index))
+            left += size / 2**30
+        axes.annotate(f"{name}  {left:.2f}", (0, place), (0, 19), textcoords="offset points", fontsize=8.5, color=INK)
+    axes.set_ylim(-0.6, 1.8)
+    axes.set_yticks([])
+    axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
+
+
+def _ledger(metrics: Sequence[Row]) -> Mapping[str, Mapping[str, int]] | None:
+    return next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None)
+
+
+def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+    rows = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
+    values = np.array(rows, dtype=np.float64).reshape(-1, 2)
+    return values[:, 0], values[:, 1]
+
+
+def _set_up(axes: Axes, title: str, tokens: Floats) -> None:
+    axes.set_title(title)
+    axes.set_xlim(0, float(tokens[-1]) or 1)
+    axes.locator_params(axis="x", nbins=5, steps=[1, 2, 2.5, 5, 10])
+    axes.locator_params(axis="y", nbins=5, steps=[1, 2, 2.5, 5, 10])
+    axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+
+
+def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float], str]) -> None:
+    """Every value, pale, and their moving median, whose last value is written above the line's end."""
+    step = _thinning(values)
+    axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
+    at, medians = _moving_median(values)
+    axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
+    # The label is about as wide as the panel's last fifth: it stands above all that the lines reach there
+    begin = 0.8 * tokens[-1]
+    near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
+    place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
+    axes.annotate(
+        written(float(medians[-1])), place, (0, 5), textcoords="offset points", ha="right", fontsize=8.5,
+        fontweight="bold", color=ACCENT, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _thinning(values: Floats) -> int:
+    return -(-len(values) // _POINTS)
+
+
+def _moving_median(values: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Medians over a fortieth of the run at up to 300 places: unlike a mean, one spike leaves no plateau."""
+    half = len(values) // 80
+    at = np.unique(np.linspace(0, len(values) - 1, min(len(values), 300)).round().astype(np.int64))
+    return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
+
+
+def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:
+    """Texts beside their levels (level, text, colour, weight), moved apart where they would touch."""
+    low, high = axes.get_ylim()
+    gap = 0.062 * (high - low)
+    place = -np.inf
+    for level, text, colour, weight in sorted(labels):
+        place = max(level, place + gap)
+        axes.annotate(
+            text, (1, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center",
+            fontsize=8.5, color=colour, fontweight=weight, annotation_clip=False,
+        )  # fmt: skip

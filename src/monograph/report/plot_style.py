@@ -1,0 +1,109 @@
+"""How figures look, in a reader's light or dark theme, and how they become files."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Distinct colours, each one role, so that a page can put its own colour in an SVG's place
+INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "xtick.major.width": 0.7,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "savefig.facecolor": PAPER,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "monograph",  # equal runs give equal files
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """In the block figures are drawn as all of this project's are."""
+    import matplotlib  # here, as it takes a good part of a second, and most commands draw nothing
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+@contextmanager
+def _tight() -> Iterator[None]:
+    """A run of a few updates has labels that leave no room for a panel: the figure is cramped, and says so itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
+        yield
+
+
+def png(figure: Figure, dpi: int) -> bytes:
+    """A figure as a PNG file."""
+    buffer = io.BytesIO()
+    with _tight():
+        figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element, with a transparent background and no metadata."""
+    buffer = io.StringIO()
+    with _tight():
+        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=none)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+# The colour that is drawn with, its name, and what stands for it on a dark page.
+_COLOURS = (
+    (INK, "ink", "#e9eaee"),
+    (MUTED, "muted", "#9a9da8"),
+    (GRID, "rule", "#30333a"),
+    (ACCENT, "accent", "#84a9ff"),
+    (WARN, "warn", "#ff9a6b"),
+)
+
+
+def themed(svg: str) -> str:
+    """A figure drawn by matplotlib in the colours of `monograph.report.plot_style`, with a transparent background."""
+    there = [each for each in _COLOURS if each[0] in svg]
+    light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
+    dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)
+    for colour, name, _ in there:
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
+    head = svg.index(">") + 1
+    return svg[:head] + style + svg[head:]

@@ -1,0 +1,230 @@
+"""The pictures and pages of a profile and of a ladder.
+
+A profile shows where an update's time goes, what binds it and what to change. A ladder is drawn from the object that
+`monograph profile --ladder --json` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from monograph.profiling.bottleneck import NOTHING, Bound, Verdict
+from monograph.profiling.intervals import PARTS
+from monograph.profiling.profiler import Profile
+from monograph.report import quantities
+from monograph.report.figures import Drawing
+from monograph.report.page import Cell, folded, number, page, section, table
+from monograph.report.plot_style import ACCENT, INK, MUTED, style, svg
+from monograph.report.quantities import count
+
+
+def draw_profile(found: Verdict, title: str) -> Drawing:
+    """A bar for each part, a mark at its floor, its share beside it."""
+    from matplotlib.figure import Figure
+
+    parts = [part for part in reversed(PARTS) if found.spent.parts[part] > 0]
+    with style():
+        figure = Figure(figsize=(7.3, 0.7 + 0.34 * len(parts)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.grid(visible=False)
+        for place, part in enumerate(parts):
+            taken, least = 1e3 * found.spent.parts[part], 1e3 * found.floors[part]
+            axes.barh(place, taken, height=0.62, color=ACCENT if part == found.binds else MUTED)
+            axes.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            axes.text(taken, place, f"  {found.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
+        axes.set_yticks(range(len(parts)), parts)
+        axes.set_xlim(0, 1.12e3 * max(found.spent.parts.values()))
+        axes.set_xlabel("ms of an update; line: the floor; blue: what binds it")
+        return Drawing("profile", svg(figure))
+
+
+def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
+    """The page as HTML.
+
+    Args:
+        title: the folder's name.
+        found: what was seen.
+        tokens_per_s: of the run.
+        drawing: of it.
+        config: the run's settings as TOML.
+    """
+    judged, faster = found.verdict, found.update_s / max(found.verdict.floor_s, 1e-12)
+    best = judged.change
+    figures = [
+        ("ms an update", f"{1e3 * found.update_s:.3g}"),
+        ("tokens/s", count(tokens_per_s)),
+        ("micro-steps", str(found.micro_steps)),
+        ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
+        ("floor over it", f"{faster:.2g} ×"),
+    ]
+    return page(
+        title=title,
+        headline=f"Bound by {judged.binds}",
+        standing=f"{said(found)}"
+        + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
+        figures=figures,
+        drawings=[drawing],
+        sections=[
+            section("Parts of an update", _parts(found)),
+            section("What may be changed", _changes(found)),
+            section("The run", folded("config.toml", config)),
+        ],
+    )
+
+
+def said(found: Profile) -> str:
+    """What binds the run and how much of its time that is, and how much of it nobody can judge; without a full stop."""
+    judged = found.verdict
+    unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
+    unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
+    if judged.binds == "nothing":
+        return f"nothing that could be won back: what can be judged is near its floor as it is set up{unjudged}"
+    share = judged.recoverable[judged.binds] / found.update_s
+    what = "empty positions" if judged.binds == "padding" else judged.binds
+    none = "" if judged.change else "; no key changes that"
+    return f"{what}: {share:.0%} of the time could be won back at most{none}{unjudged}"
+
+
+def mostly(bounds: Mapping[Bound, float]) -> str:
+    """What most of the seconds are bound by; "" of none."""
+    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
+
+
+def _parts(found: Profile) -> str:
+    judged = found.verdict
+    rows: list[list[Cell]] = []
+    for part in PARTS:
+        share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
+        numbers: list[Cell] = [(f"{share:.1%}", share), (f"{taken:.3g}", taken), (f"{least:.3g}", least)]
+        rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
+    return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
+
+
+def _changes(found: Profile) -> str:
+    judged = found.verdict
+    rows: list[list[Cell]] = [
+        [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
+         "the same" if change.same_training else "another", change.why]
+        for change in judged.changes
+    ]  # fmt: skip
+    return table("What may be changed", ["change", "predicted", "training", "as"], rows)
+
+
+Found = Mapping[str, Any]
+# What ratios are of: on a CPU of its own time, as other programs take a share of the clock's.
+SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
+
+
+def draw_ladder(found: Found) -> Drawing:
+    """Two bars for each rung: tokens per second and peak memory, each with its number; the fastest is blue."""
+    from matplotlib.figure import Figure
+
+    rungs, best = found["rungs"], fastest(found)
+    with style():
+        figure = Figure(figsize=(7.3, 0.9 + 0.36 * len(rungs)), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
+        for axes, key, title in (
+            (left, "tokens_per_s", "Tokens per second"),
+            (right, "peak_memory_bytes", "Peak memory of tensors"),
+        ):
+            axes.set_title(title)
+            axes.grid(visible=False)
+            axes.set_xticks([])
+            axes.spines["bottom"].set_visible(False)
+            axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
+            for place, rung in enumerate(rungs):
+                if rung[key] is None:
+                    axes.text(0, place, "\u2002not here", va="center", fontsize=8, color=MUTED)
+                    continue
+                axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
+                axes.text(rung[key], place, f"\u2002{_said(rung, key)}", va="center", fontsize=8, color=INK)
+        left.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs])
+        left.invert_yaxis()
+        return Drawing("ladder", svg(figure))
+
+
+def _said(rung: Found, key: str) -> str:
+    if key == "peak_memory_bytes":
+        return quantities.memory(rung[key])
+    times = f"   {rung['times']:.2f} ×" if rung["times"] else ""
+    return f"{rung[key]:,.0f}{times}"
+
+
+def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
+    """The page as HTML.
+
+    Args:
+        title: the folder's name.
+        found: the ladder.
+        drawing: of it.
+        config: the settings that all rungs share, as TOML.
+    """
+    first, best = found["rungs"][0], fastest(found)
+    figures = [
+        ("parameters", quantities.count(found["params"])),
+        ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
+        ("tokens/s, at best", f"{best['tokens_per_s']:,.0f}"),
+        ("tokens of a rung", quantities.count(found["tokens"])),
+        ("time", quantities.duration(found["wall_s"])),
+    ]
+    return page(
+        title=title,
+        headline=f"{gain(found):.1f} × as fast as eager",
+        standing=f"{standing(found)}.",
+        figures=figures,
+        drawings=[drawing],
+        sections=[
+            section("Rungs", table("Rungs of the ladder", HEADS, rows(found["rungs"]))),
+            section("What the rungs share", folded("config.toml", config)),
+        ],
+    )
+
+
+def fastest(found: Found) -> Found:
+    """The rung with the most tokens per second."""
+    best: Found = max(found["rungs"], key=lambda rung: rung[SPEED[found["ratios_of"]]] or 0)
+    return best
+
+
+def gain(found: Found) -> float:
+    """How many times as fast as the first rung the fastest is."""
+    speed = SPEED[found["ratios_of"]]
+    times: float = fastest(found)[speed] / found["rungs"][0][speed]
+    return times
+
+
+def standing(found: Found) -> str:
+    """What was done, in a sentence without a full stop."""
+    of = {"wall": "", "cpu": " (in CPU time)"}
+    return (
+        f"Each rung changes one thing of another one, over which its ratios are{of[found['ratios_of']]}: the same text "
+        f"and seed, {found['updates']:,} updates of {found['tokens_per_update']:,} tokens each, on {found['device']}"
+    )
+
+
+HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "memory", "loss", "compiling, s",
+         "micro-batch", "what is changed, or why not here")  # fmt: skip
+
+
+def rows(rungs: Sequence[Found]) -> list[list[Cell]]:
+    """The table's cells under `HEADS`; of a rung that could not be climbed its name and the reason."""
+    made: list[list[Cell]] = []
+    for rung in rungs:
+        update_s, size = rung["update_s"], rung["peak_memory_bytes"]
+        loss = rung["train_loss"] if rung["eval_loss"] is None else rung["eval_loss"]
+        made.append([
+            rung["rung"],
+            number(rung["tokens_per_s"], "{:,.0f}"),
+            number(rung["times"], "{:.2f} ×"),
+            rung["over"] or "",
+            number(None if update_s is None else 1e3 * update_s, "{:,.0f}"),
+            ("", None) if size is None else (quantities.memory(size), size),
+            number(rung["memory_times"], "{:.2f} ×"),
+            number(loss, "{:.3f}"),
+            number(rung["compile_s"] or None, "{:.0f}"),
+            number(rung["micro_batch"], "{}"),
+            "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
+        ])  # fmt: skip
+    return made

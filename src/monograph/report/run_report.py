@@ -1,0 +1,167 @@
+"""The report of a run: figures as PNG files and one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import DiskFull
+from monograph.report import quantities
+from monograph.report.figures import Row, draw
+from monograph.report.page import config_of, escaped, number, page, pairs, section, table
+
+Summary = Mapping[str, Any]
+
+# Keys of a summary that a person reads first, with their name and how their value is written
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("params", "parameters", quantities.count),
+    ("tokens", "tokens", quantities.count),
+    ("wall_s", "time", quantities.duration),
+    ("tokens_per_s", "tokens/s", quantities.count),
+    ("mfu", "of peak FLOP/s", lambda value: f"{100 * value:.0f} %"),
+    ("peak_memory_bytes", "peak memory", quantities.memory),
+    ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
+    ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
+)
+_NAMES = {
+    "update": "updates",
+    "eval_bits_per_byte": "held-out, bits per byte",
+    "compile_s": "tracing and compiling",
+    "graph_breaks": "graph breaks",
+    "dtype": "precision",
+}
+
+
+def write_report(
+    run_folder: Path,
+    summary: Summary,
+    metrics: Sequence[Row],
+    yardsticks: Mapping[str, float],
+    samples: Sequence[tuple[float, str]],
+) -> None:
+    """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
+
+    summary: what `monograph train --json` prints; keys it lacks are left out, keys unknown here go into the table.
+    metrics: rows as `monograph.report.figures` describes them.   yardsticks: bits per byte by name.
+    samples: (share of the run, 0 to 1; text the model wrote then), shown side by side.
+
+    Raises DiskFull.
+    """
+    headline, standing = _headline(summary), _standing(summary, yardsticks)
+    sheet, drawings = draw(metrics, yardsticks, headline, _subtitle(run_folder, summary))
+    figures = run_folder / "figures"
+    figures.mkdir(exist_ok=True)
+    write_whole(figures / "sheet.png", sheet)
+    for drawing in drawings:
+        write_whole(figures / f"{drawing.name}.png", drawing.png)
+    known = [(name, written(summary[key])) for key, name, written in _FIGURES if summary.get(key) is not None]
+    text = page(
+        title=run_folder.name,
+        headline=headline,
+        standing=standing,
+        figures=known,
+        drawings=drawings,
+        sections=[
+            section("What it writes, from the same prompt", _samples(samples)),
+            section("Held out", _evaluations(metrics)),
+            section("The run", pairs(_rest(summary)), config_of(run_folder)),
+        ],
+    )
+    write_whole(run_folder / "report.html", text.encode())
+
+
+def _headline(summary: Summary) -> str:
+    bits = summary.get("eval_bits_per_byte")
+    if bits is not None:
+        return f"{bits:.2f} bits per byte on text it has not seen"
+    loss = summary.get("train_loss")
+    return "A training run" if loss is None else f"{loss:.2f} nats per token in training"
+
+
+def _standing(summary: Summary, yardsticks: Mapping[str, float]) -> str:
+    """One sentence: which yardsticks the run is below, and which it is not."""
+    bits = summary.get("eval_bits_per_byte")
+    if bits is None or not math.isfinite(bits) or not yardsticks:
+        return ""
+    ordered = sorted(yardsticks.items(), key=lambda item: -item[1])
+    beaten = [f"{name} ({value:.2f})" for name, value in ordered if bits < value]
+    ahead = [f"{name} ({value:.2f})" for name, value in ordered if bits >= value]
+    words = [f"below {_listed(beaten)}" if beaten else "", f"not yet below {_listed(ahead)}" if ahead else ""]
+    sentence = "; ".join(filter(None, words))
+    return f"{sentence[0].upper()}{sentence[1:]}, all on the same text."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _subtitle(run_folder: Path, summary: Summary) -> str:
+    parts = [
+        f"{written(summary[key])} {name}".removesuffix(" time")
+        for key, name, written in _FIGURES[:4]
+        if summary.get(key) is not None
+    ]
+    return "  ·  ".join(
+        [run_folder.name, *map(str, filter(None, [summary.get("device"), summary.get("dtype")])), *parts]
+    )
+
+
+def _rest(summary: Summary) -> list[tuple[str, str]]:
+    known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # a program's concern, and the title
+    if not summary.get("compile_s"):
+        known.add("compile_s")
+    return [_named(key, value) for key, value in summary.items() if key not in known and value is not None]
+
+
+def _named(key: str, value: Any) -> tuple[str, str]:
+    """A key and its value in words; the key's ending says the unit."""
+    if isinstance(value, Mapping):
+        name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        name, text = key, str(value)
+    elif key.endswith("_s"):
+        name, text = key.removesuffix("_s"), quantities.duration(value)
+    elif key.endswith("_bytes"):
+        name, text = key.removesuffix("_bytes"), quantities.gibibytes(value)
+    else:
+        name, text = key, f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return _NAMES.get(key, name.replace("_", " ")), text
+
+
+def _evaluations(metrics: Sequence[Row]) -> str:
+    """The points of the curve, for who wants the numbers."""
+    scored = [row for row in metrics if row.get("eval_loss") is not None]
+    heads = ("update", "tokens", "nats per token", "bits per byte", "rows")
+    keys = {
+        "update": "{:,}",
+        "tokens": "{:,}",
+        "eval_loss": "{:.4f}",
+        "eval_bits_per_byte": "{:.4f}",
+        "eval_rows": "{:,}",
+    }
+    rows = [[number(row.get(key), form) for key, form in keys.items()] for row in scored]
+    return table("Scores on held-out text", heads, rows)
+
+
+def _samples(samples: Sequence[tuple[float, str]]) -> str:
+    blocks = "\n".join(
+        f'<figure><figcaption>after {100 * share:.0f} %</figcaption><pre tabindex="0">{escaped(text)}</pre></figure>'
+        for share, text in samples
+    )
+    return f'<div class="samples">{blocks}</div>' if blocks else ""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; raises DiskFull."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise DiskFull(f"cannot write {path}: {error.strerror}; the run itself is complete and saved") from error
+        raise

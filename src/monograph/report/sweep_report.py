@@ -1,0 +1,238 @@
+"""The report of a sweep: its figures as PNG files and one HTML page that needs nothing but itself.
+
+The figures show the held-out score against each knob, with error bars, and the curves of all members. A setting is a
+mapping with `knobs`, `mean` and `standard_error` (null for one seed), `values` (of its members; null for one that
+diverged), and `standing` ("best", "tied" or ""). A curve has its member's `knobs` and rows of metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from monograph.report import quantities
+from monograph.report.figures import Drawing
+from monograph.report.page import Cell, config_of, number, page, section, table
+from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, png, style, svg
+from monograph.report.run_report import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Setting = Mapping[str, Any]
+Curve = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+MOST_TICKS = 10
+
+
+def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Drawing]:
+    """One figure for each knob that has several values, and one of all members' curves.
+
+    Args:
+        settings: as above.
+        curves: of the members.
+        key: of the score in a row of metrics.
+        unit: of the score.
+    """
+    names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
+    varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
+    panels: dict[str, Callable[[Axes], None]] = {
+        f"against_{name.rpartition('.')[2]}": _against_panel(settings, name, unit) for name in varied
+    }
+    if any(row.get(key) is not None for _, rows in curves for row in rows):
+        panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
+    with style():
+        return [_single(name, panel) for name, panel in panels.items()]
+
+
+def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.3, 3.4), layout="constrained")
+    panel(figure.add_subplot())
+    return Drawing(name, svg(figure), png(figure, dpi=200))
+
+
+def _against_panel(settings: Sequence[Setting], name: str, unit: str) -> Callable[[Axes], None]:
+    return lambda axes: _against(axes, settings, name, unit)
+
+
+def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
+    """Every member a dot, every setting its mean and standard error; where a member diverged, a mark on top."""
+    places, labels, is_log = _places([setting["knobs"].get(name) for setting in settings])
+    axes.set_title(f"Held out, {unit}, by {name}")
+    if is_log:
+        axes.set_xscale("log")
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(sorted(set(places)), labels)
+    scored = [setting for setting in settings if setting["mean"] is not None]
+    low, high = _limits([value for setting in scored for value in setting["values"] if value is not None])
+    axes.set_ylim(low, high)
+    for setting, place in zip(settings, places, strict=True):
+        best, tied = setting["standing"] == "best", setting["standing"] == "tied"
+        colour = ACCENT if best or tied else MUTED
+        values = [value for value in setting["values"] if value is not None]
+        axes.plot([place] * len(values), values, "o", color=colour, alpha=0.35, markersize=3, markeredgewidth=0)
+        if setting["mean"] is not None:
+            error = setting["standard_error"] or 0.0
+            axes.errorbar(
+                place, setting["mean"], yerr=error, fmt="o", color=colour, markersize=5 if best else 4, capsize=3,
+                elinewidth=1.2, markerfacecolor=colour if best else "none",
+            )  # fmt: skip
+        if len(values) < len(setting["values"]):
+            axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
+    if len({repr(setting["knobs"]) for setting in scored}) == len(set(places)):
+        order = np.argsort(places)
+        means = [settings[index]["mean"] for index in order]
+        axes.plot(
+            [places[i] for i, m in zip(order, means, strict=True) if m is not None],
+            [m for m in means if m is not None], color=GRID, linewidth=1.4, zorder=0,
+        )  # fmt: skip
+    words = "filled: best; blue: tied with it"
+    if any(None in setting["values"] for setting in settings):
+        words += "; x: a member diverged"
+    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
+
+
+def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
+    """Where values stand on an axis: at themselves where they are numbers above 0 of different sizes, else in order."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    distinct = list(dict.fromkeys(values))
+    if len(numbers) == len(values):
+        distinct = sorted(distinct)
+    step = -(-len(distinct) // MOST_TICKS)
+    labels = [_text(value) if index % step == 0 else "" for index, value in enumerate(distinct)]
+    if len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
+        return [float(value) for value in numbers], labels, True
+    return [float(distinct.index(value)) for value in values], labels, False
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """What the scores span, but not what lies so far off that the rest would be one flat line."""
+    finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
+    low, high = finite[0], min(finite[-1], 1.6 * finite[0])
+    margin = max(0.08 * (high - low), 0.005)
+    return low - margin, high + 2 * margin
+
+
+def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
+    """Held-out scores of every member while it learned, all of the same rows; settings shade from pale to dark."""
+    axes.set_title(f"Held out, {unit}, all members")
+    shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
+    ends = []
+    for knobs, rows in curves:
+        scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
+        fewest = min((row["eval_rows"] for row in scored), default=0)
+        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
+        if not points:
+            continue
+        share = (shades.index(_setting(knobs, varied)) + 1) / len(shades)
+        axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)
+        ends.append(points[-1][1])
+    low, high = _limits(ends)
+    axes.set_ylim(low, low + 1.6 * (high - low))
+    axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+    if len(shades) > 1:
+        words = f"pale: {shades[0]}   dark: {shades[-1]}"
+        axes.text(0.99, 0.98, words, transform=axes.transAxes, va="top", ha="right", fontsize=7.5, color=INK)
+
+
+def _setting(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={_text(knobs.get(name))}" for name in varied)
+
+
+def write_sweep_report(
+    folder: Path, found: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
+) -> None:
+    """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
+
+    Args:
+        folder: the sweep's.
+        found: what `monograph sweep --json` prints.
+        settings: as `monograph.report.sweep_report` describes them.
+        curves: of the members.
+        how: a sentence that says what "tied" means.
+
+    Raises:
+        DiskFull: no space for them.
+    """
+    best = found["best"]
+    unit = best["unit"] if best else "nats"
+    drawings = draw_sweep(settings, curves, "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit)
+    (folder / "figures").mkdir(exist_ok=True)
+    for drawing in drawings:
+        write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png)
+    text = page(
+        title=folder.name,
+        headline=_headline(best),
+        standing=how,
+        figures=_key_figures(found),
+        drawings=drawings,
+        sections=[
+            section("Settings", _settings(settings, unit)),
+            section("Members", _members(found["members"]), config_of(folder)),
+        ],
+    )
+    write_whole(folder / "report.html", text.encode())
+
+
+def _headline(best: Mapping[str, Any] | None) -> str:
+    if best is None:
+        return "Every member diverged"
+    knobs = ", ".join(f"{key.rpartition('.')[2]} {_text(value)}" for key, value in best["knobs"].items())
+    return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}"
+
+
+def _key_figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rate, spent = found["tokens_per_s"], found["wall_s"]
+    known = [
+        ("members", str(len(found["members"]))),
+        ("diverged", str(sum(member["diverged"] is not None for member in found["members"]))),
+        ("time", quantities.duration(spent) if spent else ""),
+        ("tokens/s, all", quantities.count(rate) if rate else ""),
+    ]
+    return [(name, value) for name, value in known if value]
+
+
+def _settings(settings: Sequence[Setting], unit: str) -> str:
+    """Means over seeds, and how each stands to the best."""
+    rows: list[list[Cell]] = []
+    for each in settings:
+        lost, of = each["values"].count(None), len(each["values"])
+        score, error = (number(each[key], "{:.4f}") for key in ("mean", "standard_error"))
+        rows.append([score, error, (f"{lost} of {of}", lost), each["standing"]])
+    heads = [unit, "standard error", "diverged", "standing"]
+    return _with_knobs("Settings of the sweep", [each["knobs"] for each in settings], heads, rows)
+
+
+def _members(members: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[list[Cell]] = []
+    for each in members:
+        at = each["diverged"]
+        scores = [number(each.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
+        rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), each.get("run", "")])
+    heads = ["bits per byte", "held-out, nats", "training, nats", "diverged", "run"]
+    return _with_knobs("Members of the sweep", [each["knobs"] for each in members], heads, rows)
+
+
+def _with_knobs(
+    name: str, knobs: Sequence[Mapping[str, Any]], heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+) -> str:
+    """A table whose first columns are the knobs."""
+    keys = list(dict.fromkeys(key for each in knobs for key in each))
+    cells = ([_knob(each.get(key)) for key in keys] for each in knobs)
+    whole = [[*of_knobs, *rest] for of_knobs, rest in zip(cells, rows, strict=True)]
+    return table(name, [*(key.rpartition(".")[2] for key in keys), *heads], whole)
+
+
+def _knob(value: Any) -> Cell:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (_text(value), value) if is_number else "" if value is None else str(value)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

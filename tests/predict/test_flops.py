@@ -1,0 +1,104 @@
+"""Run: pytest tests/predict/test_flops.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import monograph
+from monograph.model.config import LlamaConfig
+from monograph.predict.flops import flops_per_token, matmul_parameters, mfu, training_flops
+
+
+def config(**sizes: Any) -> LlamaConfig:
+    base: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,  # heads · head_dim differs from hidden_size, so that one cannot stand in for the other
+    }
+    return LlamaConfig(**{**base, **sizes})
+
+
+def test_public_name_is_the_function_whatever_is_imported() -> None:
+    assert monograph.flops is flops_per_token
+
+
+def test_matmul_parameters_are_all_but_the_input_embedding_and_the_norms() -> None:
+    untied, tied = config(tie_word_embeddings=False), config(tie_word_embeddings=True)
+    norms = (2 * 3 + 1) * 32
+    assert matmul_parameters(untied) == untied.parameter_count() - 96 * 32 - norms
+    assert matmul_parameters(tied) == tied.parameter_count() - norms
+    assert matmul_parameters(tied) == matmul_parameters(untied)
+
+
+def test_count_is_what_torch_counts_for_the_same_products() -> None:
+    """Forward and backward of every product of one row, run on tensors without data; attention is counted in full.
+
+    torch counts scores and mixing over all T x T positions, twice the causal half of the formula.
+    """
+    shape, T = config(), 64
+    d, query, key_value, hidden = shape.hidden_size, 4 * 16, 2 * 16, shape.intermediate_size
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, device="meta", requires_grad=True)
+
+    with FlopCounterMode(display=False) as counter:
+        total = torch.zeros((), device="meta")
+        for _ in range(shape.num_hidden_layers):
+            x = torch.empty(T, d, device="meta", requires_grad=True)
+            q = (x @ weight(d, query)).view(T, 4, 16).transpose(0, 1)
+            k, v = ((x @ weight(d, key_value)).view(T, 2, 16).transpose(0, 1).repeat_interleave(2, 0) for _ in range(2))
+            mixed = (q @ k.transpose(1, 2)) @ v
+            gated = (x @ weight(d, hidden)) * (x @ weight(d, hidden))
+            total = total + (mixed.transpose(0, 1).reshape(T, query) @ weight(query, d)).sum()
+            total = total + (gated @ weight(hidden, d)).sum()
+        x = torch.empty(T, d, device="meta", requires_grad=True)
+        (total + (x @ weight(d, shape.vocab_size)).sum()).backward()
+    causal_half = 6 * shape.num_hidden_layers * query * T
+    assert counter.get_total_flops() == T * (flops_per_token(shape, T) + causal_half)
+
+
+def test_an_8b_model_at_8192_tokens_costs_what_is_published() -> None:
+    """Llama 3 8B: 7.505e9 matrix parameters, 32 layers of width 4096: 6 · 7.505 + 6 · 32 · 4096 · 8192 / 1e9 = 51.5."""
+    assert round(flops_per_token(LlamaConfig.preset("8b"), 8192) / 1e9, 1) == 51.5
+
+
+@pytest.mark.parametrize("window", [1, 7, 63, 64, 100])
+def test_a_window_costs_what_its_positions_are(window: int) -> None:
+    """Per layer and pair of positions 12 d_attn, as in causal attention, whose half of T x T the formula counts."""
+    T, width = 64, 4 * 16
+    sliding = config(
+        model_type="qwen3", sliding_window=window, layer_types=("sliding_attention",) + ("full_attention",) * 2
+    )
+    pairs = sum(min(t + 1, window) for t in range(T))
+    full = T * (T + 1) // 2
+    saved = 12 * width * (full - pairs)
+    found = T * (flops_per_token(config(model_type="qwen3"), T) - flops_per_token(sliding, T))
+    # The formula takes T / 2 for (T + 1) / 2, and whole positions of the average row.
+    assert abs(found - saved) <= 12 * width * T
+    assert (found == 0) == (window >= T)
+
+
+def test_biases_and_norms_of_heads_are_no_matrices() -> None:
+    for family in ("mistral", "qwen2", "qwen3"):
+        assert matmul_parameters(config(model_type=family)) == matmul_parameters(config())
+
+
+@given(st.integers(1, 10**9), st.integers(1, 100), st.integers(1, 10**4), st.integers(1, 10**5))
+def test_cost_is_linear_in_context(parameters: int, layers: int, width: int, length: int) -> None:
+    at = [training_flops(parameters, layers, width, t) for t in (0, length, 2 * length)]
+    assert at[0] == 6 * parameters
+    assert at[2] - at[1] == at[1] - at[0] == 6 * layers * width * length
+
+
+def test_mfu_is_a_fraction_of_the_peak() -> None:
+    assert mfu(13_818, 43.0e9, 989e12) == 13_818 * 43.0e9 / 989e12

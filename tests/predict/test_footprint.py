@@ -1,0 +1,153 @@
+# Run: pytest tests/predict/test_footprint.py
+"""A trace of two and of three blocks says what a model of any depth needs; so does a made-up step, block by block."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batches import tiny_llama
+from monograph.optim import AdamW, Muon
+from monograph.predict import footprint as footprint_module
+from monograph.predict.estimate import estimate_bytes
+from monograph.predict.footprint import Curve, Work, corners, deepened, footprint, footprint_of
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
+
+
+def forward(before, block, after, layers, kept, weights):
+    """A step's curve: transient bytes of each operation on top of what is kept, which grows by `kept` a block."""
+    static, curve = weights * layers, []
+    curve += [(static + size, 0) for size in before]
+    for layer in range(layers):
+        curve += [(static + size, kept * layer) for size in block]
+    return curve + [(static + size, kept * layers) for size in after]
+
+
+@given(SIZES, SIZES, SIZES, st.integers(4, 40), st.integers(0, 9), st.integers(0, 9))
+def test_any_depth_follows_from_two(before, block, after, layers, kept, weights):
+    low, high, deep = (forward(before, block, after, n, kept, weights) for n in (2, 3, layers))
+    found = deepened(low, high, layers - 2)
+    assert found is not None and max(map(sum, found)) == max(map(sum, deep))
+    # The backward pass is the same, seen from its end
+    found = deepened(low[::-1], high[::-1], layers - 2)
+    assert found is not None and max(map(sum, found)) == max(map(sum, deep))
+
+
+def test_a_long_head_is_not_taken_for_a_block():
+    """Large tensors that come and go after the last block: shifted by a block they would count once for each layer."""
+    head = [0, 1000, 0, 1000, 0, 0, 1000]
+    low, high = (forward([1], [2, 5], head, n, 3, 0) for n in (2, 3))
+    assert max(map(sum, deepened(low, high, 30))) == 1000 + 3 * 32
+
+
+def test_curves_that_have_no_block_in_common_are_not_guessed():
+    assert deepened([(0,), (5,), (1,), (9,)], [(0,), (6,), (2,), (3,), (9,)], 4) is None
+
+
+def test_an_update_is_as_long_at_any_depth():
+    assert deepened([(1,), (10,)], [(2,), (15,)], 3) == [(4,), (25,)]
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), max_size=12))
+def test_what_lies_between_corners_is_on_the_line(steps):
+    """So that no sample that is left out is the largest, at any depth."""
+    samples = [
+        *itertools.accumulate(steps, lambda sample, step: (sample[0] + step[0], sample[1] + step[1]), initial=(0, 0))
+    ]
+    found = corners(samples)
+    assert found[0] == samples[0] and found[-1] == samples[-1] and max(map(sum, found)) == max(map(sum, samples))
+    assert corners(found) == found or len(found) < 3 or any(a == b for a, b in itertools.pairwise(steps))
+
+
+def test_runs_as_long_as_the_model_is_deep_are_two_corners():
+    low, high, deep = (
+        [(0, 0), *((i, i) for i in range(1, n)), (0, 9), *((0, 9 + i) for i in range(1, n))] for n in (3, 4, 9)
+    )
+    assert len(corners(low)) == len(corners(high)) == len(corners(deep))
+
+
+def test_the_peak_is_named_by_its_stage():
+    found = footprint_of([Curve("forward", [(1, 2, 3, 4, 5, 6)]), Curve("backward", [(1, 2, 3, 4, 5, 7)])])
+    assert found.stage == "backward" and found.peak_bytes == 22
+    assert found.by_origin["workspace"] == pytest.approx(7)
+
+
+def test_inputs_that_wait_on_the_host_are_not_counted():
+    full = Work(tiny_llama(num_hidden_layers=9).config, 32, 48, AdamW(), compile="none", remat="full")
+    there, away = footprint(full), footprint(replace(full, remat="offload"))
+    an_input = 32 * 48 * full.config.hidden_size * 4
+    assert there.by_origin["activations"] - away.by_origin["activations"] == (9 - 3) * an_input
+    assert there.peak_bytes - away.peak_bytes == (9 - 3) * an_input
+
+
+@pytest.mark.parametrize(
+    ("scope", "remat", "precision"),
+    [
+        ("blocks", 0.5, "bf16"),
+        pytest.param("whole", "none", "fp32", marks=pytest.mark.slow),
+        pytest.param("whole", "none", "bf16", marks=pytest.mark.slow),
+        pytest.param("blocks", 0.5, "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
+    config = tiny_llama(num_hidden_layers=5).config
+    work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
+    assert footprint(work) == footprint_of(footprint_module._curves(work))
+
+
+@pytest.mark.parametrize(
+    ("optim", "scope"),
+    [(Muon(), "none"), (AdamW(state="bf16"), "none"), pytest.param(Muon(), "blocks", marks=pytest.mark.slow)],
+)
+def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
+    traced, curves = [], footprint_module._curves
+
+    def spy(work, *graphs):
+        traced.append(work.config.num_hidden_layers)
+        return curves(work, *graphs)
+
+    # Few tokens, so that the update is the peak.
+    work = Work(
+        tiny_llama(num_hidden_layers=6, hidden_size=64, intermediate_size=192).config, 1, 8, optim, "bf16", scope
+    )
+    whole = footprint_of(curves(work))
+    monkeypatch.setattr(footprint_module, "_curves", spy)
+    assert footprint(work) == whole and whole.stage == "update" and traced == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("scope", "like"),
+    [
+        ("none", "hidden_size"),
+        pytest.param("blocks", "tokens", marks=pytest.mark.slow),
+        pytest.param("whole", "intermediate_size", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope, like):
+    """As in a model of width 4,096, or in rows of 4,096 tokens, with a vocabulary of 4,096."""
+    config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=160).config
+    same = {"hidden_size": 64, "intermediate_size": 160, "tokens": 4 * 48}[like]
+    chance, plain = (
+        footprint(Work(replace(config, vocab_size=size), 4, 48, AdamW(), compile=scope)) for size in (same, same + 3)
+    )
+    assert chance.by_origin["activations"] == pytest.approx(plain.by_origin["activations"], rel=1e-3)
+    assert chance.by_origin["loss head"] == pytest.approx(plain.by_origin["loss head"], rel=0.05)
+    weights = 4 * replace(config, vocab_size=same).parameter_count()
+    assert chance.by_origin["weights"] == pytest.approx(weights, abs=4096)
+
+
+@pytest.mark.parametrize(
+    ("make", "scope", "state"),
+    [(AdamW, "none", "bf16"), (AdamW, "none", "8bit"), (Muon, "none", "fp32"), (Muon, "blocks", "fp32")],
+)
+def test_the_search_knows_what_an_update_has_alive(make, scope, state):
+    """Where the update is the peak: many parameters and few tokens."""
+    config = tiny_llama(num_hidden_layers=30, hidden_size=64, intermediate_size=256).config
+    work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
+    found = estimate_bytes(work, make.__name__.lower() + ("" if state == "fp32" else f":{state}"))
+    assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)

@@ -1,0 +1,177 @@
+# Run: pytest tests/predict/test_lifetimes.py
+"""Orders and lifetimes of made-up kernels: what is read early, written over, and needed to the end of a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from monograph.predict.lifetimes import Kernel, scheduled
+
+
+def kernel(name, reads, size_bytes=100, fused=True):
+    return Kernel(name, torch.empty(size_bytes), size_bytes, frozenset(reads), fused)
+
+
+def names(kernels):
+    return [each.name for each in kernels]
+
+
+def test_what_frees_more_than_it_takes_is_computed_at_once():
+    written = [kernel("logits", [], fused=False), kernel("other", [], fused=False), kernel("sum", ["logits"], 1)]
+    assert names(scheduled(written, {"sum", "other"}, {})) == ["logits", "sum", "other"]
+    # It frees nothing while another kernel reads the same later.
+    written.append(kernel("late", ["logits"], 200))
+    assert names(scheduled(written, {"sum", "other", "late"}, {})) == ["logits", "other", "sum", "late"]
+
+
+def test_a_result_is_written_over_what_it_is_the_last_to_read():
+    first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    assert second.over == "a" and not first.last_reads and not second.last_reads
+    # Not if it is of another size, a product, or kept by the caller.
+    kept_b, kept_both = {"b"}, {"a", "b"}
+    others = (
+        (kernel("b", ["a"], 50), kept_b),
+        (kernel("b", ["a"], fused=False), kept_b),
+        (kernel("b", ["a"]), kept_both),
+    )
+    for last, kept in others:
+        _, second = scheduled([kernel("a", [], fused=False), last], kept, {})
+        assert second.over is None and ("a" in second.last_reads) == ("a" not in kept)
+
+
+def test_a_loop_keeps_what_it_reads_to_its_end():
+    written = [
+        kernel("scores", [], 50, fused=False),
+        kernel("weighted", ["scores"]),
+        kernel("sum", ["weighted"], 1),
+        kernel("out", ["weighted", "sum"], 70),
+    ]
+    *_, out = scheduled(written, {"out"}, {})
+    assert set(out.last_reads) == {"scores", "weighted", "sum"}
+
+
+def gated(needed):
+    """A gated layer's backward pass: two results of one loop, the second of which reads a product of `needed`."""
+    return [
+        kernel("gate", [], fused=False),
+        kernel("first", ["gate"]),
+        kernel("of first", ["first"], 10, fused=False),
+        kernel("up", needed, fused=False),
+        kernel("second", ["gate", "up"]),
+    ]
+
+
+def test_a_loop_waits_for_what_its_other_results_need():
+    found = scheduled(gated([]), {"of first", "second"}, {})
+    assert names(found) == ["gate", "up", "first", "second", "of first"]
+    # Not if that needs the loop itself, directly or not.
+    for needed in (["first"], ["of first"]):
+        assert names(scheduled(gated(needed), {"of first", "second"}, {})) == names(gated(needed))
+
+
+def test_of_a_callers_own_tensor_two_loops_may_read_different_parts():
+    """As chunks of a loss do of the targets; what a graph has been given to free it reads whole."""
+    for owned, order in (({}, ["first", "up", "second"]), ({0: 100}, ["up", "first", "second"])):
+        written = [kernel("first", [0]), kernel("up", [], fused=False), kernel("second", [0, "up"])]
+        assert names(scheduled(written, {"first", "second"}, owned)) == order
+
+
+def test_loops_are_not_joined_where_memory_would_not_be_used_again():
+    """Each alone reads a large buffer, of which the second could be where the first was."""
+    for size_bytes, order in ((100, ["a", "b", "first", "second"]), (5000, ["a", "first", "b", "second"])):
+        written = [
+            kernel("shared", [], 100, fused=False),
+            kernel("a", [], size_bytes, fused=False),
+            kernel("first", ["a", "shared"], 10),
+            kernel("b", [], size_bytes, fused=False),
+            kernel("second", ["b", "shared"], 10),
+        ]
+        assert names(scheduled(written, {"first", "second"}, {}))[1:] == order
+
+
+def test_loops_are_not_joined_over_a_long_way():
+    for between, near in ((50, True), (70, False)):
+        products = [kernel(f"product {index}", [], 1, fused=False) for index in range(between)]
+        written = [*gated([])[:2], *products, *gated([])[3:]]
+        found = names(scheduled(written, {"first", "second", *names(products)}, {}))
+        assert (found.index("second") == found.index("first") + 1) == near
+
+
+def test_what_several_of_a_loop_read_is_not_written_over():
+    *_, first, second, _ = scheduled(gated([]), {"of first", "second"}, {})
+    assert first.over is None and second.over == "up" and second.last_reads == ["gate"]
+    # Alone with it the second writes over it.
+    *_, second = scheduled(gated(["first"]), {"of first", "second"}, {})
+    assert second.over == "gate" and second.last_reads == ["up"]
+
+
+def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
+    (owner,) = scheduled([kernel("a", [0], 50)], {"a"}, {0: 100})
+    assert owner.last_reads == [0]
+    (guest,) = scheduled([kernel("a", [0], 50)], {"a"}, {})
+    assert guest.last_reads == []
+
+
+def test_what_nobody_reads_is_gone_at_once():
+    (only,) = scheduled([kernel("copy", [], fused=False)], set(), {})
+    assert only.last_reads == ["copy"]
+
+
+def test_what_was_changed_in_place_is_not_written_over():
+    """As the embedding's gradient, rows of which are added up at their places, is not by its sum with a tied head's."""
+    written = [kernel("zeros", []), kernel("added", ["zeros"]), kernel("sum", ["added"])]
+    for changes, over in (("zeros", None), (None, "added")):
+        written[1].changes = changes
+        found = scheduled([replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {})
+        assert found[1].over == "zeros" and found[2].over == over
+        assert found[2].last_reads == (["added"] if over is None else [])
+
+
+def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
+    written = [
+        kernel("total", [], fused=False),
+        Kernel("inside", torch.empty(60), 60, frozenset(["total"]), fused=False, hidden=True),
+        Kernel("added", torch.empty(100), 100, frozenset(["total", "inside"]), fused=False, changes="total"),
+        kernel("scaled", ["added"]),
+    ]
+    _, inside, added, scaled = scheduled(written, {"scaled"}, {})
+    assert added.over == "total" and added.last_reads == ["inside"] and not inside.last_reads
+    assert scaled.over is None and scaled.last_reads == ["added"]
+
+
+def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
+    first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    assert second.over == "a"
+    second = replace(second, over=None, beside=frozenset(["a"]))
+    _, second = scheduled([kernel("a", [], fused=False), second], {"b"}, {})
+    assert second.over is None and second.last_reads == ["a"]
+
+
+def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_the_peak():
+    for size_bytes, kept in ((90, True), (150, False)):
+        written = [
+            kernel("a", [], fused=False),
+            kernel("b", ["a"], 110, fused=False),
+            kernel("between", ["b"], size_bytes, fused=False),
+            kernel("less", ["between"], 10, fused=False),
+            kernel("c", ["less"], fused=False),
+            kernel("most", [], 250, fused=False),
+        ]
+        found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
+        assert found["c"].over == ("a" if kept else None) and ("a" in found["b"].last_reads) != kept
+
+
+def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused():
+    """The compiler does not know of it: so the memory is there beside it."""
+    written = [
+        kernel("a", [], fused=False),
+        kernel("b", ["a"], 110, fused=False),
+        replace(kernel("inside", ["b"], 500, fused=False), hidden=True),
+        kernel("of b", ["b", "inside"], 10, fused=False),
+        kernel("c", ["of b"], fused=False),
+        kernel("most", [], 200, fused=False),
+    ]
+    found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
+    assert found["c"].over == "a" and "a" not in found["b"].last_reads

@@ -1,0 +1,63 @@
+"""Run: pytest tests/profiling/test_health.py (what `monograph check` says of a machine)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monograph.profiling.health import PROBE_BYTES, compiled_obstacle, disk, limits, limits_said
+
+
+def test_a_disk_is_written_and_left_as_it_was(tmp_path: Path) -> None:
+    found = disk(tmp_path / "not" / "there" / "yet")
+    assert found.folder == str(tmp_path) and found.obstacle is None and not list(tmp_path.iterdir())
+    assert found.free_bytes > PROBE_BYTES and found.written_bytes_per_s and found.written_bytes_per_s > 0
+
+
+def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    found = disk(tmp_path)
+    assert found.obstacle == "No space left on device" and found.written_bytes_per_s is None and found.free_bytes
+
+
+def wrong(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: 1.1 * function(x)
+
+
+def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: object) -> None:
+        raise RuntimeError("g++: cannot execute\nmore")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [(wrong, "gradient is off by"), (broken, "a compiled function fails: RuntimeError: g++: cannot execute")],
+)
+def test_a_compiler_that_does_not_work_is_said(monkeypatch: pytest.MonkeyPatch, compiler: Any, words: str) -> None:
+    monkeypatch.setattr(torch, "compile", compiler)
+    found = compiled_obstacle(torch.device("cpu"))
+    assert found is not None and words in found and "\n" not in found
+
+
+def test_limits_are_the_shells(tmp_path: Path) -> None:
+    program = "import json; from monograph.profiling.health import *; "
+    program += "found = limits(); print(json.dumps([found, limits_said(found)]))"
+    shell = f"ulimit -n 100; ulimit -f 4096; {sys.executable} -c '{program}'"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    found, said = json.loads(done.stdout)
+    assert found["open_files"] == 100 and found["file_bytes"] in (4096 * 512, 4096 * 1024)
+    assert "100 open files" in said and "ulimit -n 256" in said and "(ulimit -f)" in said
+    assert limits_said(dict.fromkeys(limits())) == "none"

@@ -1,0 +1,222 @@
+"""Run: pytest tests/report/test_page.py
+
+The pages of all reports, as far as can be told without a browser: their markup, their colours, and the script that
+sorts, run by Node on a stand-in for the document. tests/report/test_in_a_browser.py does the rest where one is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as xml
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monograph.report.page import section, table
+from reports import KINDS
+
+VOID = {"meta", "br", "link", "img"}
+NODE = shutil.which("node")
+
+
+class Page(HTMLParser):
+    """Every element in order, with its attributes, its text and the elements around it."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.elements: list[dict[str, Any]] = []
+        self.open: list[dict[str, Any]] = []
+        self.feed(source)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = {"tag": tag, "text": "", "inside": [each["tag"] for each in self.open], **dict(attrs)}
+        self.elements.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data: str) -> None:
+        for each in self.open:
+            each["text"] += data
+
+    def all(self, tag: str) -> list[dict[str, Any]]:
+        return [each for each in self.elements if each["tag"] == tag]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return Page(KINDS[request.param](tmp_path_factory.mktemp(request.param)))
+
+
+# ---- markup ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_needs_nothing_but_itself(page: Page) -> None:
+    names = ("src", "href", "xlink:href", "data", "srcset", "action")
+    assert all(each[name].startswith("#") for each in page.elements for name in names if name in each)
+    style = page.all("style")[0]["text"]
+    assert "url(" not in style and "@import" not in style and not page.all("link") and not page.all("img")
+
+
+def test_ids_are_ones_own_and_what_is_referred_to_is_there(page: Page) -> None:
+    ids = Counter(each["id"] for each in page.elements if "id" in each)
+    assert ids and max(ids.values()) == 1
+    referred = re.findall(r"url\(#([^)]+)\)", page.source)
+    referred += [each["xlink:href"].removeprefix("#") for each in page.elements if "xlink:href" in each]
+    assert set(referred) <= ids.keys()
+
+
+def test_it_has_one_headline_and_says_its_language_and_themes(page: Page) -> None:
+    assert [len(page.all(tag)) for tag in ("h1", "main", "title", "script")] == [1, 1, 1, 1]
+    assert page.all("html")[0]["lang"] == "en" and page.all("h1")[0]["text"].strip()
+    assert {"name": "color-scheme", "content": "light dark"}.items() <= page.all("meta")[2].items()
+
+
+def test_drawings_are_svg_with_a_name(page: Page) -> None:
+    drawings = page.all("svg")
+    assert drawings and all(each["role"] == "img" and each["aria-label"] for each in drawings)
+    for drawing in re.findall(r"<svg .*?</svg>", page.source, re.DOTALL):
+        assert xml.fromstring(drawing).tag.endswith("svg")
+    assert not re.search(r"#(1c1d21|6e7079|2457c5)", page.source[page.source.index("<svg") :]), "colours of the page"
+
+
+def test_what_others_wrote_is_no_markup(page: Page) -> None:
+    assert "alert(1)" not in page.all("script")[0]["text"] and "\x1b" not in page.source
+
+
+def test_whatever_can_be_pressed_can_be_reached_by_keyboard(page: Page) -> None:
+    assert not [each for each in page.elements if any(name.startswith("on") for name in each)]
+    assert all(each.get("tabindex", "0") == "0" for each in page.elements)
+    assert re.findall(r"querySelector\(\"(\w+)\"\)\.addEventListener\(\"(\w+)\"", page.source) == [("button", "click")]
+    assert page.source.count("addEventListener") == 1 and ":focus-visible" in page.all("style")[0]["text"]
+    scrolling = [each for each in page.elements if each.get("class") == "scroll"]
+    assert scrolling and all(each["tabindex"] == "0" and each["aria-label"] for each in scrolling)
+
+
+def test_each_column_has_a_button_and_each_row_all_columns(page: Page) -> None:
+    found = re.findall(r'<table class="sortable">.*?</table>', page.source, re.DOTALL)
+    assert found
+    for markup in found:
+        made = Page(markup)
+        heads = made.all("th")
+        assert all(each["aria-sort"] == "none" and each["scope"] == "col" for each in heads)
+        assert len(made.all("button")) == len(heads) and all(each["type"] == "button" for each in made.all("button"))
+        rows = re.findall(r"<tr>(.*?)</tr>", markup)[1:]
+        assert rows and all(row.count("<td") == len(heads) for row in rows)
+
+
+def test_a_table_or_section_of_nothing_is_nothing() -> None:
+    assert table("a", ["b"], []) == "" and section("a", "", "") == ""
+
+
+# ---- colours --------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    """Of "#rgb" or "#rrggbb" (WCAG 2.2, relative luminance)."""
+    digits = colour.removeprefix("#")
+    parts = [int(digit * 2, 16) for digit in digits] if len(digits) == 3 else [*bytes.fromhex(digits)]
+    linear = [p / 255 / 12.92 if p / 255 <= 0.04045 else ((p / 255 + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_can_be_read_in_both_themes(page: Page) -> None:
+    style = page.all("style")[0]["text"]
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in style.split("prefers-color-scheme: dark")[:2])
+    dark = dict(re.findall(r"--(\w+): (#\w+)", style.split("prefers-color-scheme: dark")[1]))
+    assert light.keys() == dark.keys() and luminance(light["paper"]) > 0.9 and luminance(dark["paper"]) < 0.1
+    for theme in (light, dark):
+        for colour in ("ink", "muted", "accent", "warn"):
+            for ground in ("paper", "wash"):
+                assert contrast(theme[colour], theme[ground]) >= 4.5, (colour, ground)
+
+
+# ---- sorting --------------------------------------------------------------------------------------------------------
+
+DOCUMENT = """
+const { heads, rows, script, presses } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+class Head {
+  attributes = { "aria-sort": "none" };
+  button = { addEventListener: (_, go) => this.go = go };
+  querySelector(name) { if (name !== "button") throw name; return this.button }
+  getAttribute(name) { return this.attributes[name] }
+  setAttribute(name, value) { this.attributes[name] = value }
+}
+const names = heads.map(() => new Head());
+const body = { rows: rows.map((cells, name) => ({ name, cells: cells.map(([textContent, value]) => (
+  { textContent, dataset: value === undefined ? {} : { value } })) })) };
+body.append = (...given) => body.rows = [...body.rows.filter((row) => !given.includes(row)), ...given];
+const document = { querySelectorAll: (query) => query === "table.sortable" ? [
+  { tBodies: [body], tHead: { rows: [{ cells: names }] } }] : [] };
+eval(script);
+console.log(JSON.stringify(presses.map((column) => {
+  names[column].go();
+  return [body.rows.map((row) => row.name), names.map((each) => each.getAttribute("aria-sort"))];
+})));
+"""
+
+
+def pressed(markup: str, script: str, presses: list[int]) -> list[tuple[list[int], list[str]]]:
+    """The order of a table's rows and what its columns say, after each press."""
+    rows = [
+        [
+            (cell["text"], cell["data-value"]) if "data-value" in cell else (cell["text"],)
+            for cell in Page(row).all("td")
+        ]
+        for row in re.findall(r"<tr>(?:<td.*?)</tr>", markup)
+    ]
+    given = {"heads": Page(markup).all("th"), "rows": rows, "script": script, "presses": presses}
+    done = subprocess.run([NODE or "", "-e", DOCUMENT], input=json.dumps(given), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [(order, says) for order, says in json.loads(done.stdout)]
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
+def test_a_column_sorts_up_down_and_back(page: Page) -> None:
+    numbers = [3.5, None, -1.0, 20.0, 3.5]
+    names = ["pear", "apple", "Fig", "fig", "10"]
+    markup = table("fruit", ["n", "name"], [[("" if n is None else f"{n:g} kg", n), name] for n, name in zip(
+        numbers, names, strict=True)])  # fmt: skip
+    script = page.all("script")[0]["text"]
+    found = pressed(markup, script, [0, 0, 0, 1, 0])
+    up, down = [2, 0, 4, 3, 1], [3, 0, 4, 2, 1]  # equal ones as they were, what is not known last
+    assert [order for order, _ in found[:3]] == [up, down, [0, 1, 2, 3, 4]]
+    assert found[3][0] == [4, 1, 3, 2, 0] or found[3][0] == [4, 1, 2, 3, 0]  # by the language's own rules
+    assert found[4][0] == up
+    assert [says for _, says in found] == [
+        ["ascending", "none"], ["descending", "none"], ["none", "none"], ["none", "ascending"], ["ascending", "none"],
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
+def test_the_ladder_sorts_by_each_of_its_columns(tmp_path: Path) -> None:
+    source = KINDS["ladder"](tmp_path)
+    script, markup = (
+        Page(source).all("script")[0]["text"],
+        source[source.index("<table ") : source.index("</table>") + 8],
+    )
+    for column in range(len(Page(markup).all("th"))):
+        [(order, _)] = pressed(markup, script, [column])
+        assert sorted(order) == [0, 1, 2, 3] and (order[-1] == 3 or column in (0, 3, 10)), (
+            "what was not measured is last"
+        )

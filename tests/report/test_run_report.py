@@ -1,0 +1,299 @@
+"""Run: pytest tests/report/test_run_report.py (the page is read by a parser, the figures by an image library)."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from monograph.errors import DiskFull
+from monograph.report import figures, plot_style, run_report
+from monograph.report.run_report import write_report
+
+YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
+SUMMARY = {
+    "schema": "monograph.train/1",
+    "run": "runs/a",
+    "params": 1_130_000,
+    "tokens": 200_000,
+    "wall_s": 186.2,
+    "compile_s": 19.2,
+    "eval_bits_per_byte": 1.7612,
+    "recompiles": 0,
+    "mfu": None,
+    "device": "<b>& co",
+}
+SAMPLES = [(0.15, "def f():\n    pass"), (1.0, "<script>alert(1)</script>\x1b[31m\x00")]
+
+
+def metrics(updates: int = 100) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for update in range(1, updates + 1):
+        skipped = update in (40, 41)
+        rows.append(
+            {
+                "update": update,
+                "tokens": 2000 * update,
+                "train_loss": None if skipped else 2 + 5 / update,
+                "lr": 1e-3 * min(1, update / 10),
+                "grad_norm": None if skipped else 1 + 1 / update,
+                "tokens_per_s": 15_000 + update,
+                "skipped": skipped,
+            }
+        )
+        if update % 20 == 0:
+            rows.append({"update": update, "tokens": 2000 * update, "eval_bits_per_byte": 1.7 + 20 / update})
+    return rows
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags still open, ids, references to elsewhere, and text by tag."""
+
+    VOID = {"meta", "br", "link", "img"}
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag not in self.VOID:
+            self.stack.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "data", "srcset"):
+                self.references.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.stack.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.stack:
+            self.text.setdefault(self.stack[-1], []).append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "2026-11-20-1403"
+    folder.mkdir()
+    (folder / "config.toml").write_text('[data]\nsource = "stdlib"  # <&>\n')
+    write_report(folder, SUMMARY, metrics(), YARDSTICKS, SAMPLES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    page = Page((folder / "report.html").read_text())
+    assert page.stack == []
+    return page
+
+
+def test_every_figure_is_a_file_and_part_of_the_sheet(folder: Path) -> None:
+    names = {path.name for path in (folder / "figures").iterdir()}
+    assert names == {f"{name}.png" for name in ("sheet", "held_out", "loss", "learning_rate", "gradient_norm", "speed")}
+    for name in names:
+        picture = np.asarray(Image.open(folder / "figures" / name).convert("L"))
+        assert 0.5 < (picture > 250).mean() < 0.99  # mostly paper, and not only
+
+
+def test_page_needs_nothing_but_itself(folder: Path, page: Page) -> None:
+    assert all(reference.startswith("#") for reference in page.references)
+    source = (folder / "report.html").read_text()
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert "url(" not in style and "@import" not in source
+    assert page.tags["script"] == 0
+
+
+def test_figures_are_drawings_whose_colours_follow_the_page(folder: Path, page: Page) -> None:
+    assert page.tags["svg"] == 5
+    source = (folder / "report.html").read_text()
+    drawings = source[source.index('<div class="drawings">') :]
+    assert not [colour for colour in (plot_style.INK, plot_style.MUTED, plot_style.ACCENT) if colour in drawings]
+    assert "prefers-color-scheme: dark" in source
+
+
+def test_no_two_elements_share_an_id(page: Page) -> None:
+    assert page.ids
+    assert not [name for name, count in Counter(page.ids).items() if count > 1]
+    assert {reference.removeprefix("#") for reference in page.references} <= set(page.ids)
+
+
+def test_text_of_a_model_or_file_cannot_become_markup(page: Page) -> None:
+    assert "<script>alert(1)</script>·[31m·" in "".join(page.text["pre"])
+    assert 'source = "stdlib"  # <&>' in "".join(page.text["pre"])
+    assert "<b>& co" in "".join(page.text["td"])
+
+
+def test_result_is_set_among_the_yardsticks(page: Page) -> None:
+    assert page.text["h1"] == ["1.76 bits per byte on text it has not seen"]
+    standing = "".join(page.text["p"])
+    assert "Below trigram (2.82), gzip -9 (1.97) and order 6 (1.87); not yet below xz -9 (1.66)" in standing
+
+
+@pytest.mark.parametrize("bits", [[8.1, 5.98], [8.1], [8.1, 1.2], [2.0, 9.0], [8.1, 3.0, 1.7]])
+def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
+    rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
+    figures._held_out(axes, rows, yardsticks)
+    low, high = axes.get_ylim()
+    assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
+    assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
+
+
+def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> None:
+    assert {"1.13 M", "200 k", "3 min 06 s"} <= set(page.text["dd"])
+    assert "of peak FLOP/s" not in page.text["dt"]
+    cells = dict(zip(page.text["th"], page.text["td"], strict=True))
+    assert cells["tracing and compiling"] == "19 s" and cells["held-out, bits per byte"] == "1.761"
+    assert "schema" not in cells
+    assert cells["recompiles"] == "0"
+
+
+@pytest.mark.parametrize("panel", [figures._loss, figures._gradient_norm, figures._speed])
+@pytest.mark.parametrize("ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]])
+def test_no_label_lies_on_a_line_or_another_label(panel: Any, ends: list[float]) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    keys = ("train_loss", "grad_norm", "tokens_per_s")
+    rows = [{"tokens": 512 * at} | dict.fromkeys(keys, value) for at, value in enumerate(ends, 1)]
+    with matplotlib.rc_context():
+        matplotlib.rcParams.update(plot_style.STYLE)
+        figure = Figure(figsize=(3.5, 2.5), layout="constrained")
+        panel(axes := figure.add_subplot(), rows)
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == (2 if panel is figures._speed else 1)
+    assert not any(box.overlaps(other) for box in boxes for other in boxes if other is not box)
+    for line in axes.lines[:2]:  # the values and their trend
+        corners = axes.transData.transform(np.column_stack(line.get_data()))
+        across = np.linspace(corners[0, 0], corners[-1, 0], 500)
+        points = np.column_stack([across, np.interp(across, *corners.T)])
+        assert not any(box.contains(x, y) for box in boxes for x, y in points)
+
+
+def test_equal_runs_give_equal_files(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / folder.name
+    other.mkdir()
+    (other / "config.toml").write_bytes((folder / "config.toml").read_bytes())
+    write_report(other, SUMMARY, metrics(), YARDSTICKS, SAMPLES)
+    assert (other / "report.html").read_bytes() == (folder / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"update": 0, "tokens": 0, "eval_bits_per_byte": 8.1}],
+        [
+            {
+                "update": 1,
+                "tokens": 2000,
+                "train_loss": 7.6,
+                "lr": 0.0,
+                "grad_norm": 0.0,
+                "tokens_per_s": 9.0,
+                "skipped": False,
+            }
+        ],
+        [
+            {
+                "update": 1,
+                "tokens": 2000,
+                "train_loss": None,
+                "lr": 1e-3,
+                "grad_norm": None,
+                "tokens_per_s": 9.0,
+                "skipped": True,
+            }
+        ],
+    ],
+    ids=["none", "one evaluation of nothing seen", "one update", "one skipped update"],
+)
+def test_a_run_that_hardly_began_has_a_report_too(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    write_report(tmp_path, {}, rows, {}, [])
+    assert Page((tmp_path / "report.html").read_text()).stack == []
+
+
+def test_a_full_disk_leaves_the_former_report(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    former = [tmp_path / "report.html", tmp_path / "figures" / "sheet.png"]
+    for path in former:
+        path.write_text("former")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match="the run itself is complete"):
+            write_report(tmp_path, {}, [], {}, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.read_text() for path in former] == ["former", "former"]
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_a_spike_leaves_the_trend_where_it_was() -> None:
+    values = np.full(1000, 2.0)
+    values[500] = 1e6
+    at, medians = figures._moving_median(values)
+    assert len(at) == 300 and at[0] == 0 and at[-1] == 999
+    assert (medians == 2.0).all()
+
+
+def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
+    import matplotlib
+
+    plain = figures.draw(metrics(), YARDSTICKS, "title", "subtitle")
+    with matplotlib.rc_context({"lines.marker": "o", "axes.titlelocation": "right", "font.size": 40}):
+        before = dict(matplotlib.rcParams)
+        assert figures.draw(metrics(), YARDSTICKS, "title", "subtitle") == plain
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    tokens, loss = figures._series(
+        [{"tokens": 1, "x": 2.0}, {"tokens": 2, "x": None}, {"tokens": 3}, {"tokens": 4, "x": 5}], "x"
+    )
+    assert tokens.tolist() == [1, 4] and loss.tolist() == [2, 5]
+    assert all(map(math.isfinite, loss))
+
+
+def test_memory_is_drawn_where_it_was_measured() -> None:
+    planned = {"weights": 2**30, "gradients": 2**30, "activations": 3 * 2**30}
+    measured = {"weights": 2**30, "gradients": 2**30, "activations, loss head, workspace": 4 * 2**30}
+    for found, drawn in (({"planned": planned}, False), ({"planned": planned, "measured": measured}, True)):
+        _, drawings = figures.draw([*metrics(10), {"update": 2, "memory": found}], {}, "", "")
+        [*others, last] = drawings
+        assert (last.name == "memory") == drawn
+    assert "planned  5.00" in last.svg and "measured  6.00" in last.svg and len(others) == 4
+
+
+@pytest.mark.parametrize("bits", [math.nan, math.inf, -math.inf, 0.0, None])
+def test_any_score_and_any_count_is_said_in_words(
+    bits: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_report, "draw", lambda *_: (b"", []))  # which takes seconds, and says nothing of these
+    summary = SUMMARY | {"eval_bits_per_byte": bits, "passed_over": {"empty": 2, "not JSON": 1_000}, "notes": {}}
+    write_report(tmp_path, summary, metrics(20), YARDSTICKS, SAMPLES)
+    text = (tmp_path / "report.html").read_text()
+    assert ">2 empty, 1,000 not JSON<" in text and ">none<" in text

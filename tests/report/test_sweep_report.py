@@ -1,0 +1,71 @@
+"""Run: pytest tests/report/test_sweep_report.py (a sweep's figures and page, for any shape of sweep)"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monograph.report.sweep_report import draw_sweep, write_sweep_report
+
+
+def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dict[str, Any]:
+    there = [value for value in values if value is not None]
+    mean = sum(there) / len(there) if there else None
+    return {"knobs": knobs, "mean": mean, "standard_error": 0.01 if there else None, "values": values,
+            "standing": standing}  # fmt: skip
+
+
+def curve(**knobs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    rows = [{"tokens": 100 * i, "eval_bits_per_byte": 8.0 / i, "eval_rows": 9} for i in range(1, 5)]
+    last = rows[-1] | {"eval_bits_per_byte": 99.0, "eval_rows": 500}
+    return knobs, [{"update": 1, "tokens": 5, "train_loss": 3.0}, *rows, last]
+
+
+SWEEPS = {
+    "rates": [setting([2.5, 2.6], lr=1e-3), setting([2.4, 2.41], "best", lr=1e-2), setting([None, None], lr=1.0)],
+    "names": [setting([2.5, None], "best", name="adamw"), setting([2.5, 2.6], "tied", name="muon")],
+    "two knobs": [setting([2.0 + i, 3.0], lr=10.0**-i, wd=w) for i in range(3) for w in (0.0, 0.1)],
+    "one setting": [setting([2.5, 2.6], "best")],
+    "mixed": [setting([2.5], warmup="auto"), setting([2.6], "best", warmup=10)],
+    "pairs": [setting([2.5], betas=(0.9, 0.95)), setting([2.6], betas=(0.8, 0.9))],
+    "all lost": [setting([None, None], lr=1e-3), setting([None], lr=1e-2)],
+    "booleans": [setting([2.5], tied=True), setting([2.6], tied=False)],
+    "same score": [setting([2.5, 2.5], lr=1e-3), setting([2.5, 2.5], lr=1e-2)],
+    "many": [setting([2.5 + i / 100], name=f"n{i}") for i in range(60)],
+}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> None:
+    settings = SWEEPS[name]
+    curves = [curve(**each["knobs"]) for each in settings]
+    drawings = draw_sweep(settings, curves, "eval_bits_per_byte", "bits/byte")
+    varied = [key for key in settings[0]["knobs"] if len({repr(each["knobs"][key]) for each in settings}) > 1]
+    assert [drawing.name for drawing in drawings] == [*(f"against_{key}" for key in varied), "curves"]
+    for drawing in drawings:
+        assert drawing.png[:4] == b"\x89PNG" and xml.fromstring(drawing.svg)
+
+
+def test_members_without_an_evaluation_have_no_curve() -> None:
+    assert [d.name for d in draw_sweep(SWEEPS["rates"], [({"lr": 1e-3}, [])], "eval_loss", "nats")] == ["against_lr"]
+
+
+@pytest.mark.parametrize("name", ["rates", "one setting", "all lost"])
+def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
+    settings = SWEEPS[name]
+    top = next((each for each in settings if each["standing"] == "best"), None)
+    knobs = {f"optim.{key}": value for key, value in (top or {"knobs": {}})["knobs"].items()}
+    best = {"knobs": knobs, "mean": top["mean"], "unit": "bits/byte"} if top else None
+    members = [{"knobs": each["knobs"], "diverged": None if each["mean"] else 3} for each in settings]
+    found = {"best": best, "members": members, "tokens_per_s": 1000.0, "wall_s": 60.0}
+    (tmp_path / "config.toml").write_text("[train]\nupdates = 3 # <b>\n")
+    write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings], "a <table>, how")
+    page = (tmp_path / "report.html").read_text()
+    assert "a &lt;table&gt;" in page and "updates = 3 # &lt;b&gt;" in page and "how" in page and "$" not in page
+    headline = {"rates": "2.405 bits/byte at lr 0.01", "all lost": "Every member diverged"}.get(name, "2.550 bits/byte")
+    assert f"<h1>{headline}</h1>" in page
+    assert page.count("<svg") == len([*(tmp_path / "figures").glob("*.png")])
+    xml.fromstring("<svg" + page.split("<svg")[1].split("</svg>")[0] + "</svg>")
