@@ -12,9 +12,10 @@ from torch import nn
 from adapted import LINEAR, SMALL, adapted_llama, trained
 from batches import packed, ragged, tiny_llama
 from monograph.errors import UsageError
+from monograph.graph.fp8 import use
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import Lora, LoraLinear, adapt, adapters, kept_state, merge, narrow, starts_still
-from monograph.graph.precision import Precision, use
+from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
 from monograph.loss import token_loss
 from monograph.model.adapter import put
