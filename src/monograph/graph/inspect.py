@@ -59,7 +59,9 @@ def unwrap_(module: M) -> M:
     """Take the wrappers out of a module in place, and return it: what compiles here is the step."""
     module = original(module)
     for part in list(module.modules()):
-        part._modules.update({name: original(child) for name, child in part._modules.items() if child is not None})
+        for name, child in list(part._modules.items()):
+            if child is not None and _WRAPPED in child._modules:
+                part._modules[name] = original(child)
     return module
 
 
