@@ -160,8 +160,10 @@ class Held:
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
                 return f"{name} became trainable"
-        moved = next(name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before)
-        return f"{moved} was moved, cast or given other memory (.to(), .float(), .data = ...)"
+        moved = [name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before]
+        if not moved:  # the parameters are the same, in other places
+            return "a parameter was put in another place, tied or untied"
+        return f"{moved[0]} was moved, cast or given other memory (.to(), .float(), .data = ...)"
 
 
 def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
