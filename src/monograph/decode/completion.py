@@ -253,12 +253,16 @@ def generate(
         )
         for prompt, each in zip(prompts, samplings, strict=True)
     ]  # fmt: skip
-    for text in strings:
-        if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
-            raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
+    _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
     generator = generator_for(bare, requests, n, tokenizer.vocab_size)
     return Generation(generator, _Requests(requests, n), tokenizer, strings)
+
+
+def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+    for text in strings:
+        if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
+            raise UsageError(f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out")
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:

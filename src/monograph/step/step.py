@@ -57,8 +57,7 @@ class Step:
         largest: the norm of a gradient that is applied may not be above it, nor the rate, times a group's factor and
             decay, or moments and weights could overflow; `largest_rate` is what that leaves of the rate.
         recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
-        recorder: what captures a micro-step for its replay once the step is captured (`monograph.capture`), on a GPU;
-            None: it is called every time.
+        recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: it is called every time.
         announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
@@ -113,8 +112,7 @@ class Step:
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
-        # [1] or [N]: a captured micro-step reads it where it is, and a 0-d float64 argument would be traced twice.
-        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)
+        self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
