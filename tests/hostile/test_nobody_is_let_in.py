@@ -25,7 +25,8 @@ NEVER = {
 # Where a name of these means something else, or the one thing that it is there for.
 ALLOWED = {
     "eval": {  # a module's own method: it is to compute, not to learn
-        "commands/compare.py", "commands/evaluate.py", "decode/completion.py", "decode/generator.py", "evaluation/choices.py",
+        "commands/compare.py", "commands/evaluate.py", "decode/completion.py", "decode/generator.py",
+        "evaluation/choices.py",
         "engine.py", "graph/siblings.py", "lm_eval/model.py",
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
