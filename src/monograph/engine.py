@@ -25,7 +25,7 @@ from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, fill_of
+from monograph.loss import Batch, TokenLoss, fill_of
 from monograph.ranges import COUNT
 from monograph.step import Step, Update, accumulate, update
 
@@ -115,12 +115,19 @@ class Engine:
         """
         if self._empty_rows_scored or (fill := fill_of(self.step.loss, window)) is None:
             return
-        dim, device = self._row_dim, self.step.device
+        dim, step = self._row_dim, self.step
         shapes = {name: (*t.shape[:dim], rows, *t.shape[dim + 1 :]) for name, t in window.items()}
-        empty = {name: t.new_full(shapes[name], fill.get(name, 0), device=device) for name, t in window.items()}
-        loss_sum, count = self._scored(empty)
-        declared = self.step.layout.targets(self.step, empty)  # by the loss's own `count`, which may say otherwise
-        count = count if declared is None else torch.maximum(count, declared)
+        empty = {name: t.new_full(shapes[name], fill.get(name, 0), device=step.device) for name, t in window.items()}
+        count = step.layout.targets(step, empty)
+        loss_sum = torch.zeros(())
+        if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
+            devices = [step.device] if step.device.type == "cuda" else []
+            with torch.no_grad(), buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
+                loss_sum, counted = step.layout.sums(step, empty)
+            # By the loss's own `count` or by what it returns, which may say otherwise.
+            count = counted if count is None else torch.maximum(count, counted)
+        if count is None:
+            return
         odd = f"counts {float(count.max()):g} targets in rows that have none" if bool(count.any()) else ""
         if not odd and bool((loss_sum != 0).any()):
             odd = f"is {float(loss_sum[loss_sum != 0].flatten()[0]):g} for rows that have no targets"
