@@ -122,7 +122,7 @@ class Engine:
         loss_sum = torch.zeros(())
         if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
             devices = [step.device] if step.device.type == "cuda" else []
-            with torch.no_grad(), buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
+            with buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
                 loss_sum, counted = step.layout.sums(step, empty)
             # By the loss's own `count` or by what it returns, which may say otherwise.
             count = counted if count is None else torch.maximum(count, counted)
