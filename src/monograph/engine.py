@@ -28,6 +28,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, TokenLoss, fill_of
 from monograph.ranges import COUNT
 from monograph.step import Step, Update, accumulate, update
+from monograph.step.layout import sums_of
 
 T = TypeVar("T")
 
@@ -118,13 +119,12 @@ class Engine:
         dim, step = self._row_dim, self.step
         shapes = {name: (*t.shape[:dim], rows, *t.shape[dim + 1 :]) for name, t in window.items()}
         empty = {name: t.new_full(shapes[name], fill.get(name, 0), device=step.device) for name, t in window.items()}
-        count = step.layout.targets(step, empty)
-        loss_sum = torch.zeros(())
+        count, loss_sum = step.layout.targets(step, empty), torch.zeros(())
         if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
             devices = [step.device] if step.device.type == "cuda" else []
-            with buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
-                loss_sum, counted = step.layout.sums(step, empty)
-            # By the loss's own `count` or by what it returns, which may say otherwise.
+            graphed = torch.set_grad_enabled(step.layout.sums is sums_of)  # FSDP2 would wait for a backward pass
+            with graphed, buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
+                loss_sum, counted = (each.detach() for each in step.layout.sums(step, empty))
             count = counted if count is None else torch.maximum(count, counted)
         if count is None:
             return
@@ -132,10 +132,8 @@ class Engine:
         if not odd and bool((loss_sum != 0).any()):
             odd = f"is {float(loss_sum[loss_sum != 0].flatten()[0]):g} for rows that have no targets"
         if odd:
-            raise InputRefused(
-                f"the loss {odd}, by its fill {dict(fill)}: leave such rows out of sum and count, or set "
-                "`fill = None` on it and none are added"
-            )
+            remedy = "leave such rows out of sum and count, or set `fill = None` on it and none are added"
+            raise InputRefused(f"the loss {odd}, by its fill {dict(fill)}: {remedy}")
         self._empty_rows_scored = True
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
@@ -386,12 +384,9 @@ def require_member_axis(tensors: Any, members: int, what: str) -> None:
         UsageError: one is not [members, ...]; the message begins with `what` they are.
     """
     leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-    odd = next((leaf for leaf in leaves if leaf.shape[:1] != (members,)), None)
-    if odd is not None:
-        raise UsageError(
-            f"each=True: the {what} have a leading member axis, [{members}, ...], as every member has its own; "
-            f"one is {list(odd.shape)}"
-        )
+    if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
+        axis = f"have a leading member axis, [{members}, ...], as every member has its own"
+        raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
 
 
 def _rows(number: int) -> str:
