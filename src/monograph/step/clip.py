@@ -117,7 +117,7 @@ def update_plane(
     applied: Tensor,
 ) -> None:
     """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
-    # `once`: a compiler would convert the fp64 factor again for every element.
+    # Materialized, as a compiler would convert the fp64 factor again for every element.
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
