@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
 from monograph.decode.completion import Transcript
@@ -68,6 +68,27 @@ def test_a_chat_has_the_librarys_ids(shape: str) -> None:
     assert transcript.add(sat) + transcript.finish() == " sat"
     opened = Transcript(ours, (), ours.encode_rendered("hi<|assistant|>\n"))
     assert opened.add(sat) + opened.finish() == ("sat" if shape == "phi3" else " sat")
+
+
+@pytest.mark.parametrize("shape", pieces.SHAPES)
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("special", [False, True])
+def test_with_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name(shape, normalized, special) -> None:
+    theirs = pieces.engine(shape)
+    made = [AddedToken(each, normalized=normalized, special=special) for each in ("cat", "at", "é", "™", "▁the", "  ")]
+    (theirs.add_special_tokens if special else theirs.add_tokens)(made)
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    theirs.encode_special_tokens = True
+    refused, added = 0, {theirs.token_to_id(each.content) for each in made}
+    for text in ["cat", "the cat", " sat", "café™", "cats", *probes(150)]:
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        if special and added & {*wanted}:
+            refused += 1
+            with pytest.raises(InputRefused, match="would become the special token"):
+                ours.encode(text)
+        else:
+            assert ours.encode(text) == wanted and ours.decode(wanted) == theirs.decode(wanted), text
+    assert bool(refused) == special
 
 
 def test_two_tokens_of_one_text_are_told_apart() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Engine
 
 from monograph.errors import InputRefused, UsageError
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer, parse
 from monograph.text.tokenizer_file import NORMAL_FORMS
+from probes import probes
 from reference import article
 
 SAMPLE = ["def read(self, size=-1):\n    return self.buffer.read(size)\n", "naïve 数据 <|eos|> 🙂"] * 3
@@ -159,6 +162,116 @@ def test_text_that_is_cut_at_letters_is_read_as_the_library_does(kind, behavior)
     for text in ("the  cat, sat; on (two)", " \n--", "", "naïve... 数据。🙂"):
         wanted = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == wanted and ours.decode(wanted) == theirs.decode(wanted) == text
+
+
+# Content that merges make, of byte letters, of one letter, that a normal form changes, that has spaces.
+CONTENTS = [
+    "cat",
+    "\u0120cat",
+    "\u0120",
+    "!",
+    "\u00e9",
+    "gr\u00f6\u00dfe",
+    "\u2122",
+    "\u2460x",
+    "e\u0301",
+    "\u2026",
+    "TM",
+    "\u6570\u636e",
+    "<h>",
+    "  ",
+    "\n",
+]
+
+
+@st.composite
+def added_tokens(draw):
+    flags = {name: draw(st.booleans()) for name in ("single_word", "normalized")}
+    swallowing = {name: draw(st.sampled_from([False, False, False, True])) for name in ("lstrip", "rstrip")}
+    special = draw(st.booleans()) or any(swallowing.values())  # as which those that swallow spaces are taken here
+    return AddedToken(draw(st.sampled_from(CONTENTS)), **flags, **swallowing, special=special)
+
+
+@functools.cache
+def learned(form, whole, space_first):
+    made = article.tokenizer(
+        [*PLAIN, *SAMPLE, "cat!"],
+        form=form,
+        alphabet=ALPHABET if whole else [],
+        use_regex=True,
+        space_first=space_first,
+    )
+    return made.to_str()
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(added_tokens(), min_size=1, max_size=4, unique_by=lambda token: token.content),
+    st.sampled_from(NORMAL_FORMS),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name(
+    added, form, whole, space_first, seed
+):
+    theirs = Engine.from_str(learned(form, whole, space_first))
+    for token in added:
+        (theirs.add_special_tokens if token.special else theirs.add_tokens)([token])
+    try:
+        ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    except InputRefused as error:
+        assert "an added token is 'TM' in its normal form, a special token's text" in str(error)
+        return
+    theirs.encode_special_tokens = True
+    texts = [*CONTENTS, "the cat", "concat", "TM is", "cat!", "caf\u00e9s", *("the" + each for each in CONTENTS)]
+    for text in [*texts, *probes(150, seed)[-30:]]:
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        back, normal = theirs.decode(wanted), theirs.normalizer.normalize_str(text)
+        try:
+            assert ours.encode(text) == wanted, (text, added)
+        except InputRefused as error:
+            lost = {*wanted} & {*ours.special.values()} or back.removeprefix(" ") != normal.removeprefix(" ")
+            assert lost or any(token.content in text + normal for token in added), (text, str(error))
+            continue
+        assert ours.decode(wanted) == back and not {*wanted} & {*ours.special.values()}, (text, added)
+        assert back.removeprefix(" ") == normal.removeprefix(" ") or form != "NFC", (text, added)
+    for token in (token for token in added if not token.special):
+        ids = [theirs.token_to_id("a"), theirs.token_to_id(token.content)]
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("token", "text", "said"),
+    [
+        (AddedToken("cat", special=True), "cat; the cat", "would become the special token 'cat', which is no text"),
+        (AddedToken("!", special=True), "cat!", "'!' in 'cat!' would become the special token '!'"),
+        (AddedToken("the", rstrip=True), "the end", "'the' in 'the end' would become the special token 'the'"),
+        (
+            AddedToken("\u0120cat"),
+            "the \u0120cat",
+            "'\u0120cat' would come back as ' cat': an added token whose letters",
+        ),
+        (AddedToken("\u00e9"), "caf\u00e9", "'\u00e9' would come back as '\ufffd': an added token whose letters"),
+    ],
+)
+def test_text_that_an_added_token_would_change_is_refused_and_named(token, text, said):
+    theirs = article.tokenizer(
+        ["the cat;cat;cat\n"] * 9, form="NFC", alphabet=ALPHABET, space_first=False, use_regex=True
+    )
+    (theirs.add_special_tokens if token.special else theirs.add_tokens)([token])
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    for inside in (False, True):
+        with pytest.raises(InputRefused, match=re.escape(said)):
+            ours.encode(text, inside=inside)
+
+
+@pytest.mark.parametrize("decoder", [decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), None])
+def test_a_decoder_that_is_not_the_one_of_bytes_is_refused(decoder):
+    content = json.loads(tokenizers()[1].to_json())
+    content["decoder"] = decoder and json.loads(decoder.__getstate__())
+    with pytest.raises(InputRefused, match=f"decoder {'ByteLevel, Strip' if decoder else None} is not supported"):
+        Tokenizer(content, "x")
 
 
 @pytest.mark.parametrize("unknown", ["[UNK]", None])

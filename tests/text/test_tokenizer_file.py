@@ -133,6 +133,18 @@ def test_the_limited_process_ends_and_this_one_goes_on(kind):
     assert tokenizer_trial.fault(json.dumps(GOOD)) is None
 
 
+@pytest.mark.parametrize("kind", ["RobertaProcessing", "BertProcessing"])
+def test_special_tokens_that_a_post_processor_puts_around_a_text_change_nothing_else(kind):
+    own = {"type": kind, "sep": ["<|eos|>", 1], "cls": ["<|bos|>", 0]}
+    own |= {"trim_offsets": True, "add_prefix_space": True} if kind[0] == "R" else {}
+    tokenizer = Tokenizer(changed("post_processor", own), "x")
+    assert tokenizer.encode("the cat") == Tokenizer(GOOD, "x").encode("the cat")
+    assert json.loads(tokenizer.to_json())["post_processor"] == own
+    for wrong in (["<|eos|>", 2], ["a", 68], "<|eos|>", None):
+        with pytest.raises(InputRefused, match=f"post_processor {kind} is not supported"):
+            Tokenizer(changed("post_processor", own | {"sep": wrong}), "x")
+
+
 @pytest.mark.parametrize("name", KNOWN_PATTERNS)
 def test_known_patterns_are_accepted_and_lossless(name):
     steps = {"type": "Sequence", "pretokenizers": [split(KNOWN_PATTERNS[name]), BYTE_LEVEL]}

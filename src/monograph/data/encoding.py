@@ -264,7 +264,7 @@ def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[Source
             for kind in {*inside}
         }
     except InputRefused as error:
-        lost = next((part.document for part in parts if tokenizer.loss(part.text)), None)
+        lost = next((part.document for part in parts if tokenizer.loss(part.text, part.inside)), None)
         if lost is None:
             raise
         file = files[lost.file]
@@ -275,11 +275,12 @@ def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[Source
 
 def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
     """The first line of a text file, from 1, that the tokenizer cannot write."""
-    number = 1
+    number, inside = 1, False
     for part, _ in read_text(file.path, 0, file.size):
-        if tokenizer.loss(part):
-            return number + next(n for n, line in enumerate(StringIO(part, newline="\n")) if tokenizer.loss(line))
-        number += part.count("\n")
+        if tokenizer.loss(part, inside):
+            lines = enumerate(StringIO(part, newline="\n"))
+            return number + next((n for n, line in lines if tokenizer.loss(line, inside or n > 0)), 0)
+        number, inside = number + part.count("\n"), True
     return number
 
 

@@ -18,7 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import is_folder
-from monograph.text import sentence_pieces, tokenizer_config, tokenizer_file, tokenizer_trial
+from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
+from monograph.text.losses import Losses
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -66,18 +67,30 @@ class Tokenizer:
                 raise
             raise InputRefused(f"{error}. With it {lost[0]!r} would come back as {lost[1][:40]!r}") from None
         self.special: dict[str, int] = checked.special
+        self._json, self.space_first, self._opening = checked.json, checked.space_first, checked.opening
+        self._engine = self._inner = _loaded(checked, where, trusted)
+        if self.space_first:
+            self._inner = _literal(tokenizer_file.inside(self._json))
+        text = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
+        added = {index: self._engine.id_to_token(index) for index in text}  # in its normal form
+        if twice := self.special.keys() & added.values():
+            raise InputRefused(
+                f"{where}: an added token is {min(twice)[:60]!r} in its normal form, a special token's text"
+            )
+        for index, content in added.items():
+            checked.pieces[index] = checked.piece(content)
+        self._losses = Losses(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)
         self.vocab_size = len(checked.pieces)
         self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
         self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
-        self._json, self.space_first, self._opening = checked.json, checked.space_first, checked.opening
         self.strips = checked.marks is not None and checked.marks.strips
         # Where a space that begins a stretch is none of the text's own: [V], by the id before it.
         self._begins = np.zeros(self.vocab_size, dtype=np.bool_)
         self._begins[[self.bos_id, *(self._opening if self.space_first else ())]] = self.strips
         self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
-        self._lacking, self._marks, self._written = checked.lacking, checked.marks, set(checked.characters)
+        self._lacking, self._marks = checked.lacking, checked.marks
         model = self._json["model"]
         decisive = [
             model["merges"],
@@ -94,25 +107,6 @@ class Tokenizer:
         if checked.marks:
             identity.append([self._json["decoder"], model["byte_fallback"], model["unk_token"], model["fuse_unk"]])
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        text = json.dumps(self._json)
-        if not trusted and (fault := tokenizer_trial.fault(text)):
-            raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
-        try:
-            self._engine = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises the bare class
-            raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
-        self._engine.encode_special_tokens = True
-        self._inner = self._engine
-        if self.space_first:
-            self._inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_file.inside(self._json)))
-            self._inner.encode_special_tokens = True
-        same_ids = all(
-            self._engine.token_to_id(token["content"]) == token["id"] for token in self._json["added_tokens"]
-        )
-        if self._engine.get_vocab_size() != self.vocab_size or not same_ids:
-            raise InputRefused(
-                f"{where}: the ids of its added tokens do not continue those of its vocabulary; renumber them"
-            )
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -177,6 +171,7 @@ class Tokenizer:
             "added_tokens": [{"id": index, "content": name, "special": True} for name, index in specials.items()],
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
             "post_processor": _BEGIN_WITH_BOS,
+            "decoder": {"type": "ByteLevel"},
             "model": {"type": "BPE", "vocab": vocab, "merges": []},
         }
         return cls(content, "bytes")
@@ -203,31 +198,15 @@ class Tokenizer:
             raise InputRefused(
                 "text with a lone surrogate (U+D800 to U+DFFF) cannot be encoded; give valid Unicode"
             ) from None
-        for loss in map(self.loss, texts) if self._lacking or self._marks else ():
-            if loss:
+        ids = [encoding.ids for encoding in encodings]
+        for text, own in zip(texts, ids, strict=True):
+            if self._losses.may_be_in(own) and (loss := self.loss(text, inside)):
                 raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
-        return [encoding.ids for encoding in encodings]
+        return ids
 
-    def loss(self, text: str) -> str:
-        """Which character of a text the tokenizer cannot write, and what would become of it; "" for none."""
-        if self._marks and (at := text.find(sentence_pieces.MARK)) >= 0:
-            shown = text[max(0, at - 20) : at + 20]
-            mark = sentence_pieces.MARK
-            return f"{mark!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
-        if not self._lacking:
-            return ""
-        for token in self._json["added_tokens"]:
-            text = text.replace(token["content"], "") if not token["special"] else text
-        written = self._engine.normalizer.normalize_str(text) if self._engine.normalizer else text
-        lost = {each for each in set(written) - self._written if not self._lacking.isdisjoint(each.encode())}
-        self._written |= set(written) - lost
-        if not lost:
-            return ""
-        at = min(map(written.find, lost))
-        unknown, shown = self._json["model"]["unk_token"], written[max(0, at - 20) : at + 20]
-        becomes = f"become {unknown}" if unknown else "be left out"
-        shown = shown.replace(sentence_pieces.MARK, " ") if self._marks else shown
-        return f"{written[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
+    def loss(self, text: str, inside: bool = False) -> str:
+        """Which part of a text, `inside` as in `encode`, would not come back, and as what it would; "" for none."""
+        return self._losses.of(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -348,6 +327,27 @@ _BEGIN_WITH_BOS: dict[str, Any] = {
     ],
     "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
 }
+
+
+def _literal(content: dict[str, Any]) -> tokenizers.Tokenizer:
+    engine = tokenizers.Tokenizer.from_str(json.dumps(content))
+    engine.encode_special_tokens = True
+    return engine
+
+
+def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> tokenizers.Tokenizer:
+    if not trusted and (fault := tokenizer_trial.fault(json.dumps(checked.json))):
+        raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
+    try:
+        engine = _literal(checked.json)
+    except Exception as error:  # the library raises the bare class
+        raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
+    same_ids = all(engine.token_to_id(token["content"]) == token["id"] for token in checked.json["added_tokens"])
+    if engine.get_vocab_size() != len(checked.pieces) or not same_ids:
+        raise InputRefused(
+            f"{where}: the ids of its added tokens do not continue those of its vocabulary; renumber them"
+        )
+    return engine
 
 
 def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:

@@ -44,6 +44,7 @@ NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
+_ENDS = ("RobertaProcessing", "BertProcessing")  # which put two special tokens around a text, and do nothing else to it
 _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
@@ -55,6 +56,9 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = byte_alphabet()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -89,13 +93,14 @@ class Checked:
 
     Attributes:
         json: a tokenizer.json object of known parts only; padding and truncation are dropped.
-        pieces: the bytes that each id stands for, [vocabulary]; empty for special tokens.
+        pieces: the bytes that each id stands for, [vocabulary]; empty for added tokens.
         special: {content: id} of the special tokens.
         lacking: the bytes of texts that no token stands for.
         characters: those that have a token of their own, whatever bytes are lacking.
         marks: how spaces are written in SentencePiece's way, None of a byte-level tokenizer.
         space_first: whether a text that begins with no space is given one.
         opening: the ids of special tokens after which a text is given one, too.
+        made: the ids of special tokens that merges can make of a text's letters.
 
     Raises:
         InputRefused: a part that is unknown, changes text in a way of its own, or is inconsistent; names `where` and
@@ -113,7 +118,7 @@ class Checked:
         normal = _steps(content.get("normalizer"), "normalizers")
         self.marks = self._marks(content, normal, steps, added) if sentence_pieces.is_marked(normal, steps) else None
         self.pieces = self._pieces(vocab, added)
-        single = {piece[0] for piece in self.pieces if len(piece) == 1}
+        single = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
         if self.marks and not model.get("byte_fallback"):
             single = set()
         self.lacking = {*range(256)} - NEVER_IN_TEXT - single
@@ -133,7 +138,7 @@ class Checked:
             "normalizer": self._normalizer(content.get("normalizer")),
             "pre_tokenizer": self._pre_tokenizer(content.get("pre_tokenizer")),
             "post_processor": self._post_processor(content.get("post_processor")),
-            "decoder": content["decoder"] if self.marks else _BYTE_LEVEL_DECODER,
+            "decoder": content["decoder"] if self.marks else self._byte_level_decoder(content.get("decoder")),
             "model": {
                 "type": "BPE",
                 "dropout": None,
@@ -147,6 +152,9 @@ class Checked:
                 "merges": self._merges(model.get("merges", []), vocab),
             },
         }
+        made = {"".join(pair) for pair in self.json["model"]["merges"]}
+        made |= {token for token in vocab if model.get("ignore_merges") or 1 in (len(token), len(self.piece(token)))}
+        self.made = {index for content, index in self.special.items() if content in made}
 
     def _refuse(self, fault: str) -> InputRefused:
         return InputRefused(
@@ -195,7 +203,6 @@ class Checked:
         return sorted(added, key=lambda token: int(token["id"]))
 
     def _pieces(self, vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
-        alphabet = byte_alphabet()
         pieces: dict[int, bytes] = {}
         contents = {token["content"] for token in added}
         for token, index in vocab.items():
@@ -203,30 +210,30 @@ class Checked:
                 continue
             if index in pieces:
                 raise self._refuse(f"id {index} is given twice")
-            try:
-                pieces[index] = (
-                    self.marks.piece(token) if self.marks else bytes([alphabet[character] for character in token])
-                )
-            except KeyError:
-                raise self._refuse(
-                    f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet"
-                ) from None
+            if not self.marks and not _ALPHABET.keys() >= {*token}:
+                raise self._refuse(f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet")
+            pieces[index] = self.piece(token)
         for entry in added:
             if entry["id"] in pieces:
                 raise self._refuse(f"id {entry['id']} is given twice")
-            pieces[entry["id"]] = b"" if entry["special"] else self._added_piece(entry)
+            pieces[entry["id"]] = b""  # or text, which the library may put into a normal form first
         if max(pieces) != len(pieces) - 1:
             gap = next(index for index in range(len(pieces)) if index not in pieces)
             raise self._refuse(f"ids are not 0 to {len(pieces) - 1}: {gap} is missing and {max(pieces)} is there")
         return [pieces[index] for index in range(len(pieces))]
 
-    def _added_piece(self, entry: dict[str, Any]) -> bytes:
-        content = str(entry["content"])
-        if self.marks is None:
-            return content.encode()
-        # A token that is looked for in normalised text is normalised itself.
-        first = " " if self.marks.scheme == "prepend" and entry["normalized"] else ""
-        return (first + content.replace(sentence_pieces.MARK, " ")).encode()
+    def piece(self, token: str) -> bytes:
+        """The bytes that the library decodes a token's text to."""
+        if self.marks:
+            return self.marks.piece(token)
+        return bytes([_ALPHABET[each] for each in token]) if _ALPHABET.keys() >= {*token} else token.encode()
+
+    def _byte_level_decoder(self, part: Any) -> dict[str, Any]:
+        steps = _steps(part, "decoders")
+        if [_kind(step) for step in steps] != ["ByteLevel"]:
+            shown = ", ".join(map(_kind, steps)) or None
+            raise self._refuse(f"decoder {str(shown)[:80]} is not supported: the bytes of text need ByteLevel alone")
+        return _BYTE_LEVEL_DECODER
 
     def _marks(
         self, content: dict[str, Any], normal: list[Any], steps: list[Any], added: list[dict[str, Any]]
@@ -268,26 +275,38 @@ class Checked:
             known = [step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps]
             if None in known:
                 step = steps[known.index(None)]
-                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
+                raise self._refuse(
+                    f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
+                )
             return {"type": "Sequence", "pretokenizers": known} if known else None
         if not steps or _kind(steps[-1]) != "ByteLevel":
-            raise self._refuse("pre_tokenizer does not end in ByteLevel, nor are spaces written as ▁")
+            raise self._refuse(
+                "pre_tokenizer does not end in ByteLevel, the one order known, nor are spaces written as ▁"
+            )
         for number, step in enumerate(steps, 1 - len(steps)):
             whole = _is_digits(step) or _is_known_split(step) or (_is_byte_level(step) and number == 0)
             if not whole:
-                raise self._refuse(f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones")
+                raise self._refuse(
+                    f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
+                )
         return part
 
     def _post_processor(self, part: Any) -> Any:
         for step in _steps(part, "processors"):
             known = _kind(step) == "ByteLevel" or (
-                _kind(step) == "TemplateProcessing" and self._is_small_template(step)
+                self._is_small_template(step)
+                if _kind(step) == "TemplateProcessing"
+                else _kind(step) in _ENDS and all(self._is_special(step.get(key)) for key in ("sep", "cls"))
             )
             if not known:
                 raise self._refuse(
-                    f"post_processor {_kind(step)} is not supported (only ByteLevel and TemplateProcessing are)"
+                    f"post_processor {_kind(step)} is not supported (only ByteLevel, TemplateProcessing, "
+                    f"{' and '.join(_ENDS)} of special tokens are)"
                 )
         return part
+
+    def _is_special(self, pair: Any) -> bool:
+        return isinstance(pair, list) and len(pair) == 2 and pair in [[*each] for each in self.special.items()]
 
     def _is_small_template(self, step: dict[str, Any]) -> bool:
         specials = step.get("special_tokens")
