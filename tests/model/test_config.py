@@ -121,6 +121,9 @@ def test_both_spellings_of_rope_in_config_json_are_read():
     [
         ({"model_type": "mamba"}, r"model_type = 'mamba' is not supported: only llama, mistral, qwen2, qwen3 are"),
         ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps = null: expected a number"),
+        ({"max_position_embeddings": None}, r"max_position_embeddings = null"),
+        ({"attention_dropout": None}, r"attention_dropout = null"),
         ({"is_causal": False}, r"is_causal = False is not supported: only True is"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5 is not supported: only 1 is"),
         ({"per_layer_config": {"0": {"head_dim": 4}}}, r"per_layer_config = .* is not supported: only None is"),

@@ -22,6 +22,11 @@ def _read(**values):
     return LlamaConfig.from_hf({**HF, "num_hidden_layers": 4, "num_key_value_heads": 2, **values})
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_a_key_that_transformers_never_reads_of_a_family_is_not_refused(family):
+    assert _read(model_type=family, mlp_bias=True) == _read(model_type=family)
+
+
 def _windows(config):
     return [config.window(layer) for layer in range(config.num_hidden_layers)]
 
@@ -105,6 +110,8 @@ def test_config_json_goes_both_ways(family):
         ),
         ({"model_type": "qwen3", "attention_bias": "yes"}, r"attention_bias = 'yes': expected true or false"),
         ({"model_type": "qwen3", "head_dim": 7}, r"head_dim = 7 is odd"),
+        ({"model_type": "qwen2", "use_sliding_window": "false"}, r"use_sliding_window = 'false': expected true or"),
+        ({"model_type": "qwen3", "use_sliding_window": None}, r"use_sliding_window = None: expected true or false"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 10**9},
             rf"num_hidden_layers = 1000000000: expected at most {MOST_LAYERS}",

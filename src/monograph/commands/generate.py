@@ -116,7 +116,7 @@ def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
     """Options with others put in, of which `logit_bias` has the keys of JSON, texts."""
     bias = values.get("logit_bias")
     if isinstance(bias, dict):
-        ids = {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}
+        ids = {int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value for key, value in bias.items()}
         values = {**values, "logit_bias": ids}
     return replace(first, **values)
 

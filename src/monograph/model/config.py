@@ -27,6 +27,7 @@ WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 _OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that not every family has
+_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # in a file: null is no number there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,9 @@ class LlamaConfig:
         for key in ("model_type", *_REQUIRED):
             if values.get(key) is None:
                 raise InputRefused(f"the key {key} is missing")
+        for key in _NEVER_NULL:
+            if key in values and values[key] is None:
+                raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
         own = family(values["model_type"])
         check_computed(values)
         # transformers' own epsilon, where the file does not say

@@ -186,6 +186,8 @@ def family(model_type: object) -> Family:
 def check_computed(values: Mapping[str, Any]) -> None:
     """Raises InputRefused, naming the key, if a config.json asks for what the decoder does not compute."""
     for key, known in _COMPUTED.items():
+        if key == "mlp_bias" and values["model_type"] != "llama":  # the others never read it
+            continue
         if values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
     if values.get("quantization_config") is not None:
@@ -208,7 +210,10 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         if types is not None:
             raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
         return window if "sliding_window" in keys else None, ()
-    if not values.get("use_sliding_window", False):
+    slides = values.get("use_sliding_window", False)
+    if not isinstance(slides, bool):
+        raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
+    if not slides:
         window = None
     if types is not None or window is None:
         return window, tuple(types or ())
