@@ -25,8 +25,11 @@ class Losses:
         self, checked: Checked, added: Mapping[int, str], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
     ) -> None:
         self._checked, self._added, self._engine, self._inner = checked, added, engine, inner
-        own = added.items() if not checked.marks else ()
-        self._changed = {content: checked.pieces[i] for i, content in own if checked.pieces[i] != content.encode()}
+        self._changed = {
+            content: checked.pieces[i]
+            for i, content in added.items()
+            if not checked.marks and checked.pieces[i] != content.encode()
+        }
         self._written = set(checked.characters)
 
     def may_be_in(self, ids: Sequence[int]) -> bool:
