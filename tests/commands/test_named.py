@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": ["compare", "runs/run", "NAME", "--data", "texts"],
     "check": ["check", "NAME"],
     "train --from": ["train", *TINY[:1], *TINY[2:4], "--from", "NAME", "train.updates=1", "--out", "out"],
+    "train data.tokenizer": ["train", *TINY[:1], *TINY[2:], "data.tokenizer=NAME", "--out", "out"],
     "train model.init": ["train", *OWN[:1], *OWN[2:], "model.init=NAME", "--out", "out"],
 }
 BY_DAY = ("checkpoint", "best.checkpoint", "folder")

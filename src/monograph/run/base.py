@@ -61,6 +61,12 @@ def tokenizer_of(folder: str | Path) -> Path:
     return path
 
 
+def tokenizer_named(name: str) -> str:
+    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names; of all else the setting."""
+    run = None if name in ("auto", "bytes") else run_named(name)
+    return str(run.tokenizer) if run else name
+
+
 def own_file(folder: str | Path) -> Path | None:
     """The tokenizer.json that belongs to weights themselves, None where there is none."""
     run = run_named(folder)

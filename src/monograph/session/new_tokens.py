@@ -9,7 +9,7 @@ from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.report.quantities import counted
-from monograph.run.base import Vocabulary, compared, own_file, tokenizer_of
+from monograph.run.base import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe
 from monograph.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
         InputRefused: it is another one than the model's, by the first id that differs; or it cannot be read.
         UsageError: `lora.tokens` names what is no single token.
     """
-    init, named = settings.model.init, settings.data.tokenizer
+    init, named = settings.model.init, tokenizer_named(settings.data.tokenizer)
     if init is None or (tokenizer is None and named.startswith("bpe:")):
         return None
     adapter = init if is_adapter(init) else None

@@ -23,7 +23,7 @@ from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Asked, Candidate, Limits, StreamCandidate, defaults
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
-from monograph.run.base import tokenizer_of
+from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import fixed_lora, lora_of
 from monograph.session.new_tokens import NewTokens, require_tokens
@@ -134,6 +134,8 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if settings.optim.transfer != "none":
         transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
         chosen["optim.transfer"] = f"{WIDTH}:{transfer.base.hidden_size}" if transfer else "none"
+    if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
+        chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
