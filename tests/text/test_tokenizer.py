@@ -221,7 +221,7 @@ def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_
     try:
         ours = Tokenizer(json.loads(theirs.to_str()), "x")
     except InputRefused as error:
-        assert "an added token is 'TM' in its normal form, a special token's text" in str(error)
+        assert "in their normal form" in str(error)
         return
     theirs.encode_special_tokens = True
     texts = [*CONTENTS, "the cat", "concat", "TM is", "cat!", "caf\u00e9s", *("the" + each for each in CONTENTS)]
@@ -235,7 +235,10 @@ def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_
             assert lost or any(token.content in text + normal for token in added), (text, str(error))
             continue
         assert ours.decode(wanted) == back and not {*wanted} & {*ours.special.values()}, (text, added)
-        assert back.removeprefix(" ") == normal.removeprefix(" ") or form != "NFC", (text, added)
+        # A space before each text is put after an added token, too, of which `notes` tells.
+        forms = [theirs.normalizer.normalize_str(each) for each in (back, text)]
+        same = {form.replace(" ", "") if space_first else form for form in forms}
+        assert len(same) == 1, (text, added)
     for token in (token for token in added if not token.special):
         ids = [theirs.token_to_id("a"), theirs.token_to_id(token.content)]
         assert ours.decode(ids) == theirs.decode(ids)
@@ -250,9 +253,13 @@ def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_
         (
             AddedToken("\u0120cat"),
             "the \u0120cat",
-            "'\u0120cat' would come back as ' cat': an added token whose letters",
+            "'\u0120cat' would come back as ' cat': the letters of an added token stand for",
         ),
-        (AddedToken("\u00e9"), "caf\u00e9", "'\u00e9' would come back as '\ufffd': an added token whose letters"),
+        (
+            AddedToken("\u00e9"),
+            "caf\u00e9",
+            "'\u00e9' would come back as '\ufffd': the letters of an added token",
+        ),
     ],
 )
 def test_text_that_an_added_token_would_change_is_refused_and_named(token, text, said):

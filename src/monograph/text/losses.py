@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Sequence
 
 import tokenizers
 
-from monograph.text import sentence_pieces
+from monograph.text.sentence_pieces import MARK
 from monograph.text.tokenizer_file import Checked
+
+LONGEST = 20  # characters of a text that a message shows on either side
 
 
 class Losses:
@@ -16,72 +18,70 @@ class Losses:
 
     Args:
         checked: its file.
-        added: the added tokens that are text, each in its normal form, by id.
+        added: the ids of the added tokens that are text.
         engine: encodes a text, special tokens in it as letters.
         inner: encodes what goes on with other text.
     """
 
     def __init__(
-        self, checked: Checked, added: Mapping[int, str], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
+        self, checked: Checked, added: Collection[int], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
     ) -> None:
-        self._checked, self._added, self._engine, self._inner = checked, added, engine, inner
-        self._changed = {
-            content: checked.pieces[i]
-            for i, content in added.items()
-            if not checked.marks and checked.pieces[i] != content.encode()
-        }
+        self._checked, self._engine, self._inner = checked, engine, inner
+        self._added, self._special = frozenset(added), frozenset(checked.special.values())
         self._written = set(checked.characters)
 
     def may_be_in(self, ids: Sequence[int]) -> bool:
         """Whether a text with these ids is worth a look."""
         checked = self._checked
-        return bool(checked.lacking or checked.marks or self._changed or not checked.made.isdisjoint(ids))
+        return bool(checked.lacking or checked.marks or not (checked.made | self._added).isdisjoint(ids))
 
     def of(self, text: str, inside: bool) -> str:
         """See `Tokenizer.loss`."""
-        if self._checked.marks and (at := text.find(sentence_pieces.MARK)) >= 0:
-            mark, shown = sentence_pieces.MARK, text[max(0, at - 20) : at + 20]
-            return f"{mark!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
-        special = self._special(text, inside) if self._checked.made else ""
-        return special or self._altered(text) or (self._unwritten(text) if self._checked.lacking else "")
-
-    def _special(self, text: str, inside: bool) -> str:
+        if self._checked.marks and (at := text.find(MARK)) >= 0:
+            return f"{MARK!r} in {_around(text, at)!r} would become ' ': the tokenizer writes each space as that letter"
+        unwritten = self._unwritten(text) if self._checked.lacking else ""
+        if not (unwritten or self._checked.made or self._added):
+            return ""
         found = (self._inner if inside else self._engine).encode(text, add_special_tokens=False)
         for index, (start, end) in zip(found.ids, found.offsets, strict=True):
             if index in self._checked.made:
-                shown, name = text[max(0, start - 20) : end + 20], self._engine.id_to_token(index)
-                return f"{text[start:end]!r} in {shown!r} would become the special token {name!r}, which is no text"
-        return ""
+                name, special = text[start:end], self._engine.id_to_token(index)
+                where = _around(text, start, end - start)
+                return f"{name!r} in {where!r} would become the special token {special!r}, which is no text"
+        # An added token may be what writes a character that the rest of the vocabulary cannot.
+        if self._special.isdisjoint(found.ids) and self._added.isdisjoint(found.ids):
+            return unwritten
+        return self._changed(text, found.ids, unwritten)
 
-    def _altered(self, text: str) -> str:
-        texts = (text, self._normal(text)) if self._changed else ()
-        for content, piece in self._changed.items():
-            if any(content in each for each in texts):
-                back = piece.decode(errors="replace")
-                return f"{content!r} would come back as {back!r}: an added token whose letters stand for bytes"
-        return ""
+    def _changed(self, text: str, ids: Sequence[int], unwritten: str) -> str:
+        pieces = b"".join(self._checked.pieces[index] for index in ids)
+        form, back = self._form(text), self._form(pieces.decode(errors="replace"))
+        if form == back:
+            return ""
+        at = len(os.path.commonprefix([form, back]))
+        shown = f"{form[at : at + LONGEST]!r} would come back as {back[at : at + LONGEST]!r}"
+        return unwritten or f"{shown}: the letters of an added token stand for bytes"
+
+    def _form(self, text: str) -> str:
+        """A text in its normal form, without spaces where the tokenizer puts some of its own."""
+        form = self._normal(text)
+        return form.replace(" ", "").replace(MARK, "") if self._checked.space_first or self._checked.marks else form
 
     def _unwritten(self, text: str) -> str:
-        written, lacking = self._between_added(text), self._checked.lacking
-        lost = {each for each in set(written) - self._written if not lacking.isdisjoint(each.encode())}
-        self._written |= set(written) - lost
+        normal, lacking = self._normal(text), self._checked.lacking
+        lost = {each for each in set(normal) - self._written if not lacking.isdisjoint(each.encode())}
+        self._written |= set(normal) - lost
         if not lost:
             return ""
-        at = min(map(written.find, lost))
-        unknown, shown = self._checked.json["model"]["unk_token"], written[max(0, at - 20) : at + 20]
+        at = min(map(normal.find, lost))
+        unknown, shown = self._checked.json["model"]["unk_token"], _around(normal, at)
         becomes = f"become {unknown}" if unknown else "be left out"
-        shown = shown.replace(sentence_pieces.MARK, " ") if self._checked.marks else shown
-        return f"{written[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
-
-    def _between_added(self, text: str) -> str:
-        """What is left of a text, in its normal form, between the added tokens that are text."""
-        normal = self._normal(text)
-        if not any(each in text or each in normal for each in self._added.values()):
-            return normal
-        found = self._engine.encode(text, add_special_tokens=False)
-        spans = [span for index, span in zip(found.ids, found.offsets, strict=True) if index in self._added]
-        ends = [0, *itertools.chain(*spans), len(text)]
-        return "".join(self._normal(text[start:end]) for start, end in zip(ends[::2], ends[1::2], strict=True))
+        shown = shown.replace(MARK, " ") if self._checked.marks else shown
+        return f"{normal[at]!r} in {shown!r} would {becomes}: the tokenizer has no token for it"
 
     def _normal(self, text: str) -> str:
         return str(self._engine.normalizer.normalize_str(text)) if self._engine.normalizer else text
+
+
+def _around(text: str, at: int, length: int = 0) -> str:
+    return text[max(0, at - LONGEST) : at + length + LONGEST]

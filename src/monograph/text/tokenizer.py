@@ -71,14 +71,10 @@ class Tokenizer:
         self._engine = self._inner = _loaded(checked, where, trusted)
         if self.space_first:
             self._inner = _literal(tokenizer_file.inside(self._json))
-        text = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
-        added = {index: self._engine.id_to_token(index) for index in text}  # in its normal form
-        if twice := self.special.keys() & added.values():
-            raise InputRefused(
-                f"{where}: an added token is {min(twice)[:60]!r} in its normal form, a special token's text"
-            )
-        for index, content in added.items():
-            checked.pieces[index] = checked.piece(content)
+        _require_apart(self._json["added_tokens"], self._engine, where)
+        added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
+        for index in added:
+            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # in its normal form
         self._losses = Losses(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)
@@ -220,9 +216,12 @@ class Tokenizer:
             notes.append("the tokenizer puts a space before a text, which is trained and measured as a part of it")
         if self.strips and self._marks and self._marks.scheme != "prepend":
             notes.append("the tokenizer leaves out one space at the beginning of a text that begins with spaces")
-        if self._marks and self._marks.scheme in ("prepend", "always"):
-            apart = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
-            apart = [each for each in apart if self._engine.decode(self.encode(f"a{each}a")) != f"a{each}a"]
+        if self.space_first or self._marks:
+            added = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
+            texts = [f"a{content}a" for content in added]
+            encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+            back = self._engine.decode_batch([encoding.ids for encoding in encodings])
+            apart = [content for content, text in zip(added, back, strict=True) if text.endswith(f"{content} a")]
             if apart:
                 notes.append(f"the tokenizer puts a space after {', '.join(map(repr, apart[:3]))}, as part of the text")
         if self._lacking:
@@ -348,6 +347,17 @@ def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> token
             f"{where}: the ids of its added tokens do not continue those of its vocabulary; renumber them"
         )
     return engine
+
+
+def _require_apart(added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str) -> None:
+    """Refuse two added tokens of one text: which of them the library takes changes from one loading to the next."""
+    seen = set[str]()
+    for token in added:
+        normal = engine.normalizer.normalize_str(token["content"]) if engine.normalizer and token["normalized"] else ""
+        form = normal or token["content"]
+        if form in seen:
+            raise InputRefused(f"{where}: two added tokens are {form[:60]!r} in their normal form; leave one out")
+        seen.add(form)
 
 
 def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:
