@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import CheckpointDamaged, load, newest, save, verify
+from monograph.checkpointing import CheckpointDamaged, load, load_state, newest, save, verify
 from monograph.checkpointing.folder import FileEntry, read_manifest
 from monograph.errors import NoValidCheckpoint
 from monograph.storage import blocks
@@ -122,6 +122,16 @@ def test_a_forged_checkpoint_is_refused_in_one_line(
     with pytest.raises(CheckpointDamaged) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_state_that_nobody_writes_is_refused_by_its_size_alone(tmp_path: Path) -> None:
+    folder = save(tmp_path, checkpoint(1))
+    manifest = read_manifest(folder)
+    manifest.files["state.json"] = FileEntry(2**25, [])
+    (folder / "MANIFEST.json").write_bytes(manifest.encode())
+    os.truncate(folder / "state.json", 2**25)
+    with pytest.raises(CheckpointDamaged, match="state.json: expected at most 16777216 bytes, found 33554432 bytes"):
+        load_state(folder)
 
 
 def replace_by_link(path: Path) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import parse_json, readable
+from monograph.storage.reading import MOST_JSON_BYTES, parse_json, readable
 
 KEPT_BLOCKS = 4  # that were read last: a tensor may begin in the block in which the one before it ended
 
@@ -83,7 +83,6 @@ class LargeFile(Mapping[str, Tensor]):
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
-MOST_MANIFEST_BYTES = 64 * 1024 * 1024
 LARGE_BYTES = 2**30  # of a file whose tensors are read one by one: its memory and theirs would be needed at once
 # `.replaced` is what a folder is called for the moment in which its successor of the same update takes its place.
 REPLACED = ".replaced"
@@ -195,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     with _opened(path) as descriptor:
-        data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_MANIFEST_BYTES))
+        data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_JSON_BYTES))
         present = sorted(os.listdir(folder))
     manifest = _parse(path, data)
     named = FOLDER_NAME.fullmatch(folder.name)
@@ -236,6 +235,8 @@ def _parse(path: Path, data: bytes) -> Manifest:
 
 
 def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
+    if entry.bytes > MOST_JSON_BYTES:
+        raise CheckpointDamaged(path, f"at most {MOST_JSON_BYTES} bytes", f"{entry.bytes} bytes")
     text = bytearray(entry.bytes)
     with _opened(path, entry.bytes) as descriptor:
         _require(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
