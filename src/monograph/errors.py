@@ -15,9 +15,17 @@ _HOST_IS_FULL = (
 )  # fmt: skip
 
 
+def said_by(error: BaseException) -> str:
+    """Return what an exception says, nothing where its class, which may be a user's, cannot say it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def host_is_full(error: BaseException) -> bool:
     """Whether an error means that the host has no memory left for this process."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _HOST_IS_FULL)
+    return isinstance(error, MemoryError) or any(words in said_by(error) for words in _HOST_IS_FULL)
 
 
 class MonographError(Exception):

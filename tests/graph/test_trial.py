@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from batches import VOCABULARY, ragged, tiny_llama
-from monograph.errors import InputRefused
-from monograph.graph.trial import trial
+from monograph.errors import InputRefused, Stopped, UsageError
+from monograph.graph.lora import Lora
+from monograph.graph.trial import refused_by_others, trial
 from monograph.loss import token_loss
 
 
@@ -34,6 +35,33 @@ def test_an_error_names_the_innermost_module():
     model.model.layers[1].mlp.down_proj = nn.Linear(5, 5)
     with pytest.raises(InputRefused, match=r"model\.layers\.1\.mlp\.down_proj \(Linear\): RuntimeError"):
         of(model)
+
+
+class Unsaid(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [Unsaid(), Stopped("x"), InputRefused("x"), SystemExit(0)])
+def test_whatever_a_module_raises_names_it_even_an_error_of_ours_or_one_without_text(error):
+    class Own(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(BaseException) as caught:
+        Own()(1)
+    assert "Own failed (" in str(refused := refused_by_others(caught.value)), refused
+    assert type(error).__name__ in str(refused) and "test_trial.py" in str(refused)
+
+
+def test_an_error_of_ours_that_a_module_ran_into_is_told_as_it_is():
+    class Own(nn.Module):
+        def forward(self, x):
+            Lora(rank=0)
+
+    with pytest.raises(UsageError) as caught:
+        Own()(1)
+    assert refused_by_others(caught.value) is None
 
 
 def test_a_non_finite_output_names_the_first_module():

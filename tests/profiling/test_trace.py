@@ -20,7 +20,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.profiling import trace
 from monograph.profiling.intervals import PARTS, spent
-from monograph.profiling.profiler import NEEDED, UPDATES, has_kernel, profile
+from monograph.profiling.profiler import NEEDED, UPDATES, _exported, has_kernel, profile
 from monograph.resident import Resident
 
 SHAPE = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -210,6 +210,15 @@ def test_a_real_step_captured(tmp_path) -> None:
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
     assert all(kernel.moved_bytes for kernel in seen) and found.unknown_s < 0.05 * found.spent.total_s
     assert generated() == kernels and kernels  # as they were
+
+
+def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
+    folder = tmp_path / 'a "b" \\ é\n'
+    folder.mkdir()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        torch.zeros(2).neg()
+    found = _exported(watched, folder / "trace.json")
+    assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(folder / "trace.json")
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_is_trained(tmp_path) -> None:

@@ -26,6 +26,7 @@ from monograph.errors import (
     UsageError,
     bug_report,
     host_is_full,
+    said_by,
 )
 
 __all__ = ["app", "main"]
@@ -106,6 +107,18 @@ def _run(arguments: list[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as exit_:
         return exit_.exit_code
+    except MonographError as error:  # which a user's module may raise, too
+        if refused := _refused_by_others(error):
+            raise refused from error
+        raise
+
+
+def _refused_by_others(error: BaseException) -> InputRefused | None:
+    if "torch" not in sys.modules:  # without which there is no module
+        return None
+    from monograph.graph.trial import refused_by_others
+
+    return refused_by_others(error)
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
@@ -144,11 +157,8 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
     """What no room foresaw: a user's module, the system's refusal to read or write a file; all else is our bug."""
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
-    if "torch" in sys.modules:  # without which there is no module
-        from monograph.graph.trial import refused_by_others
-
-        if refused := refused_by_others(error):
-            return _end(str(refused), refused.exit_code, told=_follows())
+    if refused := _refused_by_others(error):
+        return _end(str(refused), refused.exit_code, told=_follows())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
         return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
@@ -157,11 +167,16 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, OSError) and error.errno in _REFUSED:
         return _fail(f"{error.filename or 'a file'}: {error.strerror}", InputRefused.exit_code)
     if host_is_full(error):
+        where = ""
+        if "torch" in sys.modules:
+            from monograph.graph.trial import raised_at
+
+            where = f" for {at[1]} ({at[0]})" if (at := raised_at(error)) else ""
         return _fail(
-            "the machine's memory, or the limit on this process, is too small: use a smaller model, train.micro_batch "
-            "or data.sequence_length",
+            f"the machine's memory, or the limit on this process, is too small{where}: use a smaller "
+            "model, train.micro_batch or data.sequence_length",
             OutOfDeviceMemory.exit_code,
         )
-    summary = terminal.one_line(f"{type(error).__name__}: {error}")[:200]
+    summary = terminal.one_line(f"{type(error).__name__}: {said_by(error)}")[:200]
     print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
     return 1

@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, MonographError, host_is_full
+from monograph.errors import InputRefused, MonographError, host_is_full, said_by
 from monograph.graph.inspect import buffers_kept, original, running, unwrap_
 
 OTHERS = "monograph_init_"  # begins the names of the Python modules made of the files that model.init names
@@ -136,31 +137,39 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
 
 def said(error: BaseException) -> str:
     """What an exception says, in the line that tells of it, and at which line of a user's file it was raised."""
-    lines, at = str(error).splitlines(), _raised_at(error)
+    lines, at = said_by(error).splitlines(), raised_at(error)
     return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
 
 
 def refused_by_others(error: BaseException) -> InputRefused | None:
     """The refusal in the place of what a module or loss that is not ours raised, SystemExit too; None where ours did.
 
-    Running out of memory is nobody's fault, and an interrupt nobody's either.
+    Running out of memory is nobody's fault, and an interrupt nobody's either. One of our own errors is theirs where
+    their code raised it.
     """
-    if isinstance(error, MonographError | KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
+    if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
+        return None
+    frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, MonographError) and frames[-1:] in ([], ["monograph"]):
         return None
     # A generator that a StopIteration passes makes a RuntimeError of it.
     cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
-    at = _raised_at(cause)
+    at = raised_at(cause)
     return InputRefused(f"{at[1]} failed{said(cause)}") if at else None
 
 
-def _raised_at(error: BaseException) -> tuple[str, str] | None:
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def raised_at(error: BaseException) -> tuple[str, str] | None:
     """(FILE:LINE, class of the module or name of the function) of the innermost frame that is neither torch's nor ours.
 
     What a module calls, such as a helper in another file, counts as the module's line.
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        package = _package(frame)
         first = next(iter(frame.f_code.co_varnames), "")
         owner = frame.f_locals.get(first)
         # Some call it otherwise than `self`; a loss's first argument is a module, too, but not one's own.

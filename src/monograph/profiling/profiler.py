@@ -138,7 +138,12 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     """The trace, written and read back: torch does not say when it could not write."""
     watched.export_chrome_trace(str(file))
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        written = file.read_text()
+        name = json.dumps(str(file), ensure_ascii=False)
+        text = written.replace(f'"traceName": "{file}"', f'"traceName": {name}')  # which torch does not escape
+        if text != written:
+            file.write_text(text)
+        found: dict[str, Any] = json.loads(text)
     except (OSError, ValueError):
         for left in (file, file.with_name(f"{file.name}.tmp")):
             left.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ Shapes: V rows of the model's embedding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,16 +120,6 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= LONGEST else text[:LONGEST] + "...")
-
-
-def lora_of(saved: Mapping[str, Any]) -> Lora:
-    """The adapters that a recipe records."""
-    targets = saved["targets"]
-    changed = {
-        "targets": targets if isinstance(targets, str) else tuple(targets),
-        "tokens": tuple(saved.get("tokens", ())),
-    }
-    return Lora(**{**saved, **changed})
 
 
 def recorded(lora: Lora) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
-from monograph.run.base import compared, digest, extended, lora_of, require_base, require_base_of, tokenizer_of
+from monograph.run.base import compared, digest, extended, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe, from_file, is_weight_file, require_same_file, run_named
+from monograph.run.recipe import Recipe, from_file, is_weight_file, lora_of, require_same_file, run_named
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 from monograph.text.chat import end_of_turn

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, MonographError, said_by
 from monograph.graph.inspect import unwrap_
+from monograph.graph.lora import Lora
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
@@ -25,6 +26,8 @@ from monograph.run.trust import code_digest, code_file, require_trusted
 from monograph.storage.reading import is_file, is_folder, without_links
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
+_TEXTS = ("init", "sha256", "adapter", "base_sha256")
+_MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
 SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
 
 
@@ -64,15 +67,13 @@ class Recipe(NamedTuple):
         """The recipe that a run's checkpoint recorded.
 
         Raises:
-            KeyError: it lacks an entry.
-            InputRefused: sizes that are no whole numbers, which the function would be given, or no text as `init`.
+            InputRefused: it lacks an entry, or one has not the type and range that a run writes.
         """
-        asked = [name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS]
-        init, sizes = saved["init"], saved["sizes"]
-        numbers = isinstance(sizes, dict) and all(isinstance(size, int) for size in sizes.values())
-        if not numbers or not isinstance(init, str | None):
-            raise InputRefused(f"{run.checkpoints}: the recorded recipe is not one that Monograph writes")
-        return cls(**{name: saved[name] for name in asked if name != "config"}, config=run.config)
+        with suppress(TypeError, ValueError, KeyError, AttributeError, MonographError):
+            asked = {name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS} - {"config"}
+            if _is_written_by_us(saved):
+                return cls(**{name: saved[name] for name in asked}, config=run.config)
+        raise InputRefused(f"{run.checkpoints}: the recorded recipe is not one that Monograph writes")
 
     def entries(self) -> dict[str, Any]:
         """What a checkpoint records; without adapters what it did before there were any."""
@@ -115,6 +116,37 @@ class Recipe(NamedTuple):
         # As many key-value heads as heads, and a feed-forward layer of 8/3 of the width, as in the first Llama.
         wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
         return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
+
+
+def lora_of(saved: Mapping[str, Any]) -> Lora:
+    """The adapters that a recipe records."""
+    targets = saved["targets"]
+    changed = {
+        "targets": targets if isinstance(targets, str) else tuple(targets),
+        "tokens": tuple(saved.get("tokens", ())),
+    }
+    return Lora(**{**saved, **changed})
+
+
+def _is_written_by_us(saved: Mapping[str, Any]) -> bool:
+    """Whether a recorded recipe has the types and ranges of one that a run writes."""
+    lora, vocabulary = saved.get("lora"), saved.get("vocabulary")
+    texts = [saved["preset"]] + [text for name in _TEXTS if (text := saved.get(name)) is not None]
+    numbers = [saved["seed"], *saved["sizes"].values()]
+    if vocabulary is not None:
+        known, tokens = vocabulary
+        numbers += vocabulary
+        if not 0 < known < tokens <= _MOST_TOKENS:
+            return False
+    if lora is not None:
+        found = lora_of(lora)
+        texts += [saved["init"]] if isinstance(found.targets, str) else [saved["init"], *found.targets]
+        numbers += found.tokens
+    return (
+        all(isinstance(text, str) and "\0" not in text for text in texts)
+        and all(isinstance(number, int) for number in numbers)
+        and 0 <= saved["seed"] < 2**63
+    )
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:
@@ -186,7 +218,7 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     except InputRefused:
         raise
     except (Exception, SystemExit) as error:
-        raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {error}") from error
+        raise InputRefused(f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}") from error
     if not isinstance(built, nn.Module):
         raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
     if empty := [name for name, parameter in built.named_parameters() if parameter.is_meta]:

@@ -23,8 +23,8 @@ from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
-from monograph.run.base import lora_of
 from monograph.run.progress import Progress
+from monograph.run.recipe import lora_of
 from monograph.session.plan import Length
 from monograph.session.resolve import asked_of, resolve
 from monograph.session.session import Session
