@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Generator
@@ -91,6 +92,7 @@ class Costs:
             tests = sorted(self.tests, key=lambda test: -self.tests[test])
             found = {
                 "schema": "monograph-test-costs-1",
+                "machine": {"type": "cpu", "cores": os.cpu_count(), "system": platform.platform()},
                 "cpu_s": round(total_s, 1),
                 "wall_s": round(wall_s, 1),
                 "files": {file: [round(self.cpu[file], 2), round(self.wall[file], 2)] for file in by_cost},

@@ -25,10 +25,10 @@ from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, TokenLoss, fill_of
+from monograph.loss import Batch, fill_of
 from monograph.ranges import COUNT
 from monograph.step import Step, Update, accumulate, update
-from monograph.step.layout import sums_of
+from monograph.step.layout import require_nothing_added
 
 T = TypeVar("T")
 
@@ -104,37 +104,26 @@ class Engine:
                     loss_sum, count = self.step.layout.sums(self.step, batch)
                     return loss_sum.sum(), count.sum()
 
-            return trial(self.step.model, loss)
+            found, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
+            if targets is not None and not math.isclose(float(targets.sum()), found.count, rel_tol=1e-4):
+                raise InputRefused(
+                    f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {found.count:g}: let "
+                    "both count the same targets, or leave count out"
+                )
+            return found
 
         return self._fitting(window, attempt)
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
-        """Score so many rows as the loss's fill makes them, once, before such rows are added to anything.
-
-        Raises:
-            InputRefused: the loss counts targets in them, or adds something, which would change with the micro-batch.
-        """
-        if self._empty_rows_scored or (fill := fill_of(self.step.loss, window)) is None:
-            return
-        dim, step = self._row_dim, self.step
-        shapes = {name: (*t.shape[:dim], rows, *t.shape[dim + 1 :]) for name, t in window.items()}
-        empty = {name: t.new_full(shapes[name], fill.get(name, 0), device=step.device) for name, t in window.items()}
-        count, loss_sum = step.layout.targets(step, empty), torch.zeros(())
-        if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
-            devices = [step.device] if step.device.type == "cuda" else []
-            graphed = torch.set_grad_enabled(step.layout.sums is sums_of)  # FSDP2 would wait for a backward pass
-            with graphed, buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
-                loss_sum, counted = (each.detach() for each in step.layout.sums(step, empty))
-            count = counted if count is None else torch.maximum(count, counted)
-        if count is None:
-            return
-        odd = f"counts {float(count.max()):g} targets in rows that have none" if bool(count.any()) else ""
-        if not odd and bool((loss_sum != 0).any()):
-            odd = f"is {float(loss_sum[loss_sum != 0].flatten()[0]):g} for rows that have no targets"
-        if odd:
-            remedy = "leave such rows out of sum and count, or set `fill = None` on it and none are added"
-            raise InputRefused(f"the loss {odd}, by its fill {dict(fill)}: {remedy}")
-        self._empty_rows_scored = True
+        if not self._empty_rows_scored and (fill := fill_of(self.step.loss, window)) is not None:
+            shapes = {
+                name: (*t.shape[: self._row_dim], rows, *t.shape[self._row_dim + 1 :]) for name, t in window.items()
+            }
+            empty = {
+                name: t.new_full(shapes[name], fill.get(name, 0), device=self.step.device) for name, t in window.items()
+            }
+            require_nothing_added(self.step, empty, fill)
+            self._empty_rows_scored = True
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from batches import ragged, tiny_llama
-from monograph.config import load
 from monograph.distributed.engine import Replicated
 from monograph.distributed.sharded import require_rows, rows_of
 from monograph.errors import UsageError
@@ -67,12 +66,10 @@ def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> 
 
 
 def test_statistics_over_the_rows_of_a_rank() -> None:
-    settings = load(None, {"train.parallel": "ddp", "train.tokens_per_update": 512, "train.micro_batch": 2}, {})
-    settings = settings.resolve({"optim.lr": 1e-3, "optim.name": "adamw", "train.precision": "fp32"}, "plan")
-    settings = settings.resolve({"train.remat": "none"}, "plan")
-    made: Any = SimpleNamespace(
-        model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), loss=token_loss, optimizer=AdamW(), settings=settings
+    plan = SimpleNamespace(
+        update_rule=AdamW(), clip=None, precision="fp32", remat="none", micro_batch=2, memory="device", parallel="ddp"
     )
+    made: Any = SimpleNamespace(model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), loss=token_loss, plan=plan)
     with pytest.raises(UsageError, match="1 normalises over the rows of one rank"):
         setup.make_engine(made, torch.device("cpu"), TWO)
 

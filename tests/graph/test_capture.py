@@ -42,7 +42,7 @@ def test_the_count_may_be_a_plain_number_and_the_sum_must_be_one_number():
 @pytest.mark.parametrize("window", [{"x": ROWS}, ROWS], ids=["dict", "tensor"])
 def test_a_bare_batch_is_no_window(window):
     step = step_of(lambda model, batch: (model(batch).sum(), torch.tensor(2)))
-    with pytest.raises(UsageError, match=r"pass \[batch\], not batch"):
+    with pytest.raises(UsageError, match=r"not a (dict|Tensor): pass \[batch\]"):
         step(window)
 
 

@@ -304,6 +304,29 @@ def test_a_loss_that_is_not_0_without_targets_is_refused_before_such_rows_are_ad
     getattr(Resident(network(), loss=Regularised(), micro_batch=3), "accumulate")(measured(6))  # noqa: B009
 
 
+class Divided(Counted):
+    """The loss of rows without targets is 0, and its gradient NaN: torch.where gives the branch it drops 0 times it."""
+
+    def __call__(self, model, batch):
+        loss_sum, count = super().__call__(model, batch)
+        return torch.where(count > 0, loss_sum * count / count, loss_sum), count
+
+
+def test_a_gradient_that_is_not_finite_without_targets_is_refused_before_such_rows_are_added():
+    engine = Resident(network(), loss=Divided(), micro_batch=4)
+    with pytest.raises(InputRefused, match="the loss has a gradient that is not finite for rows that have no targets"):
+        engine.accumulate(measured(6))
+
+
+def test_a_count_that_is_not_the_loss_s_own_is_refused_at_the_trial():
+    class Twice(Counted):
+        def count(self, batch):
+            return 2 * super().count(batch)
+
+    with pytest.raises(InputRefused, match=r"the loss's count\(batch\) is [\d.]+, but its call counts [\d.]+: "):
+        Resident(network(), loss=Twice(), micro_batch=4).trial(measured(8))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32])
 def test_a_fill_is_a_number_that_its_tensor_can_hold(dtype):
     """The same is taken from Python and from numpy; anything else would be cut off, or torch's error."""

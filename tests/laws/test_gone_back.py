@@ -27,11 +27,12 @@ import os
 calls = []
 
 def loss(model, batch):
-    calls.append(1) if torch.is_grad_enabled() else None
+    targets = batch["targets"].flatten()
+    learns = torch.is_grad_enabled() and (targets != -100).any()  # rows without targets are tried once, before all
+    calls.append(1) if learns else None
     bad = {begin} < len(calls) - 1 <= {end} and not os.path.exists("mended")  # the first call is the trial's
     if bad and {weight}:
         model.head.weight.data[3, 3] = float("inf")
-    targets = batch["targets"].flatten()
     logits = model(batch["tokens"])
     sums = nn.functional.cross_entropy(logits, targets, reduction="sum")
     return sums * (float("nan") if bad else 1), (targets != -100).sum()

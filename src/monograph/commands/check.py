@@ -22,7 +22,7 @@ from monograph.run.recipe import names_run
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
-from monograph.storage.cache_dir import cache_root
+from monograph.storage.cache_dir import cache_root, keep_compiled
 from monograph.storage.reading import entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
@@ -45,6 +45,7 @@ def run(run: str | None, *, json: bool) -> int:
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
+    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
     device, machine, obstacle = default_device(), describe(), compiler_obstacle()
     rates = {
         name: measured_matmul_flops(device, dtype)

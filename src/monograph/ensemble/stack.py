@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, agree, computed
 from monograph.errors import UsageError
-from monograph.step.layout import memory
+from monograph.step.layout import Memory, memory
 
 AT_A_TIME = 8  # members that are compared before an update
 
@@ -110,7 +110,7 @@ class Stack:
                 if not (
                     isinstance(tensor, type(stacked))
                     and tensor.requires_grad == stacked.requires_grad
-                    and memory(tensor) == memory(stacked.detach()[number])
+                    and memory(tensor) == _share(stacked, number)
                 ):
                     path = next((path for path, part in member.named_modules() if part is module), None)
                     changed = changed or (None if path is None else f"{path}.{name}".lstrip("."))
@@ -142,6 +142,12 @@ class _RatedDropout(nn.Module):
         """What the module of one member does."""
         out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return out
+
+
+def _share(stacked: Tensor, number: int) -> Memory:
+    """Return the memory of `stacked[number]`, without an operator for each of many tensors in each update."""
+    storage, offset, shape, stride = memory(stacked)
+    return storage, offset + number * stride[0], shape[1:], stride[1:]
 
 
 def _parts(member: nn.Module) -> list[int]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.graph import siblings
-from monograph.graph.inspect import parts
+from monograph.graph.inspect import buffers_kept, parts
 from monograph.graph.lora import kept_state
-from monograph.loss import CountedLoss, counted, pair
+from monograph.loss import CountedLoss, TokenLoss, counted, pair
 from monograph.optim import Plane, planes, trainable, unlinked
 from monograph.schedule import factor_at
 
@@ -71,6 +71,37 @@ def zeroed(step: Any) -> None:
     """Set the planes' gradients to zero."""
     for plane in step.planes:
         plane.grad.zero_()
+
+
+def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[str, float]) -> None:
+    """Score rows without targets, as the loss's fill makes them, before such rows are added to any micro-batch.
+
+    Raises:
+        InputRefused: the loss counts targets in them, or adds something, which would change with the micro-batch.
+    """
+    count, loss_sum, grads = step.layout.targets(step, empty), torch.zeros(()), tuple[Tensor | None, ...]()
+    if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
+        devices = [step.device] if step.device.type == "cuda" else []
+        graphed = torch.set_grad_enabled(step.layout.sums is sums_of)  # FSDP2 would wait for a backward pass
+        with graphed, buffers_kept(step.model), torch.random.fork_rng(devices), step.context():
+            loss_sum, own = step.layout.sums(step, empty)
+            if loss_sum.requires_grad:
+                learned = [p for p in step.model.parameters() if p.requires_grad]
+                grads = torch.autograd.grad(loss_sum.sum(), learned, allow_unused=True)
+        loss_sum, own = loss_sum.detach(), own.detach()
+        count = own if count is None else torch.maximum(count, own)
+    if count is None:
+        return
+    if bool(count.any()):
+        odd = f"counts {float(count.max()):g} targets in rows that have none"
+    elif bool((loss_sum != 0).any()):
+        odd = f"is {float(loss_sum[loss_sum != 0].flatten()[0]):g} for rows that have no targets"
+    elif any(grad is not None and not bool(grad.isfinite().all()) for grad in grads):
+        odd = "has a gradient that is not finite for rows that have no targets"
+    else:
+        return
+    remedy = "leave such rows out of sum and count, or set `fill = None` on it and none are added"
+    raise InputRefused(f"the loss {odd}, by its fill {dict(fill)}: {remedy}")
 
 
 @dataclass(frozen=True)
