@@ -258,6 +258,7 @@ def test_arguments_are_told_apart_in_any_order() -> None:
         (["texts/on.txt"], InputRefused, "did you mean texts/one.txt?"),
         (["text/"], InputRefused, "did you mean texts?"),
         (["nowhere/at/all"], InputRefused, "nowhere/at/all: no such file or folder"),
+        (["circle"], InputRefused, "circle: a link that leads to no file"),
         (["*.md"], InputRefused, "no file matches"),
         (["run.toml", "other.toml"], UsageError, "both configurations"),
         (["texts", "data.source=stdlib"], UsageError, "both name the data"),
@@ -269,6 +270,7 @@ def test_an_argument_that_is_nothing_known_is_refused(
     arguments: list[str], kind: type[MonographError], message: str
 ) -> None:
     Path("texts").mkdir()
+    Path("circle").symlink_to("circle")
     for name in ("run.toml", "other.toml", "texts/one.txt"):
         Path(name).write_text("")
     with pytest.raises(kind) as caught:

@@ -194,6 +194,8 @@ def _source(argument: str) -> str:
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
     siblings = [each.name for each in entries(parent or ".")]
+    if name in siblings:
+        raise InputRefused(f"{argument}: a link that leads to no file")
     near = difflib.get_close_matches(name, siblings, n=1)
     hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
     raise InputRefused(f"{argument}: no such file or folder{hint}")
