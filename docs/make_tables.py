@@ -6,6 +6,7 @@ Usage: python docs/make_tables.py          (rewrites both between the markers; t
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -175,16 +176,22 @@ def field(key: str) -> str:
     return FIELDS.get(key, name if name in Plan.__dataclass_fields__ else of_section.get(section, ""))
 
 
-def acting(field: str) -> list[str]:
-    """The functions, `resolve` aside, that read a field of a plan."""
-    found = []
+@functools.cache
+def _attributes() -> dict[str, set[str]]:
+    """By function, `resolve` aside, the attributes that it reads: {"commands.train.run": {"plan.clip", ...}}."""
+    found = dict[str, set[str]]()
     for path in sorted(PACKAGE.rglob("*.py")):
         place = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         for function in functions(path) if place not in ("session.resolve", "session.requirements") else ():
             names = {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-            if any(name == f"plan.{field}" or name.endswith(f".plan.{field}") for name in names):
-                found.append(f"{place}.{function.name}")
+            found.setdefault(f"{place}.{function.name}", set()).update(names)
     return found
+
+
+def acting(field: str) -> list[str]:
+    """The functions, `resolve` aside, that read a field of a plan."""
+    ends = (f".plan.{field}", f" plan.{field}")
+    return [name for name, read in _attributes().items() if any(f" {each}".endswith(ends) for each in read)]
 
 
 def acts() -> str:

@@ -20,7 +20,17 @@ COMMANDS = {
     "evaluate": ["evaluate", "NAME", "--data", "texts"],
     "compare": ["compare", "runs/run", "NAME", "--data", "texts"],
     "check": ["check", "NAME"],
-    "train --from": ["train", *TINY[:1], *TINY[2:4], "--from", "NAME", "train.updates=1", "--out", "out"],
+    "train --from": [
+        "train",
+        *TINY[:1],
+        *TINY[2:4],
+        "--from",
+        "NAME",
+        "train.compile=none",
+        "train.updates=1",
+        "--out",
+        "out",
+    ],
     "train data.tokenizer": ["train", *TINY[:1], *TINY[2:], "data.tokenizer=NAME", "--out", "out"],
     "train model.init": ["train", *OWN[:1], *OWN[2:], "model.init=NAME", "--out", "out"],
 }

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batches import tiny_llama
 from monograph.decode.automata import constraint, stop_strings
 from monograph.decode.generator import Finish, Generator, Request
-from monograph.decode.knobs import chain_of
+from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
 
@@ -43,17 +43,22 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.1, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "penalty_last_n": 4, "eta_cutoff": 0.001},
     {"temperature": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 1, "mirostat_tau": 4.0, "min_keep": 2},
 ]
-CHAIN = chain_of([Sampling(**kind) for kind in KINDS], stop_ids=2)
+FEW = KINDS[:4]  # whose stages are few enough to be compiled in every run of the tests
 
 
-def some_requests(count: int) -> list[Request]:
+def chain(kinds: list[dict[str, Any]]) -> Chain:
+    """The stages that these kinds of sampling need."""
+    return chain_of([Sampling(**kind) for kind in kinds], stop_ids=2)
+
+
+def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Request]:
     """Requests with every kind of sampling, prompts on both sides of a chunk's border, some with automata."""
     choice = random.Random(1)
     lengths = [1, 2, 5, 63, 64, 65, 66, 100]
     return [
         Request(
             tuple(choice.randrange(3, 259) for _ in range(choice.choice(lengths))),
-            Sampling(**KINDS[index % len(KINDS)], seed=choice.randrange(2**62)),
+            Sampling(**kinds[index % len(kinds)], seed=choice.randrange(2**62)),
             choice.choice([1, 3, 12, 25]),
             (END, 40),
             choice.choice([None, None, FORM, DIGITS]),
@@ -63,11 +68,11 @@ def some_requests(count: int) -> list[Request]:
     ]
 
 
-def machine(rows: int, **options: Any) -> Generator:
+def machine(rows: int, kinds: list[dict[str, Any]] = KINDS, **options: Any) -> Generator:
     """A generator for all of them."""
     model = tiny_llama(vocab_size=259, max_position_embeddings=256)
     return Generator(
-        model, CHAIN, rows=rows, slots=128, vocabulary=259, automata=[FORM, DIGITS, STOP], block=16, **options
+        model, chain(kinds), rows=rows, slots=128, vocabulary=259, automata=[FORM, DIGITS, STOP], block=16, **options
     )
 
 
@@ -81,9 +86,9 @@ def run(generator: Generator, requests: Iterable[Request]) -> Iterator[tuple[Req
             yield by_number[event.number], found[event.number], event.finish
 
 
-def schedules(generator: Generator, count: int, seed: int) -> None:
+def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str, Any]] = KINDS) -> None:
     """Random orders, mates, block sizes and readers; every request's outcome is the one it had first."""
-    requests, choice, known = some_requests(24), random.Random(seed), {}
+    requests, choice, known = some_requests(24, kinds), random.Random(seed), {}
     for _ in range(count):
         generator.block, generator.ahead = choice.choice([1, 2, 3, 7, 16]), choice.random() < 0.5
         for request, tokens, finish in run(generator, choice.sample(requests, choice.randrange(1, 9))):
@@ -96,10 +101,12 @@ def test_eager(count: int) -> None:
     schedules(machine(rows=4), count, seed=0)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.slow)])
-def test_compiled(count: int) -> None:
-    generator = machine(rows=4, compiled=True)
-    schedules(generator, count, seed=1)
+@pytest.mark.parametrize(
+    ("count", "kinds"), [(8, FEW), pytest.param(1000, KINDS, marks=pytest.mark.slow)], ids=["few stages", "all stages"]
+)
+def test_compiled(count: int, kinds: list[dict[str, Any]]) -> None:
+    generator = machine(4, kinds, compiled=True)
+    schedules(generator, count, 1, kinds)
     assert generator.replays.variants <= 2
 
 
@@ -124,13 +131,16 @@ class Transfers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_thousand_steps_read_nothing_and_send_four_bytes_a_row() -> None:
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_steps_of_a_block_read_nothing_and_send_four_bytes_a_row(steps: int) -> None:
     model = tiny_llama(vocab_size=259, max_position_embeddings=1100)
     long_digits = constraint("regex", "[0-9a]{1000,1100}", TOKENIZER.pieces, [END])
     stop = stop_strings(["b", "zz"], TOKENIZER.pieces)
-    generator = Generator(model, CHAIN, rows=3, slots=1100, vocabulary=259, automata=[long_digits, stop], block=1000)
+    generator = Generator(
+        model, chain(KINDS), rows=3, slots=1100, vocabulary=259, automata=[long_digits, stop], block=steps
+    )
     for kind in KINDS[2:5]:
-        generator.submit(Request((5, 6), Sampling(**kind), 1000, (END,), long_digits, stop))
+        generator.submit(Request((5, 6), Sampling(**kind), steps, (END,), long_digits, stop))
     replay = generator.replays.run
 
     def watched(times: int, *variant: Any) -> None:
@@ -139,5 +149,5 @@ def test_a_thousand_steps_read_nothing_and_send_four_bytes_a_row() -> None:
 
     generator.replays.run = watched  # type: ignore[method-assign]
     events = list(generator.run())
-    assert [len(event.token_ids) for event in events] == [1000] * 3
-    assert generator.outbox.bytes_out == 4 * 3 * 1000 and generator.blocks_read == 1
+    assert [len(event.token_ids) for event in events] == [steps] * 3
+    assert generator.outbox.bytes_out == 4 * 3 * steps and generator.blocks_read == 1
