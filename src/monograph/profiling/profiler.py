@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -135,21 +136,18 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
 
 
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
-    """The trace, written and read back: torch does not say when it could not write."""
-    watched.export_chrome_trace(str(file))
-    try:
-        written = file.read_text()
-        name = json.dumps(str(file), ensure_ascii=False)
-        text = written.replace(f'"traceName": "{file}"', f'"traceName": {name}')  # which torch does not escape
-        if text != written:
-            file.write_text(text)
-        found: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError):
-        for left in (file, file.with_name(f"{file.name}.tmp")):
-            left.unlink(missing_ok=True)
-        raise DiskFull(
-            f"{file}: the trace could not be written whole; free some space, or name another folder"
-        ) from None
+    """Write the trace, and return it: torch does not say when it could not write, nor escape the name it writes to."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder, "trace.json")
+        watched.export_chrome_trace(str(plain))
+        try:
+            found: dict[str, Any] = json.loads(plain.read_text()) | {"traceName": str(file)}
+            file.write_text(json.dumps(found))
+        except (OSError, ValueError):
+            file.unlink(missing_ok=True)
+            raise DiskFull(
+                f"{file}: the trace could not be written whole; free some space, or name another folder"
+            ) from None
     return found
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import tokenizers
 
+from monograph.errors import InputRefused
 from monograph.text.sentence_pieces import MARK
 from monograph.text.tokenizer_file import Checked
 
@@ -81,6 +83,17 @@ class Losses:
 
     def _normal(self, text: str) -> str:
         return str(self._engine.normalizer.normalize_str(text)) if self._engine.normalizer else text
+
+
+def require_apart(added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str) -> None:
+    """Refuse two added tokens of one text: which of them the library takes changes from one loading to the next."""
+    seen = set[str]()
+    for token in added:
+        normal = engine.normalizer.normalize_str(token["content"]) if engine.normalizer and token["normalized"] else ""
+        form = normal or token["content"]
+        if form in seen:
+            raise InputRefused(f"{where}: two added tokens are {form[:60]!r} in their normal form; leave one out")
+        seen.add(form)
 
 
 def _around(text: str, at: int, length: int = 0) -> str:

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import is_folder
 from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
-from monograph.text.losses import Losses
+from monograph.text.losses import Losses, require_apart
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -71,7 +71,7 @@ class Tokenizer:
         self._engine = self._inner = _loaded(checked, where, trusted)
         if self.space_first:
             self._inner = _literal(tokenizer_file.inside(self._json))
-        _require_apart(self._json["added_tokens"], self._engine, where)
+        require_apart(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for index in added:
             checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # in its normal form
@@ -347,17 +347,6 @@ def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> token
             f"{where}: the ids of its added tokens do not continue those of its vocabulary; renumber them"
         )
     return engine
-
-
-def _require_apart(added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str) -> None:
-    """Refuse two added tokens of one text: which of them the library takes changes from one loading to the next."""
-    seen = set[str]()
-    for token in added:
-        normal = engine.normalizer.normalize_str(token["content"]) if engine.normalizer and token["normalized"] else ""
-        form = normal or token["content"]
-        if form in seen:
-            raise InputRefused(f"{where}: two added tokens are {form[:60]!r} in their normal form; leave one out")
-        seen.add(form)
 
 
 def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | None) -> tuple[int, int]:
