@@ -1,0 +1,232 @@
+"""The mutation score: of small faults put into the rooms that hold the equations, how many do the fast tests notice?
+
+Run: make mutants        (hours; ARGS='--room step --count 20' for less, --list to see what would be tried)
+
+cosmic-ray makes the faults (another operator, comparison, number, a loop that does not run, ...), each in a copy of the
+project. A sample is drawn by the seed, so many for each room; faults in annotations change nothing and are left out. A
+fault is noticed if a test of the room's fails, or does not end. The others are printed, for a person to judge: some
+change nothing that can be seen, for instance how fast it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import cosmic_ray.plugins
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = "src/monograph"
+
+
+class Room(NamedTuple):
+    """Files, and the tests that shall notice a fault in them, the cheapest first."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+ROOMS = {
+    "loss": Room(("loss.py",), ("test_resident.py", "laws/test_accumulated_is_large_batch.py")),
+    "schedule": Room(("schedule.py",), ("test_schedule.py",)),
+    "clip": Room(("step/clip.py",), ("test_clip.py",)),
+    "step": Room(
+        ("engine.py", "loop.py", "step/step.py", "step/layout.py"),
+        ("test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py", "laws/test_one_bad_number.py"),
+    ),
+    "optim": Room(
+        ("optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
+        ("test_optim.py", "test_muon.py", "test_narrow.py"),
+    ),
+    "ops": Room(
+        ("ops/attention.py", "ops/cached_attention.py", "ops/cross_entropy.py", "ops/philox.py", "ops/rms_norm.py",
+         "ops/token_rows.py"),
+        ("ops/test_rms_norm.py", "ops/test_cached_attention.py", "ops/test_cross_entropy.py", "ops/test_token_rows.py",
+         "ops/test_attention.py"),
+    ),
+    "pack": Room(("data/pack.py",), ("data/test_pack.py", "laws/test_packed_is_separate.py")),
+    "sampler": Room(("decode/chain.py",), ("decode/test_chain.py", "laws/test_sample_is_reference.py")),
+    "checkpoint": Room(
+        ("checkpointing/folder.py", "checkpointing/rotation.py"), ("checkpointing", "laws/test_nothing_lost.py")
+    ),
+    "ranks": Room(
+        ("distributed/engine.py", "distributed/sharded.py"),
+        ("distributed/test_refused.py", "laws/test_sharded_is_single.py"),
+    ),
+    "ensemble": Room(
+        ("ensemble/step.py", "ensemble/stack.py", "ensemble/call.py"),
+        ("ensemble", "laws/test_members_are_one_program.py", "laws/test_one_bad_number.py"),
+    ),
+    "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),
+}  # fmt: skip
+PATIENCE = 4  # times what the sound tests take, until a test counts as one that does not end
+
+
+class Mutant(NamedTuple):
+    """A fault: which operator, at which of the places in a file that it applies to."""
+
+    file: str
+    operator: str
+    occurrence: int
+
+
+def meaning(code: str) -> str:
+    """What a file does: its tree without annotations and docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            node.annotation = ast.Constant(None)  # type: ignore[assignment]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+    return ast.dump(tree)
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    """All faults of a file."""
+    tree = get_ast((ROOT / SRC / file).read_text())
+    for name in cosmic_ray.plugins.operator_names():
+        kind = cosmic_ray.plugins.get_operator(name)
+        if not kind.arguments():
+            places = [place for node in ast_nodes(tree) for place in kind().mutation_positions(node)]
+            yield from (Mutant(file, name, occurrence) for occurrence in range(len(places)))
+
+
+def mutated(mutant: Mutant) -> str | None:
+    """The file with the fault; None where it changes nothing, or is no Python."""
+    code = (ROOT / SRC / mutant.file).read_text()
+    operator = cosmic_ray.plugins.get_operator(mutant.operator)()
+    other = mutate_code(code, operator, mutant.occurrence)
+    try:
+        return other if other and meaning(other) != meaning(code) else None
+    except SyntaxError:
+        return None
+
+
+def drawn(room: Room, count: int, draws: random.Random) -> dict[Mutant, str]:
+    """So many faults of a room, each file by the number of its own."""
+    every = [mutant for file in room.files for mutant in mutants(file)]
+    draws.shuffle(every)
+    found = dict[Mutant, str]()
+    for mutant in every:
+        if len(found) == count:
+            break
+        if (code := mutated(mutant)) is not None:
+            found[mutant] = code
+    return found
+
+
+def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) -> bool:
+    """Whether the tests pass in a copy of the project: in a child, which has torch already, and a group of its own."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.chdir(copy)
+        sys.path[:0] = [str(copy / "src"), str(copy / "tests")]
+        os.environ |= {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
+        if faulty:  # nothing that is compiled of this fault may be read as the next one
+            sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        import pytest
+
+        arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+        os._exit(int(pytest.main(arguments)))
+    ends = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < ends:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return status == 0
+            time.sleep(0.05)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return False
+    finally:
+        try:  # what the tests started and left
+            os.killpg(child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def line_of(mutant: Mutant, code: str) -> str:
+    """The fault as one line: where, what it was, what it is."""
+    before, after = (ROOT / SRC / mutant.file).read_text().splitlines(), code.splitlines()
+    changes = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
+    number = changes[0].split()[1].lstrip("-").partition(",")[0]
+    old, new = (" ".join(line[1:].strip() for line in changes if line[0] == sign) for sign in "-+")
+    return f"{mutant.file}:{number}: {old}  ->  {new}"
+
+
+def tried(name: str, count: int, seed: int, copy: Path) -> dict[str, object]:
+    """The score of a room, said as it comes."""
+    room, began = ROOMS[name], time.monotonic()
+    if not passes(copy, room.tests, 3600, faulty=False):
+        sys.exit(f"{name}: its tests fail without a fault")
+    sound_s = time.monotonic() - began
+    chosen, survivors = drawn(room, count, random.Random(f"{seed} {name}")), []
+    for number, (mutant, code) in enumerate(chosen.items(), 1):
+        target = copy / SRC / mutant.file
+        sound = target.read_text()
+        target.write_text(code)
+        if passes(copy, room.tests, PATIENCE * sound_s + 30, faulty=True):
+            survivors.append(line_of(mutant, code))
+            print(f"{name}: not noticed: {survivors[-1]}", flush=True)
+        target.write_text(sound)
+        if number % 10 == 0:
+            left_s = (time.monotonic() - began) / number * (len(chosen) - number)
+            print(f"{name}: {number - len(survivors)} of {number} noticed, {left_s / 60:.0f} min left", flush=True)
+    return {"tried": len(chosen), "noticed": len(chosen) - len(survivors), "survivors": survivors}
+
+
+def main() -> None:
+    """Try the rooms that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--room", action="append", choices=ROOMS, help="of these rooms only")
+    parser.add_argument("--count", type=int, default=50, help="faults for each room")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the scores and what was not noticed as JSON")
+    parser.add_argument("--list", action="store_true", help="print the faults, and try none")
+    asked = parser.parse_args()
+    rooms = asked.room or list(ROOMS)
+    if asked.list:
+        for name in rooms:
+            for mutant, code in drawn(ROOMS[name], asked.count, random.Random(f"{asked.seed} {name}")).items():
+                print(f"{name}: {line_of(mutant, code)}")
+        return
+    importlib.import_module("torch")  # once for all children
+    scores = dict[str, dict[str, object]]()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder, "project")
+        left_out = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "runs", "shared")
+        shutil.copytree(ROOT, copy, ignore=left_out)
+        for name in rooms:
+            scores[name] = tried(name, asked.count, asked.seed, copy)
+            print(f"{name}: {scores[name]['noticed']} of {scores[name]['tried']} noticed", flush=True)
+            if asked.out:
+                found = {
+                    "schema": "monograph-mutants-1",
+                    "machine": {"type": "cpu"},
+                    "seed": asked.seed,
+                    "rooms": scores,
+                }
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
