@@ -8,13 +8,14 @@ RUN = .venv/bin/python -m
 WORKERS = -n auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs test-all lint format python setup setup-dev
+.PHONY: help train quick test test-costs test-all mutants lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
 	@echo 'make test        install what the tests need, then style, types, layers, laws and unit tests'
 	@echo 'make quick       style, types, layers, and the cheapest tests of what changed: about a minute'
 	@echo 'make test-all    the slow tests too'
+	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
 
@@ -34,6 +35,11 @@ test-costs: lint
 
 test-all: lint
 	$(RUN) pytest -q $(WORKERS) $(ARGS)
+
+# cosmic-ray is needed for nothing else.
+mutants: setup-dev
+	$(RUN) pip install -q cosmic-ray==8.7.0
+	.venv/bin/python tests/mutants.py $(ARGS)
 
 lint: setup-dev
 	$(RUN) ruff check
