@@ -46,7 +46,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", ["llama", "own", "cooled", *CHANGES])
-def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dict(OWN if case == "own" else LORA if case.startswith("adapters") else SETTINGS)
     settings |= CHANGES.get(case, {})
     if case == "epochs":
@@ -62,7 +63,7 @@ def test_resumed_at_every_checkpoint(case: str, monkeypatch: pytest.MonkeyPatch)
         assert sizes[0] == 4 and sizes[-1] == 2 and sizes[4] == 4, "memory must run out in the middle"
     last = int(expected["newest"][5:])
     assert last == {"cooled": 14, "epochs": 14}.get(case, 20)
-    for update in range(0, last + 1, 1 if case == "llama" else 2) if case in ("llama", "own") else (0, 13):
+    for update in range(0, last + 1, apart) if case in ("llama", "own") or apart == 1 else (0, 13):
         cut_back("whole", f"cut-{update}", update)
         resume(f"cut-{update}")
         assert fingerprint(Path(f"cut-{update}")) == expected, update
