@@ -55,12 +55,15 @@ def test_wsd_is_one_minus_the_root():
 
 
 @pytest.mark.parametrize("first", [5, 50, 90, 99])
-@pytest.mark.parametrize("schedule", [warmup_cosine(10, 100, 0.0), warmup_stable_decay(10, 100, final=0.0)])
-def test_a_cool_down_falls_from_where_the_schedule_is_and_wastes_no_update(schedule, first):
-    factor = cool_down(schedule, first, 110, 0.0)
-    values = [factor(i) for i in range(110)]
-    assert values[:first] == [schedule(i) for i in range(first)] and factor(110) == 0.0
-    assert values[first - 1 :] == sorted(values[first - 1 :], reverse=True) and min(values) > 0
+@pytest.mark.parametrize("final", [0.0, 0.05])
+@pytest.mark.parametrize("course", [warmup_cosine, warmup_stable_decay])
+def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no_update(course, final, first):
+    schedule = course(10, 100, final=final)
+    factor = cool_down(schedule, first, 110, final)
+    values = [factor(i) for i in range(111)]
+    assert values[:first] == [schedule(i) for i in range(first)] and factor(110) == factor(200) == pytest.approx(final)
+    falls = [values[i] - values[i + 1] for i in range(first - 1, 110)]
+    assert falls == pytest.approx([falls[0]] * len(falls)) and falls[0] > 0
 
 
 @pytest.mark.parametrize(
