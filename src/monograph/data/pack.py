@@ -46,7 +46,7 @@ def plan_rows(
     document_starts: Int64,
     sequence_length: int,
     packed: bool,
-    parts: Sequence[int] | None = None,
+    parts: Sequence[int],
     folder: Path | None = None,
 ) -> Plan:
     """Cut every document into pieces and give each piece a row.
@@ -60,13 +60,13 @@ def plan_rows(
             at least 2 each.
         sequence_length: T.
         packed: several pieces to a row by best fit decreasing, among each 262,144 that follow one another; else one.
-        parts: documents of each part, in order; without it all are one part.
+        parts: documents of each part, in order.
         folder: where a plan that is large lies, in files without a name that go away with it.
     """
     rows_of_parts, inputs, first = [], 0, 0
     with _Column(folder) as starts, _Column(folder) as lengths, _Column(folder) as offsets:
         offsets.append(np.zeros(1, dtype=np.int64))
-        for documents in [len(document_starts) - 1] if parts is None else parts:
+        for documents in parts:
             rows_before = offsets.count
             for starts_P, lengths_P in _pieces(document_starts[first : first + documents + 1], sequence_length):
                 ends_R = np.arange(1, len(starts_P) + 1)
