@@ -68,21 +68,3 @@ def test_where_nothing_can_be_written_torch_keeps_its_own(tmp_path: Path) -> Non
     (tmp_path / ".cache").write_text("a file in the way")
     keep_compiled()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-
-
-def test_libraries_that_were_cut_off_are_removed_and_others_stay(tmp_path: Path) -> None:
-    folder = tmp_path / ".cache" / "monograph" / "compiled" / "ab"
-    folder.mkdir(parents=True)
-    sound = min(Path(torch.__file__).parent.rglob("*.so"), key=lambda path: path.stat().st_size).read_bytes()
-    contents = {
-        "sound": sound,
-        "short": sound[: len(sound) // 2],
-        "head": sound[:100],
-        "piece": sound[:10],
-        "empty": b"",
-    }
-    for name, content in contents.items():
-        (folder / f"{name}.so").write_bytes(content)
-    (folder / "other.cpp").write_bytes(b"")
-    keep_compiled()
-    assert {path.name for path in folder.iterdir()} == {"sound.so", "other.cpp"}
