@@ -29,6 +29,11 @@ def one_line(text: str) -> str:
     return visible(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
+def warn(line: str) -> None:
+    """Print a warning where results are not."""
+    print(f"warning: {line}", file=sys.stderr)
+
+
 def shell_words(*words: str | Path) -> str:
     """A command line of which a shell makes exactly these words, printed on one line or pasted."""
     return " ".join(_shell_word(str(word)) for word in words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import statistics
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from monograph.run.run_index import SWEEP
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
 from monograph.storage.reading import exists, is_file, without_links
 from monograph.sweeps.folder import seeds_of_best
+from monograph.terminal import warn
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _side(name: str) -> _Side:
     if names_run(name) or not exists(name):
         folder = Run.located(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
-    subjects = [of_run(run, _warn) for run in runs.values()] or [of_folder(name, _warn)]
+    subjects = [of_run(run, warn) for run in runs.values()] or [of_folder(name, warn)]
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
@@ -131,7 +131,7 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
     """Bits per byte of the same text."""
     first = sides[0]
     if first.subjects[0].strange and not data:
-        _warn(first.subjects[0].strange)
+        warn(first.subjects[0].strange)
     texts = [_rows(side, first, data, reading) for side in sides]
     own = statistics.fmean(bits_per_byte(first, texts[0], report))
     found = [
@@ -152,10 +152,10 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     if data:
         return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
     if side.is_run and subject.own_text != own:
-        _warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
+        warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
     text = corpus(tokenizer=subject.tokenizer, **how, **own)
     if subject.own_text == own and text.fingerprint != subject.fingerprint:
-        _warn(f"{text.name} changed since {side.name}: what is held out now may have been trained on")
+        warn(f"{text.name} changed since {side.name}: what is held out now may have been trained on")
     if len(text.held_out) == 0:
         raise UsageError(f"{first.name} held nothing out (data.held_out = 0): name a run that did as the first")
     return text.held_out
@@ -171,7 +171,7 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
     answers: list[dict[Hashable, list[Answer]]] = []
     accuracies = []
     for side in sides:
-        both = [answered(subject, questions, chat, report, _warn) for subject in side.subjects]
+        both = [answered(subject, questions, chat, report, warn) for subject in side.subjects]
         names = [knobs["seed"] for knobs in side.knobs] or [0]
         answers.append({name: each for name, (each, _) in zip(names, both, strict=True)})
         accuracies.append(both[0][1])
@@ -220,7 +220,3 @@ def _json(sides: Sequence[_Side], found: _Found) -> dict[str, Any]:
         for side, each in zip(sides[1:], found.comparisons, strict=True)
     ]  # fmt: skip
     return {"schema": "monograph.compare/1", "runs": runs, "differences": differences}
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
@@ -16,6 +15,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
 from monograph.session.reporting import standard_json
+from monograph.terminal import warn
 
 # What --json gives, null where it was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
@@ -25,7 +25,7 @@ QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
     trained = run_named(run)
-    subject = of_run(trained, _warn) if trained else of_folder(run, _warn)
+    subject = of_run(trained, warn) if trained else of_folder(run, warn)
     if not trained and not data:
         raise UsageError(f"{run} is no run, so nothing was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
@@ -46,11 +46,11 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
 
 def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:
     if subject.strange and not data:
-        _warn(subject.strange)
+        warn(subject.strange)
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
     text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
     if not data and text.fingerprint != subject.fingerprint:
-        _warn(f"{text.name} changed since the run: what is held out now may have been trained on")
+        warn(f"{text.name} changed since the run: what is held out now may have been trained on")
     result = evaluate(subject, text.train if data else text.held_out, progress=report)
     standing = f"loss {result.loss:.4f}"
     if result.bits_per_byte is not None:
@@ -59,7 +59,7 @@ def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Eva
 
 
 def _questions(subject: EvaluatedModel, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
-    result = answered(subject, read_questions(data), chat, report, _warn)[1]
+    result = answered(subject, read_questions(data), chat, report, warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     of = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
     return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {of}"
@@ -68,7 +68,3 @@ def _questions(subject: EvaluatedModel, data: list[str], chat: bool, report: Rep
 def _share(result: Accuracy, name: str) -> str:
     error = getattr(result, f"{name}_stderr")
     return f"{getattr(result, name):.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)

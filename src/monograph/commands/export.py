@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from monograph.model.adapter import save_adapter
 from monograph.run.models import check, load_to_export, save
-from monograph.terminal import shell_words
+from monograph.terminal import shell_words, warn
 
 ADAPTER = "adapter"  # next to the merged model
 _NEXT = {
@@ -18,10 +17,6 @@ _NEXT = {
 
 def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     """Write the newest sound checkpoint's model; see the command line's help."""
-
-    def warn(line: str) -> None:
-        print(f"warning: {line}", file=sys.stderr)
-
     check(format, dtype)
     model, tokenizer, adapters = load_to_export(run, warn)
     save(model, to, tokenizer, format, dtype, warn)

@@ -24,6 +24,7 @@ from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import json_fault, open_input, parse_json, readable
+from monograph.terminal import warn
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -229,7 +230,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
-    network, tokenizer = load(run, lambda line: print(f"warning: {line}", file=sys.stderr))
+    network, tokenizer = load(run, warn)
     ends = list(stop_ids(tokenizer, network.config.ends)) if asked.chat else [tokenizer.eos_id]
     model = Model(network, tokenizer, sampling, [*asked.stop, *ends], None, asked)
     records = prompts_of(file, asked.chat, sampling, tokenizer.vocab_size) if file else ()
@@ -291,9 +292,9 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
             done.append(piece.completion)
             _write("\n")
             if piece.completion.finish_reason not in ("stop", "length"):
-                print(f"warning: ended with {piece.completion.finish_reason}", file=sys.stderr)
+                warn(f"ended with {piece.completion.finish_reason}")
             elif limited and piece.completion.finish_reason == "length":
-                print("warning: cut before it was whole: give more --max-tokens", file=sys.stderr)
+                warn("cut before it was whole: give more --max-tokens")
     return done
 
 
