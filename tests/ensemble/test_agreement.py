@@ -148,18 +148,33 @@ class Deciding(nn.Module):
             return -scores
         if self.how == "item":
             return scores * scores.sum().item()
+        if self.how == "gradient":
+            return scores + torch.autograd.grad(self.head(x.detach().requires_grad_()).sum(), self.head.bias)[0]
+        if self.how == "batched gradient":
+            return torch.func.grad(lambda x: self.head(x).square().sum())(x)
         return scores + torch.rand_like(scores) if self.how == "random" else scores
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("value", "by a tensor's value"), ("item", "a tensor's value"), ("random", "torch's generator")],
+    [
+        ("value", "by a tensor's value"),
+        ("item", "a tensor's value"),
+        ("random", "torch's generator"),
+        ("gradient", "torch.func.grad has"),
+    ],
 )
 def test_what_cannot_be_batched_is_refused_with_reason(how, said):
     ensemble = Ensemble([Deciding(how) for _ in range(2)], loss=of_classes)
     with pytest.raises(InputRefused, match=rf"cannot be batched: in Deciding \(Deciding\): it .*{said}") as refusal:
         ensemble(torch.randn(3, 8))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_gradient_that_a_forward_takes_by_torch_func_is_batched():
+    members, x = [Deciding("batched gradient") for _ in range(2)], torch.randn(3, 8)
+    expected = torch.stack([member(x) for member in members])
+    torch.testing.assert_close(Ensemble(members, loss=of_classes)(x), expected)
 
 
 def test_fused_siblings_are_refused():

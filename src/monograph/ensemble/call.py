@@ -172,7 +172,7 @@ class Members:
         if out_of_memory(first):
             raise first
         member = self.stack.members[0]
-        with torch.no_grad(), buffers_kept(member):
+        with buffers_kept(member):  # and with gradients, which it may take itself
             # A member that fails alone has a bug that is not about batching, and its own message says more.
             if not isinstance(first, CannotBatch):
                 alone()

@@ -95,6 +95,7 @@ _REASONS = {
     ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",
     "dynamic shape": "the shape of what it computes depends on values, which members may differ in: use a mask",
     "randomness": "it draws random numbers by torch's generator: use nn.Dropout, or draw before",
+    "requires_grad_()": "it takes a gradient as it runs: torch.func.grad has a batched form",
     "rrelu": "it draws random numbers by torch's generator: use nn.LeakyReLU, or nn.Dropout",
     "vmap: inplace arithmetic": "it writes members' values into a tensor that they share: make it a buffer",
     "return Tensors": "it returns something that is no tensor: ask for none (use_cache=False)",
