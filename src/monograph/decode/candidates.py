@@ -2,9 +2,9 @@
 
 A token has two numbers: its edited logit, by which tokens are ranked, and its score, by which they are weighed. A score
 is the distance to the largest logit over the temperature, so it rounds: two logits that differ may have one score. A
-rank never depends on that. A token that a filter drops has the score -inf, so what is left is one tensor, tokens that
-are level stay or go together, and no filter ever sorts or scatters. Where every request of a chain keeps a few of the
-likeliest tokens only (`top_k`), what comes after that filter looks at those few alone.
+rank never depends on that. A token that a filter drops has the score -inf, so one tensor holds the tokens that are
+left, tokens that are level stay or go together, and no filter ever sorts or scatters. Where every request of a chain
+keeps a few of the likeliest tokens only (`top_k`), the stages after that filter look at those few alone.
 
 Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
 """

@@ -19,7 +19,7 @@ from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
 from monograph.decode.reproducible import gumbel_noise, gumbel_noise_of, row_uniform
 
-# What became of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
+# Statuses of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
 
 
@@ -60,7 +60,7 @@ class Drawn(NamedTuple):
 
     `logprobs`: under the distribution drawn from, -inf where it has fewer tokens; None where the chain reports none.
 
-    NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold what a filter keeps.
+    NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold all that a filter keeps.
     """
 
     token_B: Tensor
@@ -108,7 +108,7 @@ def sample(
     # A comparison with NaN is false, so each of these is false for a row that has one. The raw logits are looked at as
     # well, since a mask may hide a NaN.
     sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
-    # The gravest last: what filters found in a row with a NaN means nothing.
+    # The gravest last: a filter's answer means nothing in a row with a NaN.
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
@@ -130,7 +130,7 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     """Return what the chain's temperature and truncations, in its order, leave of edited logits."""
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
-        # Not one of the noise's words, so that it does not go together with what is drawn.
+        # Not one of the noise's words, so that it is independent of the token that is drawn.
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]

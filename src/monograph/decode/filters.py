@@ -122,7 +122,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens nearest to the expected surprise, |-ln p - H|, until they have the probability p; p = 1 is off.
 
     With y = high - x, the surprise is y + ln S and the entropy H = E[y] + ln S: the distance is |y - E[y]|. It rises on
-    both sides of E[y], so what is kept is an interval of scores. The likeliest tokens may go.
+    both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may go.
     """
     p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
     used_B1 = p_B1 < 1
@@ -160,7 +160,7 @@ def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of what is left; 0 is off."""
+    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0 is off."""
     log_epsilon_B1, total_B1 = knobs["log_eta"], log_total(candidates)
     entropy_B1 = mean_surprise(candidates)[0] + total_B1
     log_least_B1 = torch.minimum(log_epsilon_B1, 0.5 * log_epsilon_B1 - entropy_B1)

@@ -99,7 +99,7 @@ class _Slot:
     """The host's record of a row: its request, how many tokens it got and how many may be under way.
 
     `exact`: the fast truncation could not decide once. From then on the row runs with the exact one, in a new slot, so
-    that what the row did while it waited is not looked at.
+    that its codes of the time it waited are not looked at.
     """
 
     number: int
@@ -183,7 +183,7 @@ class Generator:
 
         Raises:
             InputRefused: its prompt leaves no room.
-            UsageError: it needs what the generator was not made for.
+            UsageError: it needs something that the generator was not made for.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -259,7 +259,7 @@ class Generator:
         self.state.position_B[row] = 0
         if finish == "not_finite":
             self.cache.clear(row)
-            self.reader.forget()  # the prompt itself may have been what is not finite
+            self.reader.forget()  # the numbers that are not finite may be the prompt's
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
@@ -281,7 +281,7 @@ class Generator:
         return _Block(steps, self.outbox.send(steps), list(self._slots))
 
     def _collect(self, block: _Block) -> Iterator[Event]:
-        """Read a block's codes; what a row wrote after its request ended is not looked at."""
+        """Read a block's codes; those of a row after the end of its request are not looked at."""
         codes, *reports = self.outbox.read(block.half, block.steps)
         lines = codes.tolist()
         self.blocks_read += 1

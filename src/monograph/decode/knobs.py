@@ -128,7 +128,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         raise UsageError(f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off")
     if needed("dynamic_temperature"):
         stages = tuple(stage.replace("temperature", "dynamic_temperature") for stage in stages)
-    # mirostat is last, as it steers by what is drawn from.
+    # mirostat is last, as it steers by the distribution that is drawn from.
     return Chain(
         edits + stages + needed("mirostat"),
         _room(max(len(sampling.logit_bias) for sampling in samplings)),

@@ -1,4 +1,4 @@
-"""Edits of logits before any filter: a bias for ids, a minimum of tokens, penalties for what was written before.
+"""Edits of logits before any filter: a bias for ids, a minimum of tokens, penalties for earlier ids.
 
 Shapes: B rows, V vocabulary, M ids of a row that are listed, padded with -1, T positions of a row.
 """

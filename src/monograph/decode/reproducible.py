@@ -28,8 +28,8 @@ _LOG = (
 )
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
-# A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. What is cut off a weight is at most 2^-43 of the
-# likeliest token's; over a vocabulary of 2^17 that is 2^-26 of it all together, less than fp32 rounds.
+# A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. A weight loses at most 2^-43 of the likeliest token's;
+# over a vocabulary of 2^17 that is 2^-26 of it all together, less than fp32 rounds.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
 
@@ -85,7 +85,7 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
-# The fourth word of the counter: what the number is for.
+# The fourth word of the counter says which purpose a number has.
 _GUMBEL, _ROW, _CONTINUATION = 0, 1, 2
 
 

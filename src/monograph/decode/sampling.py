@@ -12,8 +12,8 @@ from monograph.ranges import Range, between, whole
 
 Scope = Literal["output", "all"]
 
-# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them does
-# not have is next to what it is near.
+# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them
+# lacks is next to a similar one.
 ORDERS = {
     "hf": (*("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"), *("typical", "epsilon", "eta", "xtc")),
     "llama_cpp": (
@@ -83,8 +83,8 @@ class Sampling:
         presence_penalty: subtracted if the id was drawn; 0: off.
         penalty_scope: whether the last two count the output alone or prompt and output ("all").
         penalty_last_n: the penalties see only so many of the last tokens; -1: all, 0: none.
-        dry_multiplier: subtracted from the logit of a token that would go on with what was written before, times
-            `dry_base` to the power of the length of what is repeated beyond `dry_allowed_length`; 0: off.
+        dry_multiplier: subtracted from the logit of a token that would continue a repetition of earlier text,
+            times `dry_base` to the power of the repetition's length beyond `dry_allowed_length`; 0: off.
         dry_base: see `dry_multiplier`.
         dry_allowed_length: a repetition of fewer tokens costs nothing.
         dry_penalty_last_n: repetitions are looked for among so many of the last tokens; -1: all, 0: none.
@@ -92,7 +92,7 @@ class Sampling:
         min_tokens: no stop token before so many were drawn.
         logit_bias: added to the logits of ids; -inf forbids an id.
         logprobs: report the log-probabilities of each drawn token and of so many of the likeliest, under the model's
-            raw logits and under what was drawn from; None: report none.
+            raw logits and under the distribution drawn from; None: report none.
         seed: names the draws; a row's draws depend on nothing else.
         order: "hf" filters after the temperature, "llama_cpp" before it; or the names of stages in their order, with
             commas, among them all that are on (`ORDERS`).

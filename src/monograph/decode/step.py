@@ -81,7 +81,7 @@ class DecodeStep:
         # Plain numbers: Dynamo does not take an IntEnum for one.
         running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
         running_B = state.status_B == running
-        # Every row is computed, and `where` drops what a resting one would get: the host decides nothing in the graph.
+        # Every row is computed, and `where` drops the result of a resting one: the host decides nothing in the graph.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)

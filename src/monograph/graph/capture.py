@@ -94,7 +94,7 @@ def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"])
     """Return why a step with this policy and scope cannot be replayed on any device, None if it can."""
     if scope == "none":
         return "nothing is captured"
-    # Recomputing eagerly, torch keeps the random numbers' state on the host and waits there for what was sent.
+    # Recomputing eagerly, torch keeps the random numbers' state on the host, which waits there for the device.
     return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
 
 

@@ -90,7 +90,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to fp8 after scaling by the largest power of two that keeps every element in range.
 
-    With a power of two the scale itself rounds nothing. NaN and infinity stay what they are.
+    With a power of two the scale itself rounds nothing. NaN and infinity stay as they are.
 
     Returns:
         The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.

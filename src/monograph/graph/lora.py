@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay what they are.
+"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay as they are.
 
 With them the rows of a few tokens may be trained (`monograph.graph.token_rows`). `plain_parameters` gives the module's
 weights without adapters, one at a time; `narrow` keeps frozen weights in the 16 bits that they are computed with.
@@ -207,8 +207,8 @@ def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> Non
 def merge(module: nn.Module) -> None:
     """Turn every adapted layer, one after another, into the plain one that computes the same; see `merged`.
 
-    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. What was
-    frozen stays frozen.
+    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. Frozen
+    weights stay frozen.
     """
     for layer in adapters(module).values():
         weight = merged(layer)
@@ -317,7 +317,7 @@ def narrow(
         device: where these weights go, one after another; None: they stay.
     """
     those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
-    # What another module reads as well, such as a tied embedding, keeps its digits.
+    # A weight that another module reads as well, such as a tied embedding, keeps its digits.
     elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
     found = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
     wide = [p for key, p in found.items() if key not in elsewhere and kept_dtype(p) == torch.float32]

@@ -66,7 +66,7 @@ class Lane:
 
 
 class Parcel:
-    """A block's input on its way to the host: opened first it is the tensor itself, later what comes from the host."""
+    """A block's input on its way to the host: the first opening gives it back, later ones its copy."""
 
     def __init__(self, tensor: Tensor, lane: Lane):
         """Send a copy to the host; the tensor is kept until the parcel is opened."""
@@ -211,7 +211,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- results to keep ------------------------------------------------------------------------------------------------
 
 
 @functools.cache  # one function for equal blocks, so that they share one compiled graph
@@ -371,8 +371,7 @@ def _recording(
     if compiled is not None:
         if recording not in compiled:  # asked once for blocks that are alike
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-        # What lies between products is computed again inside the kernels that read it, in no time that was measurable
-        # (docs/log.md).
+        # Operators between products run again inside the kernels that read them, in no measurable time (docs/log.md).
         recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
     found.setdefault(name, recording)
     return output

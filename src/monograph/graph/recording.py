@@ -37,7 +37,7 @@ class Recording:
 
     Attributes:
         input_bytes: size of the tensors that the block is given, which every policy keeps.
-        stored_bytes: size of what it keeps in addition if nothing is recomputed; its parameters do not count.
+        stored_bytes: size of everything else that it keeps if nothing is recomputed, without its parameters.
         rest_flops: cost of everything but its products, one for each number that is written; every policy recomputes
             it. 0 where the block is compiled.
         products: products whose results the backward pass needs, or needs to compute something else again.
@@ -71,7 +71,7 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
     # The hooks see what autograd saves, the mode sees what operators run; neither sees both.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
-    # What is kept for other reasons costs nothing more when it is saved.
+    # Tensors that are kept for other reasons cost nothing more when they are saved.
     apart = given.keys() | {storage_of(t) for t in held}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in apart}
     products, rest = calls.needed(set(stored))
@@ -134,7 +134,7 @@ class _Calls(TorchDispatchMode):
         A product that is overwritten later cannot be kept; it counts among the rest.
         """
         products, rest, needed, changed = list[Product](), 0, set(stored), set[int]()
-        # Backwards, since what a needed result was made of is needed, too.
+        # Backwards, since the inputs of a needed result are needed, too.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):
                 needed |= call.read

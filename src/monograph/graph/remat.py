@@ -21,8 +21,8 @@ class Choice(NamedTuple):
     """Something that can be chosen.
 
     Attributes:
-        stored_bytes: what it keeps until the backward pass.
-        flops: what it computes a second time.
+        stored_bytes: bytes that it keeps until the backward pass.
+        flops: FLOPs that it computes a second time.
         what: names of what was chosen.
     """
 
@@ -34,9 +34,9 @@ class Choice(NamedTuple):
 def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
     """Return each way to take one choice of every group that no other beats in bytes and FLOPs, fewest bytes first.
 
-    Bytes and FLOPs of what is taken add up, and so do the names. The method is Nemhauser and Ullmann's, "Discrete
-    Dynamic Programming and Capital Allocation", Management Science 15 (1969): groups are joined one by one, and what is
-    beaten is dropped at once.
+    Bytes, FLOPs and names of the choices taken add up. The method is Nemhauser and Ullmann's, "Discrete Dynamic
+    Programming and Capital Allocation", Management Science 15 (1969): groups are joined one by one, and beaten choices
+    are dropped at once.
     """
     best = [Choice(0, 0, ())]
     for group in groups:
@@ -74,7 +74,7 @@ class Remat:
     """The policies of recomputation, one for each block of a module or one for all of them.
 
     Whatever the policy, loss and gradients are those of `Off`: to the bit where the step runs eagerly, within the
-    compiler's own rounding where it is captured. What differs is memory and time.
+    compiler's own rounding where it is captured. Only memory and time differ.
 
         Remat.Off()                every activation is kept, nothing is computed twice
         Remat.Pointwise()          products of matrices and attention are kept, what lies between them is recomputed
@@ -155,10 +155,10 @@ def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: in
     with equally few FLOPs it is the one that keeps the least, except that nothing is recomputed where everything fits.
 
     Args:
-        curve: what a block can keep, `monograph.graph.recording.Recording.curve`.
-        off_bytes: what a block keeps if nothing is recomputed.
+        curve: the choices of one block, `monograph.graph.recording.Recording.curve`.
+        off_bytes: bytes that a block keeps if nothing is recomputed.
         layers: how many blocks.
-        limit_bytes: what all blocks together may keep, their inputs not counted.
+        limit_bytes: bytes that all blocks together may keep, their inputs not counted.
 
     Returns:
         Blocks that recompute the most come first, as their backward passes are the last; None if even `Remat.Full` is

@@ -1,7 +1,7 @@
 """Run a step many times without the host: call it, or on a GPU capture it once for each variant and replay it.
 
 A function of a batch is replayed by copying every batch to where the capture read the first one (`StaticInputs`). A
-graph keeps the host's decisions, so what they were made by is compared before each replay (`HostState`).
+graph keeps the host's decisions, so the values that they were made by are compared before each replay (`HostState`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from monograph import compat
 from monograph.device import clock
 
-WARM_UP = 2  # calls before a capture: the first compiles, both settle what the libraries allocate
+WARM_UP = 2  # calls before a capture: the first compiles, with both the libraries have allocated all they need
 Work = Callable[[], None]
 
 
@@ -68,11 +68,11 @@ class CudaGraphs:
         self.device, self.least = device, least
         # One stream, for warming up, too: autograd adds a gradient on the stream on which a parameter was used first.
         self._stream = torch.cuda.Stream(device)
-        # One pool, since after a replay nobody reads what it leaves there.
+        # One pool, since nobody reads a replay's results there afterwards.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> str | None:
-        """Call the work on the captures' stream; return what the host did meanwhile that a capture cannot hold."""
+        """Call the work on the captures' stream, and watch the host meanwhile; see `Recorder.warm_up`."""
         current, drawn = torch.cuda.current_stream(self.device), torch.get_rng_state()
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self.device)  # or work of before would be timed as this work's
@@ -80,7 +80,7 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
-        finally:  # also after an error whatever comes next must come after what was launched
+        finally:  # also after an error later work must come after the work that was launched
             current.wait_stream(self._stream)
         launched_s = clock() - began
         torch.cuda.synchronize(self.device)
@@ -142,7 +142,7 @@ class Replays:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Give the graphs back; what comes next is warmed up again."""
+        """Give the graphs back; later calls are warmed up again."""
         self._calls.clear()
         self._graphs.clear()
 
@@ -194,8 +194,8 @@ PLAIN = (bool, int, float, str, type(None))
 class HostState:
     """A record of plain values, identities of tensors and `requires_grad` in all parts of modules at one moment.
 
-    Numbers in tensors are not looked at: they may change, as a graph reads them where they are. What a function keeps
-    outside of its owners, in a global variable or on a class, is not seen.
+    Numbers in tensors are not looked at: they may change, as a graph reads them where they are. State that a
+    function keeps outside of its owners, in a global variable or on a class, is not seen.
     """
 
     def __init__(self, *owners: Any, **named: Any):
@@ -245,8 +245,8 @@ class StaticInputs:
 
         copy the batch's tensors to the buffers of its shapes;  replay what function(buffers) launched
 
-    A batch may be anything that torch's pytrees know, of tensors on the device and plain values. What cannot be
-    replayed is called, and `announce` gets the reason in one line.
+    A batch may be anything that torch's pytrees know, of tensors on the device and plain values. Where nothing
+    can be replayed the function is called, and `announce` gets the reason in one line.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class StaticInputs:
             function: what to run on a batch.
             recorder: captures it.
             device: where a batch's tensors are.
-            host: looks at what the function decides by; when that has changed the function is captured anew.
+            host: records the state that the function decides by; when that has changed the function is captured anew.
             announce: gets each reason for a call once.
         """
         self.function, self._device, self._host, self._announce = function, device, host, announce
@@ -315,7 +315,7 @@ class StaticInputs:
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
         """Return why the function must be called with this batch, None if it can be replayed."""
-        # What changes with every batch would be captured with every batch.
+        # A value that changes with every batch would need a capture for every batch.
         if self._voided > MOST:
             self._stopped = True
             return f"{self._changed} is another from batch to batch: keep it in a tensor"
@@ -331,7 +331,7 @@ class StaticInputs:
         return f"batches have more than {MOST} shapes, the others" if full else None
 
     def _void_if_changed(self) -> None:
-        """Forget what was captured when the host has changed what the function decides by."""
+        """Forget all captures when the host has changed the state that the function decides by."""
         if changed := self._seen and self._seen.changed():
             self._forget()
             self._changed, self._voided = changed, self._voided + 1

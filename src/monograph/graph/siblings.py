@@ -53,7 +53,7 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     flags = [(part, part.training) for part in module.modules()]
     try:
         run()
-        # Evaluation may take another way through the module, and what is fused must be siblings on both.
+        # Evaluation may take another way through the module, and layers must be siblings on both ways.
         if any(flag for _, flag in flags):
             module.eval()
             run()
@@ -159,7 +159,7 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
 
-    Weights are brought together in memory, once; modules, names, parameters and gradients stay what they are, and a
+    Weights are brought together in memory, once; modules, names, parameters and gradients stay as they are, and a
     `Step` that is made later keeps siblings side by side in its planes. Layers are fused if they read the same
     unchanged tensor at each call, always in one order, and are alike in dtype, device, having a bias, and being
     trained; layers of different blocks part again where blocks are recomputed or captured one by one. Each decision is
@@ -169,12 +169,12 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     in training mode what will be trained.
 
     Args:
-        module: any module; what was fused before is unfused first.
-        example: what it is called with, a tensor, a tuple of arguments or a mapping of keywords; or a function without
+        module: any module; an earlier fusion is undone first.
+        example: the arguments of a call: a tensor, a tuple of arguments or a mapping of keywords; or a function without
             arguments that calls it.
 
     Returns:
-        What was fused, and which layers stay separate and why: subclasses with a forward pass of their own, layers with
+        The families, and which layers stay separate and why: subclasses with their own forward pass, layers with
         hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
     """
     module = unwrap_(module)
@@ -224,7 +224,7 @@ def fuse_if_faster(
         rounds: how often both are timed, after two rounds that are not.
 
     Returns:
-        What is fused now, with the median of the rounds' ratios.
+        The families that are kept, and the median of the rounds' ratios.
     """
     fusion = fuse_siblings(module, example)
     found = families(module)

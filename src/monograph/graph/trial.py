@@ -1,6 +1,6 @@
 """Run one eager trial step of any module before anything is compiled.
 
-It answers whether the module runs, whether loss and gradients are finite, and if not, which module it is.
+It tells whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
             finite (the message names the first module whose output is not finite, or the parameter).
     """
     module = original(module)
-    # What `torch.compile` wrapped would be compiled by an eager step; the wrappers come back afterwards.
+    # A step through `torch.compile`'s wrappers would compile, so they are taken out and put back afterwards.
     wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
@@ -101,7 +101,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    # Named first, as such a parameter explains whatever output is not finite.
+    # Named first, as such a parameter explains every output that is not finite.
     bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
@@ -148,8 +148,8 @@ def said(error: BaseException) -> str:
 def refused_by_others(error: BaseException) -> InputRefused | None:
     """Return the refusal in place of what a user's module or loss raised, SystemExit too; None where our code raised.
 
-    Running out of memory is nobody's fault, nor is an interrupt. One of our own errors is theirs if their code raised
-    it.
+    Running out of memory is nobody's fault, nor is an interrupt. One of our own errors is theirs where their code
+    raised it.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
@@ -169,7 +169,7 @@ def _package(frame: FrameType) -> str:
 def raised_at(error: BaseException) -> tuple[str, str] | None:
     """Return FILE:LINE and the module's class, or the function's name, of the innermost frame not torch's nor ours.
 
-    What a module calls, such as a helper in another file, counts as the module's line.
+    A function that a module calls, such as a helper in another file, counts as the module's line.
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
