@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        # The weight is in memory anyway, its rounding would be one more copy of it until the backward pass.
+        # The weight is in memory anyway, and its rounding would be one more copy of it until the backward pass.
         ctx.save_for_backward(x8_MK, x_unit, weight_NK)
         ctx.input_dtype = x_MK.dtype
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)

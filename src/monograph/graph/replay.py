@@ -80,7 +80,7 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
-        finally:  # also after an error later work must come after the work that was launched
+        finally:  # later work, also after an error, must come after the work that was launched
             current.wait_stream(self._stream)
         launched_s = clock() - began
         torch.cuda.synchronize(self.device)
