@@ -248,8 +248,7 @@ def generate(
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    # Prompts of the same breakers share one look through the vocabulary.
-    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))
+    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))  # one look at the vocabulary serves many prompts
     bare = unwrapped(model)
     requests = [
         Request(
