@@ -2,9 +2,9 @@
 
 A token has two numbers: its edited logit, by which tokens are ranked, and its score, by which they are weighed. A score
 is the distance to the largest logit over the temperature, so it rounds: two logits that differ may have one score. A
-rank never depends on that. A token that a filter drops has the score -inf, so what is left is one tensor, tokens that
-are level stay or go together, and no filter ever sorts or scatters. Where every request of a chain keeps a few of the
-likeliest tokens only (`top_k`), what comes after that filter looks at those few alone.
+rank never depends on that. A token that a filter drops has the score -inf, so one tensor holds the tokens that are
+left, tokens that are level stay or go together, and no filter ever sorts or scatters. Where every request of a chain
+keeps a few of the likeliest tokens only (`top_k`), the stages after that filter look at those few alone.
 
 Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
 """
@@ -23,19 +23,20 @@ Truncation = Literal["window", "search", "sort"]
 
 # How many of the nearest tokens "window" looks at.
 WINDOW = 256
-# Of how many tokens a group has one maximum, where the window is looked for by groups.
+# How many tokens a group has where the window is looked for by the groups' maxima; 8 take as long, 32 half as long
+# again (docs/log.md).
 _GROUP = 16
 # "search" fixes the bits of a distance from the top, two at a time; the first two are those of a signed number.
 _SIGNED, _DIGITS = 30, range(30, -1, -2)
 
 
 class Candidates(NamedTuple):
-    """What is left of each row's vocabulary.
+    """The tokens of each row's vocabulary that are left.
 
     Attributes:
         logits_BN: fp32, the edited logits, as they are; -inf where a token is not allowed.
         scores_BN: fp32, at most `high`; -inf where a token was dropped.
-        ids_BN: int64, whose they are; None: all of the vocabulary's, in its order.
+        ids_BN: int64, the tokens' ids; None: the whole vocabulary, in its order.
         high_B1: fp32, the score of the likeliest token that is left.
         held_B1: bool, False where the window was too small for a filter's answer.
         ranked_BW: int64, where the largest logits are, in descending order, once a filter asked for them; None in a
@@ -54,15 +55,15 @@ class Candidates(NamedTuple):
     few: int | None
 
     def weigh(self, scores_BN: Tensor) -> Tensor:
-        """Fixed-point exp(score - high) of the tokens that are left, 0 of the others; int64 [B, N]."""
+        """Return fixed-point exp(score - high) of the tokens that are left, 0 of the others; int64 [B, N]."""
         return torch.where(scores_BN > -torch.inf, weight((scores_BN - self.high_B1).clamp(max=0)), 0)
 
     def total(self) -> Tensor:
-        """The sum of all weights, int64 [B, 1]."""
+        """Return the sum of all weights, int64 [B, 1]."""
         return self.weigh(self.scores_BN).sum(-1, keepdim=True)
 
     def left(self) -> Tensor:
-        """How many tokens are left, int64 [B, 1]."""
+        """Return how many tokens are left, int64 [B, 1]."""
         return one_each(self.scores_BN).sum(-1, keepdim=True)
 
     def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Candidates:
@@ -80,13 +81,14 @@ class Candidates(NamedTuple):
         return self._replace(held_B1=self.held_B1 & (held_B1 | ~used_B1))
 
     def ranked(self) -> Candidates:
-        """With `ranked_BW`, for a filter that counts from the likeliest down; the next such filter finds it there."""
+        """Add `ranked_BW`, for a filter that counts from the likeliest down; the next such filter uses it again."""
         if self.ranked_BW is not None or self.truncation == "search":
             return self
         return self._replace(ranked_BW=largest(self.logits_BN, _width(self.logits_BN, self.truncation))[1])
 
     def nearest(self) -> Candidates:
-        """Only the `few` likeliest tokens, if this is not all; where more are kept `cut_off` says so."""
+        """Return only the `few` likeliest tokens, if this is not all; where more are kept `cut_off` says so."""
+        # Only for "window": the two others are exact, so they look at every token.
         if self.few is None or self.truncation != "window" or self.few >= self.logits_BN.shape[-1]:
             return self
         logits_BW, ids_BW = largest(self.logits_BN, self.few)
@@ -95,10 +97,10 @@ class Candidates(NamedTuple):
         return self._replace(logits_BN=logits_BW, scores_BN=scores_BW, ids_BN=ids_BW, ranked_BW=places_BW)
 
     def cut_off(self) -> Tensor:
-        """Whether a token that `nearest` left out could be among those that are kept, bool [B, 1].
+        """Return whether a token that `nearest` left out could be among those that are kept, bool [B, 1].
 
-        What filters leave has no gaps in the order of the logits: it goes on only after a last one that is kept, or
-        where none of those that are looked at is left.
+        The tokens that filters leave have no gaps in the order of the logits: there are more only if the last one that
+        is looked at is kept, or none of them is.
         """
         if self.ids_BN is None:
             return torch.zeros_like(self.held_B1)
@@ -108,12 +110,12 @@ class Candidates(NamedTuple):
 
 
 def one_each(scores_BN: Tensor) -> Tensor:
-    """A weight of 1 for every token that is left, int64 [B, N]."""
+    """Return a weight of 1 for every token that is left, int64 [B, N]."""
     return (scores_BN > -torch.inf).long()
 
 
 def everything(logits_BV: Tensor, truncation: Truncation, few: int | None = None) -> Candidates:
-    """All tokens, their scores from the largest logit down."""
+    """Return all tokens, with scores counted from the largest logit down."""
     greatest_B1 = logits_BV.amax(-1, keepdim=True)
     high_B1 = torch.zeros_like(greatest_B1)
     return Candidates(logits_BV, logits_BV - greatest_B1, None, high_B1, high_B1 == 0, None, truncation, few)
@@ -125,7 +127,7 @@ def reach(
     target_B1: Tensor,
     distance: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The radius within which tokens weigh the target: min{r: sum of weigh(s) over distance(s) <= r is >= target}.
+    """Return the radius in which tokens weigh the target: min{r: sum of weigh(s) over distance(s) <= r is >= target}.
 
     Top-k is reach with weights 1 and target k; top-p with probabilities; typical with another distance. Weights are
     integers, so the three ways to find the radius give the same bits.
@@ -144,6 +146,7 @@ def reach(
     if candidates.truncation == "search":
         return _search(distance_BN, weigh(scores_BN), target_B1), torch.ones_like(target_B1, dtype=torch.bool)
     places_BW = candidates.ranked_BW
+    # `ranked_BW` counts from the likeliest down, so it is of no use to another distance.
     if distance is not None:
         places_BW = distance_BN.topk(_width(scores_BN, candidates.truncation), largest=False).indices
     assert places_BW is not None, "a filter that counts from the likeliest down calls ranked() first"
@@ -153,17 +156,15 @@ def reach(
 
 
 def largest(scores_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The largest scores in descending order and whose they are, [B, width] each.
-
-    They all lie in the `width` groups with the largest maxima, so a large vocabulary is searched for groups first.
-    """
+    """Return the largest scores in descending order and their ids, [B, width] each."""
     rows, vocabulary = scores_BV.shape
     if vocabulary <= _GROUP * width:
         values_BW, ids_BW = scores_BV.topk(width)
         return values_BW, ids_BW
     if spare := -vocabulary % _GROUP:
         scores_BV = torch.nn.functional.pad(scores_BV, (0, spare), value=-torch.inf)
-    # Member m of group g is the id m * groups + g.
+    # The largest scores lie in the `width` groups with the largest maxima, and to look for these first takes half the
+    # time. Member m of group g is the id m * groups + g: neighbours as groups take longer (docs/log.md).
     members_BMG = scores_BV.view(rows, _GROUP, -1)
     groups_BW = members_BMG.amax(1).topk(width, sorted=False).indices
     values_BW, places_BW = members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width)
@@ -176,10 +177,11 @@ def _width(scores_BN: Tensor, truncation: Truncation) -> int:
 
 
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:
-    """`reach` over the whole vocabulary, on whole numbers that order as the floats do."""
+    """Find the radius of `reach` over the whole vocabulary, on whole numbers that order as the floats do."""
     key_B1V = _ordered(distance_BV.view(torch.int32))[:, None]
     weight_B1V, target_B11 = weight_BV[:, None], target_B1[:, None]
     radius_B11 = torch.zeros_like(target_B11, dtype=torch.int32)
+    # Two bits a pass: the vocabulary is read half as often as with one.
     for shift in _DIGITS:
         first = -2 if shift == _SIGNED else 0
         steps = torch.arange(first + 1, first + 4, dtype=torch.int32, device=distance_BV.device)
@@ -191,5 +193,6 @@ def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """The bits of a float as an int32 that orders as it does, and back; any shape."""
+    """Return the bits of a float as an int32 that orders as it does, and back; any shape."""
+    # As integers, the bits of negative floats order backwards: all but the sign are turned.
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -19,12 +19,12 @@ from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
 from monograph.decode.reproducible import gumbel_noise, gumbel_noise_of, row_uniform
 
-# What became of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
+# Statuses of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
 
 
 class Rows(NamedTuple):
-    """What the sampler knows of each row beside its logits.
+    """Each row's numbers and state, which the sampler reads in addition to its logits.
 
     Attributes:
         seed_B: int64.
@@ -32,8 +32,8 @@ class Rows(NamedTuple):
         generated_B: int64, tokens drawn so far.
         knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
         counts_BV: int32, how often each id was drawn; begins as `first_counts` says. None where the chain reads none.
-        prompt_BV: bool, the ids of the prompt; int32, how often it has each, if penalties see a window. None likewise.
-        past: what was written; None likewise.
+        prompt_BV: bool, whether an id is in the prompt; if penalties see a window int32, how often. None likewise.
+        past: the ids that were written; None likewise.
         mu_B: fp32, the surprise in bits that mirostat allows.
     """
 
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
 
 class LogProbabilities(NamedTuple):
-    """Natural logarithms, fp32: of the chosen token [B], and of the likeliest with their ids, [B, N] each."""
+    """Natural logarithms of probabilities, fp32: the chosen token's [B], and the likeliest with their ids [B, N]."""
 
     chosen_B: Tensor
     ids_BN: Tensor
@@ -58,9 +58,9 @@ class LogProbabilities(NamedTuple):
 class Drawn(NamedTuple):
     """The tokens, int64 [B] (0 where the status is not OK), and what became of each draw, int32 [B].
 
-    `logprobs`: under what was drawn from, -inf where there are fewer tokens; None where the chain does not report.
+    `logprobs`: under the distribution drawn from, -inf where it has fewer tokens; None where the chain reports none.
 
-    NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold what a filter keeps.
+    NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold all that a filter keeps.
     """
 
     token_B: Tensor
@@ -82,7 +82,7 @@ def sample(
         allowed_BV: [B, V] bool, tokens that a constraint allows; None: all.
         chain: the stages.
         truncation: how filters find their thresholds. "window" looks at the likeliest tokens and says so where they are
-            too few; "search" and "sort" look at all. The same bits where the window holds.
+            too few; "search" and "sort" look at all. Where the window holds they give the same bits.
 
     Returns:
         Tokens and statuses.
@@ -97,6 +97,7 @@ def sample(
         greedy_B = rows.knobs["temperature"] <= 0
         candidates = narrowed(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _drawn_from(candidates, rows))
+        # No filter decides what a greedy row takes.
         held_B = candidates.held_B1[:, 0] | greedy_B
         if logprobs is not None:
             drawn = _processed(candidates, token_B, chain.logprobs or 0)
@@ -104,8 +105,10 @@ def sample(
             logprobs = LogProbabilities(
                 *(torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b) for a, b in pairs)
             )
-    # A comparison with NaN is false, so each of these is false for a row that has one.
+    # A comparison with NaN is false, so each of these is false for a row that has one. The raw logits are looked at as
+    # well, since a mask may hide a NaN.
     sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
+    # The gravest last: a filter's answer means nothing in a row with a NaN.
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
@@ -113,19 +116,21 @@ def sample(
 
 
 def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
-    """The token of the greatest score with noise, the lowest id among equals; [B]."""
+    """Return the token of the greatest score with noise, the lowest id among equals; [B]."""
     scores_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
         return (scores_BN + gumbel_noise(rows.seed_B, rows.position_B, scores_BN.shape[-1])).argmax(-1)
+    # The candidates are in the order of their logits, where argmax would not take the lowest id.
     noisy_BN = scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN)
     greatest_B1 = noisy_BN.amax(-1, keepdim=True)
     return torch.where(noisy_BN == greatest_B1, ids_BN, ids_BN.amax(-1, keepdim=True)).amin(-1)
 
 
 def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
-    """What is left of edited logits after the chain's temperature and truncations, in its order."""
+    """Return what the chain's temperature and truncations, in its order, leave of edited logits."""
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
+        # Not one of the noise's words, so that it is independent of the token that is drawn.
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
@@ -140,7 +145,7 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
 
 
 def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
-    """What a filter left, or where this is fewer tokens than the least, as many of the likeliest that it found."""
+    """Return what a filter left, or where this is fewer tokens than the least, as many of the likeliest it found."""
     least_B1 = least_B1.minimum(before.left())
     short_B1 = after.left() < least_B1
     kept = before.likeliest(one_each, least_B1.clamp(min=1), short_B1)
@@ -152,7 +157,8 @@ def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> C
 
 
 def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
-    """Bias, minimum of tokens, the constraint's mask, penalties; fp32."""
+    """Apply bias, minimum of tokens, the constraint's mask and penalties to logits; fp32."""
+    # All before any filter, since they change who is likelier than whom.
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = penalties.add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
@@ -178,20 +184,21 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
 
 
 def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabilities:
-    """Log softmax of the raw logits (no edit, no temperature), fp32: of the tokens and of the n likeliest."""
+    """Return the log softmax of raw logits (no edit, no temperature), fp32, for the tokens and the n likeliest."""
     values_BV = logits_BV.float().log_softmax(-1)
     likeliest = values_BV.topk(n, dim=-1)
     return LogProbabilities(values_BV.gather(-1, token_B[:, None])[:, 0], likeliest.indices, likeliest.values)
 
 
 def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilities:
-    """Log-probabilities under the distribution that the candidates are drawn from."""
+    """Return log-probabilities under the distribution that the candidates are drawn from."""
     ids_BN, high_B1 = candidates.ids_BN, candidates.high_B1
     values_BN = candidates.scores_BN - high_B1 - log_total(candidates)
     if ids_BN is None:
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
     else:
         chosen_B = torch.where(ids_BN == token_B[:, None], values_BN, -torch.inf).amax(-1)
+    # Where `nearest` left fewer than n tokens, the report has its n places all the same.
     few = min(n, values_BN.shape[-1])
     likeliest = values_BN.topk(few, dim=-1)
     places_BN = likeliest.indices if ids_BN is None else ids_BN.gather(-1, likeliest.indices)
@@ -200,7 +207,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
 
 
 def _of_one(token_B: Tensor, n: int) -> LogProbabilities:
-    """Log-probabilities where one token has them all."""
+    """Return log-probabilities where one token has the probability 1."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

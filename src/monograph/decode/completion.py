@@ -1,4 +1,4 @@
-"""Prompts in, text out.
+"""Continue prompts by text.
 
 Text is shown while ids come: whole characters only, nothing that a stop string may still take back.
 """
@@ -32,33 +32,34 @@ class Transcript:
 
     Attributes:
         token_ids: all ids so far.
-        text: what they say for certain: without a character whose bytes are not all there, without the beginning of
-            a stop string, and after `finish` without the stop string.
+        text: their text as far as it is certain: without a character whose bytes are not all there, without the
+            beginning of a stop string, and after `finish` without the stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        """Nothing yet after the ids `before`; it will end before the first of `stop` that appears."""
-        self._lead = tokenizer.lead(before)  # not of the text
+        """Begin an empty text after the ids `before`; it will end before the first of `stop` that appears."""
+        self._lead = tokenizer.lead(before)  # a space that begins the bytes and is not of the text
         self._tokenizer, self._stop = tokenizer, [each.encode() for each in stop]
+        # A character's bytes may come in several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
         self.text = ""
 
     def add(self, ids: Iterable[int]) -> str:
-        """Take more ids; the text that is certain now and was not before."""
+        """Take more ids; return the text that is certain now and was not before."""
         ids = list(ids)
         self.token_ids += ids
         self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
         return self._say(len(self._held) - self._begun())
 
     def finish(self) -> str:
-        """Nothing more comes: the rest of the text up to a stop string."""
+        """Return the rest of the text, up to a stop string: nothing more comes."""
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return self._say(min(found, default=len(self._held)), final=True)
 
     def _begun(self) -> int:
-        """Bytes at the end that a stop string begins with, or from a whole one on."""
+        """Return how many bytes at the end may begin a stop string, or come from a whole one on."""
         held = self._held
         for at in range(len(held) if self._stop else 0):
             if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
@@ -82,14 +83,14 @@ MOST_ROWS = {"cuda": 64, "cpu": 8}
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model wrote after a prompt.
+    """A text that the model wrote after a prompt.
 
     Attributes:
         text: without the prompt and without the stop string.
         token_ids: the drawn ids, a stop id included.
         finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's end, "not_finite"
             where the model's logits were not, "nothing_allowed" where bias and constraint left no token.
-        logprobs: one of each id; None unless `Sampling.logprobs` asks for them.
+        logprobs: one for each id; None unless `Sampling.logprobs` asks for them.
     """
 
     text: str
@@ -98,12 +99,12 @@ class Completion:
     logprobs: list[LogProbability] | None = None
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.text
 
 
 class Piece(NamedTuple):
-    """New text of a completion, which is whole if it is given; completions are numbered prompt by prompt."""
+    """New text of a completion, and the completion once it is whole; completions are numbered prompt by prompt."""
 
     number: int
     text: str
@@ -121,25 +122,25 @@ class _Writing:
 
 
 class Generation:
-    """Completions that are being written; going through it, or through `stream`, writes them.
+    """Completions that are being written; iterating over it, or over `stream`, writes them.
 
     Attributes:
-        generator: what writes them, and counts what that took.
+        generator: writes them, and counts what that took.
         count: completions in all.
         tokens: drawn so far.
     """
 
     def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
-        """Of requests that the generator gets as it takes them, so there may be any number."""
+        """Take any number of requests; the generator gets them as it needs them."""
         self.generator, self.count, self.tokens = generator, len(requests), 0
         self._requests, self._tokenizer, self._stop = requests, tokenizer, stop
 
     def __iter__(self) -> Iterator[Completion]:
-        """Prompt by prompt, its n completions."""
+        """Yield the n completions of each prompt, prompt by prompt."""
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
     def stream(self) -> Iterator[Piece]:
-        """All text as it comes: that of the first completion, then of the next, whatever is written at once."""
+        """Yield all text as it comes: that of the first completion, then of the next, whatever is written at once."""
         indices: dict[int, int] = {}
         begun: dict[int, _Writing] = {}
         coming = iter(enumerate(self._requests))
@@ -150,6 +151,7 @@ class Generation:
                 begun[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
                 indices[self.generator.submit(request)] = index
 
+        # As many wait as run, so that a row that ends finds its next request in the queue.
         begin(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
@@ -163,6 +165,7 @@ class Generation:
                 writing.finish = event.finish
                 del indices[event.number]
                 begin(1)
+            # A later completion's text waits here until its turn.
             while (first := begun.get(current)) is not None:
                 text, first.unsaid = first.unsaid, ""
                 if first.finish is None:
@@ -178,6 +181,7 @@ class Generation:
 class _Requests(Sequence[Request]):
     """`n` continuations of each request, which differ in their seed."""
 
+    # Made when they are asked for, as n may be large.
     def __init__(self, requests: list[Request], n: int) -> None:
         self.requests, self.n = requests, n
 
@@ -214,8 +218,8 @@ def generate(
         model: the language model; it is put into evaluation mode.
         tokenizer: its tokenizer.
         prompts: texts to go on from, after the token that begins a document, or ids as they are.
-        sampling: how tokens are chosen; or one for each prompt, of one order. A prompt's tokens do not depend on which
-            options the others have.
+        sampling: how tokens are chosen; or one for each prompt, all of one order. A prompt's tokens do not depend on
+            the options of the others.
         max_tokens: most tokens to write after a prompt.
         stop: strings before which, and ids at which, a text ends; the id that ends a document always does.
         n: continuations per prompt; the first has the draws of `sampling.seed`, the others of seeds made from it.
@@ -225,10 +229,10 @@ def generate(
         An iterable of completions, prompt by prompt; each is written when it is asked for.
 
     Raises:
-        InputRefused: a prompt that leaves no room in the model's context.
+        InputRefused: a prompt leaves no room in the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
-        UsageError: no prompt, max_tokens or n below 1, an empty stop string, a text where a list is expected, another
-            number of samplings than of prompts, or what `Sampling` refuses.
+        UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text is given for a list,
+            there are not as many samplings as prompts, or `Sampling` refuses.
     """
     for name, value in (("max_tokens", max_tokens), ("n", n)):
         COUNT.require(name, value)
@@ -244,7 +248,7 @@ def generate(
     strings = [each for each in stop if isinstance(each, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))
+    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))  # one look at the vocabulary serves many prompts
     bare = unwrapped(model)
     requests = [
         Request(
@@ -266,9 +270,9 @@ def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tok
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
-    """A generator for `n` times these requests, and no more rows than pay or than fit the memory.
+    """Return a generator for `n` times these requests, with no more rows than pay or than fit the memory.
 
-    Half of what is free may hold keys and values.
+    Keys and values may take half of the free memory.
 
     Raises:
         OutOfDeviceMemory: not even one row fits.
@@ -285,6 +289,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         )
     rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
+    # One request speaks for all: `generate` gives them the same constraint and stop strings.
     automata = [each for each in (longest.constraint, longest.stop) if each]
     return Generator(
         model,
@@ -298,7 +303,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Refuse what is no id of a tokenizer, which would be another one, or an index error."""
+    """Refuse ids that a tokenizer does not have, which would stand for other ones or be an index error."""
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
     for each in ids:
@@ -306,11 +311,11 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
 
 
 def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """A text's ids after the one that begins a document; ids as they are.
+    """Return a text's ids after the one that begins a document; ids are returned as they are.
 
     Raises:
         InputRefused: they leave no room in the model's context.
-        UsageError: what is no id of the tokenizer.
+        UsageError: an id is not the tokenizer's.
     """
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
     require_ids("a prompt", ids, tokenizer)

@@ -11,11 +11,11 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
 
-# The entropy of what is left, by sums of integers, so that its bits do not depend on an order of summation.
+# The entropy of the tokens that are left is a sum of integers, so that its bits depend on no order of summation.
 
 
 def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """E[y], y = high - x, under the probabilities of what is left, fp32 [B, 1]; and the sum of weights, int64 [B, 1].
+    """Return E[y], y = high - x, over the tokens that are left, fp32 [B, 1]; and the sum of weights, int64 [B, 1].
 
     w y <= 1/e for w = exp(-y), so the products are summed in the weights' own fixed point.
     """
@@ -27,7 +27,7 @@ def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def normalised_entropy(candidates: Candidates) -> Tensor:
-    """H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
+    """Return H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
     left_B1 = candidates.left()
@@ -36,17 +36,17 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
 
 # Temperature, fixed or moving with the entropy (llama.cpp's temp and temp-ext).
 
-# A smaller one divides by this: the other tokens' scores are then as good as -inf, and 0 / 0 does not come up.
+# Smaller temperatures divide by this: the other tokens' scores are then as good as -inf, and there is no 0 / 0.
 SMALLEST = 2.0**-100
 
 
 def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Scores x / T, from the largest score down, so that it stays 0."""
+    """Return scores x / T, from the largest score down, so that it stays 0."""
     return _divided(candidates, knobs["temperature"])
 
 
 def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Scores x / (a + (b - a) (H / ln n)^e) with a = max(0, T - range), b = T + range; a range of 0 leaves x / T."""
+    """Return x / (a + (b - a) (H / ln n)^e) with a = max(0, T - range), b = T + range; a range of 0 leaves x / T."""
     middle_B1, range_B1 = knobs["temperature"], knobs["temperature_range"]
     low_B1 = (middle_B1 - range_B1).clamp(min=0).double()
     power_B1 = normalised_entropy(candidates).pow(knobs["temperature_exponent"].double())
@@ -122,7 +122,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens nearest to the expected surprise, |-ln p - H|, until they have the probability p; p = 1 is off.
 
     With y = high - x, the surprise is y + ln S and the entropy H = E[y] + ln S: the distance is |y - E[y]|. It rises on
-    both sides of E[y], so what is kept is an interval of scores. The likeliest tokens may go.
+    both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may go.
     """
     p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
     used_B1 = p_B1 < 1
@@ -160,7 +160,7 @@ def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of what is left; 0 is off."""
+    """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0 is off."""
     log_epsilon_B1, total_B1 = knobs["log_eta"], log_total(candidates)
     entropy_B1 = mean_surprise(candidates)[0] + total_B1
     log_least_B1 = torch.minimum(log_epsilon_B1, 0.5 * log_epsilon_B1 - entropy_B1)
@@ -173,7 +173,7 @@ def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def log_total(candidates: Candidates) -> Tensor:
-    """The natural logarithm of the sum of exp(score - high), fp32 [B, 1]: minus that of the likeliest's probability."""
+    """Return ln of the sum of exp(score - high), fp32 [B, 1]: minus the ln of the likeliest token's probability."""
     return log((candidates.total().double() / UNIT).float())
 
 

@@ -1,4 +1,4 @@
-"""The host's side of decoding: requests take free rows, blocks of steps run, ids come out.
+"""The host's side of decoding: requests take free rows, blocks of steps run, ids are read.
 
 A row takes the next request as soon as the host has seen that the last one ended; a request's tokens do not depend on
 the row, on the other rows, on when it came or on how many steps a block has.
@@ -35,14 +35,14 @@ Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 
 @dataclass(frozen=True)
 class Request:
-    """What one row is to write.
+    """One text to write: a prompt and how to go on.
 
     Attributes:
         prompt_ids: at least one.
         sampling: how tokens are chosen; its seed names the draws.
         max_tokens: most tokens to write, at least 1; the cache's end comes first if it is nearer.
         stop_ids: ids that end the text.
-        constraint: what may be written; None: anything.
+        constraint: what texts are allowed; None: any.
         stop: stop strings; None: none.
         breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: none.
     """
@@ -96,10 +96,10 @@ FINISHES: dict[Status, Finish] = {
 
 @dataclass
 class _Slot:
-    """What the host knows of a row: the request in it, how many tokens it got and how many may be under way.
+    """The host's record of a row: its request, how many tokens it got and how many may be under way.
 
-    `exact`: the fast truncation could not decide once. From then on the row runs with the exact one, in a slot of its
-    own, so that what the row did while it waited is not looked at.
+    `exact`: the fast truncation could not decide once. From then on the row runs with the exact one, in a new slot, so
+    that its codes of the time it waited are not looked at.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Generator:
 
     Attributes:
         rows: requests that run at once.
-        compiled: whether the step is.
+        compiled: whether the step is compiled.
         ahead: whether the host reads a block while the next one runs. On a CPU that would only be work in vain.
         prefill_s: the host's seconds spent on reading prompts.
         blocks_read: how often the host read what had been drawn, the only times it waited for the device.
@@ -147,7 +147,7 @@ class Generator:
             model: put into evaluation mode.
             chain: the sampler's stages, all that any request will need.
             rows: requests that run at once.
-            slots: positions of each, at most the model's context.
+            slots: positions of each row, at most the model's context.
             vocabulary: V, the tokenizer's.
             automata: all constraints and stop strings that requests will have.
             block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
@@ -157,12 +157,14 @@ class Generator:
         self.model, self.slots, self.device = model.eval(), slots, weight.device
         self.rows, self.compiled = rows, compiled
         self.block = block or (16 if weight.is_cuda else 1)
+        # One graph for each number of visible blocks and each truncation, and torch gives up after eight.
         if compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if compiled else lambda function: function
         longest = min(slots, CHUNKS[weight.device.type], model.config.max_position_embeddings)
         self.reader = Reader(model, slots, 1 << longest.bit_length() - 1, wrap)
         self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
+        # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, slots, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
@@ -177,11 +179,11 @@ class Generator:
         self._submitted = 0
 
     def submit(self, request: Request) -> int:
-        """Put a request in the queue; the number that its events carry.
+        """Put a request in the queue; return the number that its events carry.
 
         Raises:
             InputRefused: its prompt leaves no room.
-            UsageError: it needs what the generator was not made for.
+            UsageError: it needs something that the generator was not made for.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -191,7 +193,7 @@ class Generator:
         if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
             raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
         for automaton in (request.constraint, request.stop):
-            self._start(automaton)
+            self._start(automaton)  # to refuse it now, not in the middle of a run
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
         self._waiting.append((self._submitted, request))
@@ -204,6 +206,7 @@ class Generator:
         while under_way is not None or self._waiting or any(self._slots):
             self._admit()
             launched = self._launch()
+            # On a GPU the block before is read while this one runs, on a CPU this one at once.
             for block in (under_way, None if self.ahead else launched):
                 if block is not None:
                     yield from self._collect(block)
@@ -232,6 +235,7 @@ class Generator:
                 state.prompt_BV[row].copy_(prompt_V)
         if state.past is not None:
             state.past.begin(row, prompt, request.breaker_V)
+        # mirostat begins at twice its target, as in llama.cpp.
         state.mu_B[row] = 2 * request.sampling.mirostat_tau
         write_row(self.knobs, row, knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids]))
         state.constraint_B[row], state.stopping_B[row] = self._start(request.constraint), self._start(request.stop)
@@ -251,11 +255,11 @@ class Generator:
     def _release(self, row: int, finish: Finish) -> None:
         slot, self._slots[row] = self._slots[row], None
         assert slot is not None
-        # A row that does not run still reads and writes at its position, which others may not look as far as.
+        # A row at rest still reads and writes at its position: at 0 it does not keep the others from a short look.
         self.state.position_B[row] = 0
         if finish == "not_finite":
             self.cache.clear(row)
-            self.reader.forget()
+            self.reader.forget()  # the numbers that are not finite may be the prompt's
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
@@ -265,25 +269,30 @@ class Generator:
         steps = min(self.block, max((slot.limit - slot.launched for slot in running), default=0))
         if steps <= 0:
             return None
+        # All rows look at as many blocks as the longest one needs; more blocks change no bit.
         longest = max(len(slot.request.prompt_ids) + min(slot.launched + steps, slot.limit) for slot in running)
+        # The exact search gives the same bits, so one row that needs it makes it everybody's.
         truncation: Truncation = "search" if any(slot.exact for slot in running) else "window"
         self.outbox.begin(self.state.line_1)
         self.replays.run(steps, visible_blocks(longest, self.cache.blocks), truncation)
         for slot in running:
             slot.launched = min(slot.launched + steps, slot.limit)
+        # A copy of the slots, which may have other requests by the time that the block is read.
         return _Block(steps, self.outbox.send(steps), list(self._slots))
 
     def _collect(self, block: _Block) -> Iterator[Event]:
-        """Read a block's codes; what a row wrote after its request ended is not looked at."""
+        """Read a block's codes; those of a row after the end of its request are not looked at."""
         codes, *reports = self.outbox.read(block.half, block.steps)
         lines = codes.tolist()
         self.blocks_read += 1
         for row, slot in enumerate(block.slots):
+            # Launched before the host had seen that the request ended.
             if slot is None or self._slots[row] is not slot:
                 continue
             tokens, status = _drawn(decoded(line[row]) for line in lines)
             slot.received += len(tokens)
             finish = FINISHES.get(status)
+            # The row drew nothing since, so the exact search draws the same token at the same position.
             if status == Status.UNDECIDED:
                 self._slots[row] = replace(slot, launched=slot.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
@@ -296,7 +305,7 @@ class Generator:
 
 
 def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
-    """The tokens of a row in a block, and its status when it drew no more."""
+    """Return the tokens of a row in a block, and its status when it drew no more."""
     tokens, status = [], Status.RUNNING
     for token, status in codes:
         if status in HAS_TOKEN:
@@ -307,7 +316,7 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
 
 
 def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
-    """A row's log-probabilities in a block, first the raw ones; a token that could not be drawn has none."""
+    """Return a row's log-probabilities in a block, the raw ones first; a token that could not be drawn has none."""
     found = []
     for line in zip(*(report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports), strict=True):
         (drawn, *raw), (processed_drawn, *processed) = line[0]

@@ -1,6 +1,6 @@
-"""A chain: which stages a set of requests needs, in which order; and the per-row numbers that the stages read.
+"""A chain, the ordered stages that a set of requests needs, and the per-row numbers that the stages read.
 
-The chain is compile time: changing it is another graph. Everything else is a tensor with one entry per row, so a
+The chain is compile time: another chain is another graph. Everything else is a tensor with one entry per row, so a
 request is admitted by writing its row. A row that does not use a stage has the number at which the stage is off.
 
 Shapes: B rows, M ids that are listed for a row, padded with -1.
@@ -21,9 +21,10 @@ from monograph.errors import UsageError
 
 # The largest k of top-k for which the rest of a chain looks at 2 k tokens instead of all, and the fewest it looks at.
 FEW, LEAST_FEW = 128, 64
-# The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens), and what
-# changes how the stages beside them work: a window for the penalties, a least number of tokens for the filters.
+# The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens), and two
+# that change how other stages work: a window for the penalties, a least number of tokens for the filters.
 EDITS = ("bias", "min_tokens", "last_n", "repetition", "counted", "dry", "min_keep")
+# At temperature 0 the likeliest token is taken, whatever the filters say, so that no filter is needed.
 _NEEDED: dict[str, Callable[[Sampling], bool]] = {
     "bias": lambda s: bool(s.logit_bias),
     "min_tokens": lambda s: s.min_tokens > 0,
@@ -42,7 +43,7 @@ _NEEDED: dict[str, Callable[[Sampling], bool]] = {
     "typical": lambda s: s.temperature > 0 and s.typical_p < 1,
     "epsilon": lambda s: s.temperature > 0 and s.epsilon_cutoff > 0,
     "eta": lambda s: s.temperature > 0 and s.eta_cutoff > 0,
-    "xtc": lambda s: s.temperature > 0 and s.xtc_probability > 0 and s.xtc_threshold <= 0.5,
+    "xtc": lambda s: s.temperature > 0 and s.xtc_probability > 0 and s.xtc_threshold <= 0.5,  # above, XTC is off
     "mirostat": lambda s: s.temperature > 0 and s.mirostat_tau > 0,
 }
 
@@ -55,7 +56,7 @@ class Chain:
         stages: names from EDITS, then from FILTERS; without a temperature every row takes its likeliest token.
         bias_ids: length of a row's list of biased ids; a power of two, or 0.
         stop_ids: length of a row's list of stop tokens that min_tokens forbids, likewise.
-        logprobs: how many of the likeliest tokens are reported beside the drawn one; None: no log-probabilities.
+        logprobs: how many of the likeliest tokens are reported in addition to the drawn one; None: nothing is.
         few: how many of the likeliest tokens are sure to hold what top-k keeps in every row that draws, but for ties;
             None where a row may keep more than FEW of them.
     """
@@ -68,43 +69,45 @@ class Chain:
 
     @property
     def draws(self) -> bool:
-        """Whether a row may draw at random."""
+        """Return whether a row may draw at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
     @property
     def reads_counts(self) -> bool:
-        """Whether `Rows.counts_BV` is read."""
+        """Return whether `Rows.counts_BV` is read."""
         return "repetition" in self.stages or "counted" in self.stages
 
     @property
     def reads_history(self) -> bool:
-        """Whether `Rows.history_BT` is read."""
+        """Return whether `Rows.history_BT` is read."""
         return "last_n" in self.stages or "dry" in self.stages
 
     @property
     def reports(self) -> bool:
-        """Whether a step needs the probabilities that it drew from."""
+        """Return whether a step needs the probabilities that it drew from."""
         return self.logprobs is not None or "mirostat" in self.stages
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether `Rows.prompt_BV` is read."""
+        """Return whether `Rows.prompt_BV` is read."""
         return "repetition" in self.stages
 
     def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
-        """Whether a request's stages are all here, in its order, with room for its ids."""
+        """Return whether a request's stages are all here, in its order, with room for its ids."""
         own = chain_of([sampling], stop_ids)
         if "dynamic_temperature" in own.stages and "dynamic_temperature" not in self.stages:
             return False
+        # A dynamic temperature whose range is 0 is a fixed one.
         wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
         in_order = [stage for stage in here if stage in wanted] == wanted
         reported = own.logprobs is None or (self.logprobs is not None and own.logprobs <= self.logprobs)
+        # A chain that looks at few tokens could miss some of those that a larger k keeps.
         held = self.few is None or not own.draws or (own.few is not None and own.few <= self.few)
         return in_order and reported and held and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
-    """The smallest chain that serves all these requests.
+    """Return the smallest chain that serves all these requests.
 
     Args:
         samplings: at least one.
@@ -125,6 +128,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         raise UsageError(f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off")
     if needed("dynamic_temperature"):
         stages = tuple(stage.replace("temperature", "dynamic_temperature") for stage in stages)
+    # mirostat is last, as it steers by the distribution that is drawn from.
     return Chain(
         edits + stages + needed("mirostat"),
         _room(max(len(sampling.logit_bias) for sampling in samplings)),
@@ -135,7 +139,8 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
 
 def _few(samplings: Sequence[Sampling]) -> int | None:
-    """Twice the largest k, as bf16 logits are often level, and a power of two, so that another k is no other graph."""
+    """Return how many of the likeliest tokens hold what top-k keeps, None for all of them."""
+    # Twice the largest k, as bf16 logits are often level, and a power of two, so that another k is no other graph.
     kept = [_top_k(sampling) for sampling in samplings if sampling.temperature > 0]
     if not kept or min(kept) == 0 or max(kept) > FEW:
         return None
@@ -143,16 +148,17 @@ def _few(samplings: Sequence[Sampling]) -> int | None:
 
 
 def _top_k(sampling: Sampling) -> int:
+    # The filters after top-k look at fewer tokens, so that min_keep of them have to be left here.
     return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
 
 
 def _room(entries: int) -> int:
-    """The power of two that holds so many, so that a few more entries are no other graph."""
+    """Return a power of two that holds so many, so that a few more entries are no other graph."""
     return 1 << (entries - 1).bit_length() if entries else 0
 
 
 def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
-    """A request's numbers for the stages of a chain, on the host.
+    """Return a request's numbers for the stages of a chain, on the host.
 
     Args:
         sampling: the request's options.
@@ -168,6 +174,7 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
 
 def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
+    # A chain may have stages that this request does not use: their numbers are those that change no bit.
     seen = sampling.penalty_last_n != 0
     values: dict[str, Any] = {
         "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
@@ -232,7 +239,7 @@ _INT64 = {
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Tensors for so many rows, every stage off and the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
+    """Return tensors for so many rows, all stages off and the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
     return {
         name: torch.tensor([value] * rows, dtype=_dtype(name), device=device)
         for name, value in _numbers(_OFF, chain, ()).items()
@@ -250,6 +257,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _log(probability: float) -> float:
+    # At -inf every token is likely enough, so the filter is off.
     return math.log(probability) if probability else -math.inf
 
 

@@ -1,4 +1,4 @@
-"""What changes logits before any filter: a bias for ids, a minimum of tokens, penalties for what was written before.
+"""Edits of logits before any filter: a bias for ids, a minimum of tokens, penalties for earlier ids.
 
 Shapes: B rows, V vocabulary, M ids of a row that are listed, padded with -1, T positions of a row.
 """
@@ -14,34 +14,36 @@ from torch import Tensor
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
-# Inductor vectorises int32 on a CPU and not int16, which made every loop beside the counts a scalar one.
+# Inductor vectorises int32 on a CPU and not int16, which made every loop that was fused with the counts a scalar one
+# (docs/log.md).
 COUNTS = torch.int32
 
 
 def add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
-    """logits[b, ids[b, m]] + values[b, m]; an id of -1 adds nothing. -inf forbids the id."""
+    """Return logits[b, ids[b, m]] + values[b, m]; an id of -1 adds nothing, and -inf forbids the id."""
+    # Padding adds 0 to id 0, as the length of a list is part of the graph.
     listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(-1, torch.where(listed_BM, ids_BM, 0), torch.where(listed_BM, values_BM, 0.0))
 
 
 def forbid_until(logits_BV: Tensor, ids_BM: Tensor, generated_B1: Tensor, least_B1: Tensor) -> Tensor:
-    """-inf at the listed ids while fewer than `least` tokens were drawn."""
+    """Return logits with -inf at the listed ids while fewer than `least` tokens were drawn."""
     early_BM = (generated_B1 < least_B1).expand_as(ids_BM)
     return add_at(logits_BV, ids_BM, torch.where(early_BM, -torch.inf, torch.zeros_like(ids_BM, dtype=torch.float32)))
 
 
 def repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
-    """Logits x / r if x > 0 else x r, for ids that were seen (Keskar et al. 2019, CTRL; transformers, llama.cpp)."""
+    """Return x / r if x > 0 else x r, for ids that were seen (Keskar et al. 2019, CTRL; transformers, llama.cpp)."""
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
 
 
 def counted(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence_B1: Tensor) -> Tensor:
-    """Logits x - count f - (count > 0) p: the frequency and presence penalties of OpenAI's API."""
+    """Return logits x - count f - (count > 0) p: the frequency and presence penalties of OpenAI's API."""
     return logits_BV - counts_BV.float() * frequency_B1 - torch.where(counts_BV > 0, presence_B1, 0.0)
 
 
 class Past(NamedTuple):
-    """What was written in each row, prompt and output.
+    """The ids that were written in each row, prompt and output.
 
     Attributes:
         history_BT: int32, the id at each position.
@@ -55,6 +57,7 @@ class Past(NamedTuple):
 
     def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
         """Note the tokens that were drawn at these positions, in place; the other rows are not changed."""
+        # As in a shift register, a position's count follows from its neighbour's: no repetition is searched for.
         places_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
         again_BT = (self.history_BT == token_B[:, None]) & (places_T < position_B[:, None])
         again_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
@@ -67,6 +70,7 @@ class Past(NamedTuple):
         ids_T = torch.tensor(prompt_ids)
         self.breaker_BV[row] = False if breaker_V is None else breaker_V
         broken = [] if breaker_V is None else breaker_V[ids_T].nonzero()[:, 0].tolist()
+        # No repetition goes across a breaker, so none is longer than the ids since the last one.
         since = len(prompt_ids) - 1 - (broken[-1] if broken else -1)
         self.history_BT[row, : len(prompt_ids)] = ids_T
         self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(each, since) for each in _repeats(prompt_ids)])
@@ -74,11 +78,9 @@ class Past(NamedTuple):
 
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
 def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
-    """The largest of the values of each id, at least 0, [B, V].
-
-    An operator of its own: Inductor writes `scatter_reduce` over zeros that other kernels may have read before (torch
-    2.13: logits that a top-k needs whole came out without the penalty).
-    """
+    """Return the largest of the values of each id, at least 0, [B, V]."""
+    # A custom operator, since Inductor (torch 2.13) writes `scatter_reduce` over zeros that other kernels may have read
+    # before: logits that a top-k needs whole came out without the penalty.
     zeros_BV = values_BT.new_zeros(values_BT.shape[0], vocabulary)
     return zeros_BV.scatter_reduce(-1, ids_BT, values_BT, "amax")
 
@@ -89,14 +91,14 @@ def _(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
 
 
 def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
-    """Logits x - m b^(L - a) for ids with which a repetition of L >= a tokens would go on (DRY, P. E. Weidmann 2024).
+    """Return x - m b^(L - a) for ids with which a repetition of L >= a tokens would go on (DRY, P. E. Weidmann 2024).
 
-    L is the longest end of the text that stands also before an earlier place of the id. A sequence breaker is never
-    penalised. The power is a product of exact squares in fp64, as no library promises the bits of its own.
+    L is the length of the longest end of the text that also stands before an earlier place of the id. A sequence
+    breaker is never penalised.
 
     Args:
         logits_BV: fp32.
-        past: what was written.
+        past: the ids that were written.
         position_B1: of the token to be drawn, int64.
         knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B, 1] each.
     """
@@ -107,10 +109,12 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     counted_BT = (length_BT >= allowed_B1) & (places_T >= start_B1) & (places_T < position_B1 - 1)
     counted_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
+    # The power is a product of squares in fp64, rounded alike everywhere, as no library promises the bits of its own.
     power_BT, square_B1 = torch.ones_like(exponent_BT, dtype=torch.float64), knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
         power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
         square_B1 = square_B1 * square_B1
+    # Finite, as an infinite penalty would forbid the id.
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(max=torch.finfo(torch.float32).max)
     penalty_BT = torch.where(counted_BT, penalty_BT.float(), 0.0)
     worst_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
@@ -118,7 +122,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
 
 
 def _repeats(ids: Sequence[int]) -> list[int]:
-    """How many tokens that end at each position also end the whole (the Z-algorithm, from the end); 0 at the last."""
+    """Return how many tokens that end at each position also end the whole (Z-algorithm, backwards); 0 at the last."""
     turned, found = ids[::-1], [0] * len(ids)
     left = right = 0
     for place in range(1, len(ids)):
@@ -132,10 +136,10 @@ def _repeats(ids: Sequence[int]) -> list[int]:
 
 
 def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
-    """The ids of the tokens that contain one of the texts, bool [V].
+    """Return which tokens contain one of the texts, bool [V].
 
     Raises:
-        UsageError: no token contains one of them: it would do nothing.
+        UsageError: no token contains one of them, so that it would do nothing.
     """
     wanted = [text.encode() for text in texts]
     found = [[text in bytes(piece) for piece in pieces] for text in wanted]
@@ -146,7 +150,7 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
 
 
 def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> tuple[Tensor, Tensor]:
-    """A row's counts before its first draw, and how often the prompt has each id that penalties see, [V] int32 each.
+    """Return a row's counts before its first draw, and how often the prompt has each id that penalties see, [V] int32.
 
     The counts begin at zero, or with the scope "all" as those of the prompt.
     """
@@ -172,8 +176,8 @@ def forget(
     """Take the token that the window of the last n tokens leaves behind out of the counts, in place.
 
     Args:
-        counts_BV: of the output, or with "counts_prompt" of both.
-        prompt_BV: of the prompt; None: nobody asks.
+        counts_BV: counts of the output, or with "counts_prompt" of prompt and output.
+        prompt_BV: counts of the prompt; None: no stage reads them.
         history_BT: the ids at each position.
         position_B: of the token drawn last.
         generated_B: tokens drawn.
@@ -184,6 +188,7 @@ def forget(
     place_B = position_B - n_B
     gone_B = moved_B & (n_B > 0) & (place_B >= 0)
     token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
+    # Prompt and output are counted apart, so it matters from which of them the token is.
     of_prompt_B = place_B <= position_B - generated_B
     for counts, left_B in ((counts_BV, ~of_prompt_B | (knobs["counts_prompt"] > 0)), (prompt_BV, of_prompt_B)):
         if counts is not None:

@@ -2,7 +2,7 @@
 
 No library promises for its exp the same bits inside a graph as outside, or in the vector part of a loop as in its
 remainder; a token could then depend on the batch that its row is in. Here every operation is one that IEEE 754 rounds
-correctly, and a sum of weights is one of integers, whose order does not matter. The polynomials and the two-part
+correctly, and weights are summed as integers, whose order does not matter. The polynomials and the two-part
 ln 2 are those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
 
 The noise is a pure function of (seed, position, vocabulary id), by a counter-based generator: no generator object, no
@@ -28,26 +28,27 @@ _LOG = (
 )
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
-# A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. What is cut off a weight is at most 2^-43 of the
-# likeliest token's; over a vocabulary of 2^17 that is 2^-26 of it all together, less than fp32 rounds.
+# A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. A weight loses at most 2^-43 of the likeliest token's;
+# over a vocabulary of 2^17 that is 2^-26 of it all together, less than fp32 rounds.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive, normal fp32 numbers; any shape."""
+    """Return the natural logarithm of positive, normal fp32 numbers; any shape."""
     mantissa, exponent = _split(x)
     return _log(mantissa - 1, exponent)
 
 
 def log1p_negative(u: Tensor) -> Tensor:
-    """ln(1 - u) of fp32 numbers in [0, 1), as exact relative to the result near 0 as everywhere else."""
+    """Return ln(1 - u) of fp32 numbers in [0, 1), as exact relative to the result near 0 as everywhere else."""
     mantissa, exponent = _split(1 - u)
+    # 1 - u has lost digits of a small u; where nothing is split off u itself has them all.
     return _log(torch.where(exponent == 0, -u, mantissa - 1), exponent)
 
 
 def weight(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0 as a fixed-point integer: round(2^43 exp r) >> -k, where x = k ln 2 + r, |r| <= ln 2 / 2.
+    """Return exp(x), x <= 0, as a fixed-point integer: round(2^43 exp r) >> -k, where x = k ln 2 + r, |r| <= ln 2 / 2.
 
     Args:
         x: fp32, -inf allowed.
@@ -55,7 +56,7 @@ def weight(x: Tensor) -> Tensor:
     Returns:
         int64 in [0, 2^43]: exactly 2^43 at 0, and 0 below about -30.
     """
-    x = x.clamp(min=-60.0)
+    x = x.clamp(min=-60.0)  # far below the last weight above 0, and finite where x is not
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
     power = (_horner(_EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
@@ -71,35 +72,35 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, k) with x = m 2^k, m in [sqrt(1/2), sqrt 2)."""
+    """Return (m, k) with x = m 2^k, m in [sqrt(1/2), sqrt 2)."""
     bits = x.view(torch.int32)
     exponent = (bits - _ROOT_HALF) >> _MANTISSA_BITS
     return (bits - (exponent << _MANTISSA_BITS)).view(torch.float32), exponent
 
 
 def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
-    """ln((1 + fraction) 2^exponent)."""
+    """Return ln((1 + fraction) 2^exponent)."""
     square, exponent = fraction * fraction, exponent.float()
     correction = _horner(_LOG, fraction) * fraction * square + exponent * LN2_LOW - 0.5 * square
     return fraction + correction + exponent * LN2_HIGH
 
 
-# The fourth word of the counter: what the number is for.
+# The fourth word of the counter says which purpose a number has.
 _GUMBEL, _ROW, _CONTINUATION = 0, 1, 2
 
 
 def uniform(word: Tensor) -> Tensor:
-    """The number min((word + 1/2) 2^-32, 1 - 2^-24), fp32: never 0 and never 1, however the word rounds to fp32."""
+    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: never 0 and never 1, however the word rounds to fp32."""
     return ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """-ln(-ln(1 - u)), fp32, finite for every word; the large values, which win, come from the u that fp32 resolves."""
+    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from u that fp32 resolves."""
     return -log(-log1p_negative(uniform(word)))
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise (Gumbel 1954) for the token at a position, one number per vocabulary id.
+    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, one number per vocabulary id.
 
     Id v has word v mod 4 of the counter (v // 4, position, 0): one Philox for four ids.
 
@@ -111,13 +112,14 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     Returns:
         [B, V] fp32.
     """
+    # One Philox for each id would take 1.7 times as long (docs/log.md).
     fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
     return gumbel(words.flatten(1)[:, :vocabulary])
 
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
-    """`gumbel_noise` of these ids alone, int64 [B, N]: the same bits, [B, N] fp32."""
+    """Return `gumbel_noise` of these ids alone, int64 [B, N]: the same bits, [B, N] fp32."""
     words = _words(seed_B[:, None], position_B[:, None], ids_BN >> 2, _GUMBEL)
     chosen_BN = words[0]
     for number, word in enumerate(words[1:], 1):
@@ -126,13 +128,14 @@ def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tenso
 
 
 def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """One uniform number per row and position, [B] fp32, independent of the noise."""
+    """Return one uniform number per row and position, [B] fp32, independent of the noise."""
     return uniform(_words(seed_B, position_B, torch.zeros_like(seed_B), _ROW)[0])
 
 
 def continuation_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
+    """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
     words = _words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)
+    # A seed is an int64 that is not negative, hence 63 bits.
     return (int(words[0]) << 31) | (int(words[1]) >> 1)
 
 

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen: every option, its range, and the value at which it is off."""
+"""The options of how one request's tokens are chosen, with their ranges and the values at which they are off."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from monograph.ranges import Range, between, whole
 
 Scope = Literal["output", "all"]
 
-# The temperature and the filters. transformers: the temperature first; llama.cpp: last. What one of them does not have
-# stands beside what it is near.
+# The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them
+# lacks is next to a similar one.
 ORDERS = {
     "hf": (*("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"), *("typical", "epsilon", "eta", "xtc")),
     "llama_cpp": (
@@ -36,11 +36,11 @@ _RANGES = {
     "top_n_sigma": between(0, _LARGEST),
     "xtc_probability": between(0, 1),
     "xtc_threshold": between(0, 1),
-    "repetition_penalty": between(1 / _LARGEST, _LARGEST),
+    "repetition_penalty": between(1 / _LARGEST, _LARGEST),  # positive logits are divided by it
     "frequency_penalty": between(-_LARGEST, _LARGEST),
     "presence_penalty": between(-_LARGEST, _LARGEST),
     "dry_multiplier": between(0, _LARGEST),
-    "dry_base": between(1, _LARGEST),
+    "dry_base": between(1, _LARGEST),  # below 1 a longer repetition would cost less
     "mirostat_tau": between(0, _LARGEST),
     "mirostat_eta": between(0, _LARGEST),
     "top_k": whole(0, 2**31 - 1),
@@ -49,7 +49,7 @@ _RANGES = {
     "dry_allowed_length": whole(0, 2**31 - 1),
     "dry_penalty_last_n": whole(-1, 2**31 - 1),
     "min_tokens": whole(0, 2**31 - 1),
-    "seed": whole(0, 2**63 - 1),
+    "seed": whole(0, 2**63 - 1),  # an int64 on the device
     "logprobs": whole(0, 1000),
 }
 _TOKEN_ID = Range("a token id, 0 or more", 0, math.inf, whole=True)
@@ -58,7 +58,7 @@ _BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Equations and sources of all stages: docs/generate.md.
+    """Options of how the next token is chosen. Equations and sources of all stages: docs/generate.md.
 
     Attributes:
         temperature: scores are divided by it; 0 takes the likeliest token (the lowest id among equals), whatever the
@@ -77,22 +77,22 @@ class Sampling:
         mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
         mirostat_eta: by which share of the difference each token moves its limit.
         temperature_range: temperature moves with the entropy between `temperature` minus and plus this; 0: off.
-        temperature_exponent: how, at a normalised entropy h: by h to this power.
+        temperature_exponent: at a normalised entropy h the temperature moves by h to this power.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt and output; 1: off.
         frequency_penalty: subtracted once for every time that the id was drawn; 0: off.
         presence_penalty: subtracted if the id was drawn; 0: off.
         penalty_scope: whether the last two count the output alone or prompt and output ("all").
         penalty_last_n: the penalties see only so many of the last tokens; -1: all, 0: none.
-        dry_multiplier: subtracted from the logit of a token that would go on with what was written before, times
-            `dry_base` to the power of the length of what is repeated beyond `dry_allowed_length`; 0: off.
-        dry_base: see there.
+        dry_multiplier: subtracted from the logit of a token that would continue a repetition of earlier text,
+            times `dry_base` to the power of the repetition's length beyond `dry_allowed_length`; 0: off.
+        dry_base: see `dry_multiplier`.
         dry_allowed_length: a repetition of fewer tokens costs nothing.
         dry_penalty_last_n: repetitions are looked for among so many of the last tokens; -1: all, 0: none.
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
         min_tokens: no stop token before so many were drawn.
         logit_bias: added to the logits of ids; -inf forbids an id.
         logprobs: report the log-probabilities of each drawn token and of so many of the likeliest, under the model's
-            raw logits and under what was drawn from; None: report none.
+            raw logits and under the distribution drawn from; None: report none.
         seed: names the draws; a row's draws depend on nothing else.
         order: "hf" filters after the temperature, "llama_cpp" before it; or the names of stages in their order, with
             commas, among them all that are on (`ORDERS`).
@@ -137,6 +137,7 @@ class Sampling:
                 allowed.require(name, getattr(self, name))
         if self.penalty_scope not in get_args(Scope):
             raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
+        # A plain text is a sequence, too: of its letters.
         breakers = self.dry_sequence_breakers
         if not isinstance(breakers, list | tuple) or not all(isinstance(each, str) and each for each in breakers):
             raise UsageError(f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty")
@@ -145,7 +146,7 @@ class Sampling:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The temperature and the filters in their order, whether they are on or not."""
+        """Return the temperature and the filters in their order, whether they are on or not."""
         return ORDERS.get(self.order) or tuple(name.strip() for name in self.order.split(","))
 
     def _check_order(self) -> None:
@@ -169,10 +170,10 @@ class Sampling:
 
     @classmethod
     def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int, vocabulary: int) -> list[Sampling]:
-        """The options of each of `count` prompts: one for all, by default `Sampling()`, or one for each.
+        """Return the options of each of `count` prompts: one for all, by default `Sampling()`, or one for each.
 
         Raises:
-            UsageError: something else, or what `check_vocabulary` refuses.
+            UsageError: `given` is something else, or `check_vocabulary` refuses.
         """
         each = [given or cls()] * count if isinstance(given, cls | None) else given
         if not isinstance(each, list | tuple) or not all(isinstance(one, cls) for one in each):
@@ -189,7 +190,7 @@ class Sampling:
         """Refuse a bias for an id that a vocabulary of this size does not have, or more log-probabilities than it has.
 
         Raises:
-            UsageError: naming the id, or the number.
+            UsageError: its message names the id, or the number.
         """
         if self.logprobs is not None and self.logprobs > vocabulary:
             raise UsageError(f"logprobs = {self.logprobs}: expected at most {vocabulary}, the vocabulary")

@@ -1,6 +1,6 @@
-"""What a decode graph remembers between steps: preallocated tensors on the device, written in place.
+"""The state of a decode graph between steps: preallocated tensors on the device, written in place.
 
-A block's lines of some rings leave the device in one copy each, that nobody waits for until it is read (`Outbox`).
+A block's lines of each ring leave the device in one copy, for which nobody waits until it is read (`Outbox`).
 
 Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, T positions of a row, R lines of a ring,
 N log-probabilities.
@@ -19,12 +19,12 @@ from monograph.decode.chain import LogProbabilities
 from monograph.decode.knobs import Chain
 from monograph.decode.penalties import COUNTS, Past, count_drawn
 
-TOKEN_BITS = 24  # of a code in the ring; the status stands above them
+TOKEN_BITS = 24  # lowest bits of a code in the ring; the status is above them
 MAX_STOP_IDS = 16
 
 
 class Status(IntEnum):
-    """What a row is doing.
+    """The status of a row.
 
     FREE: nothing. RUNNING: it draws a token at every step. STOP: it drew a stop id, or a token that completes a stop
     string, or one after which nothing but an end may come. LENGTH: it drew as many tokens as it may. NOT_FINITE: its
@@ -53,20 +53,20 @@ class State:
         position_B: its position.
         seed_B: names the row's draws.
         generated_B: tokens drawn so far.
-        limit_B: how many there may be.
+        limit_B: how many tokens may be drawn.
         status_B: a `Status`.
         stop_ids_BM: ids that end the row, padded with -1.
         constraint_B: state of the automaton that says what may be drawn, int32.
         stopping_B: state of the automaton that looks for stop strings, int32.
         counts_BV: how often each id was drawn, int32; None where no penalty asks.
         prompt_BV: whether an id is in the prompt, or how often; None where no penalty asks.
-        past: what was written; None where no penalty asks.
+        past: the ids that were written; None where no penalty asks.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the ring's next line.
-        ring_RB: what the host reads, int32: at each step token + status * 2^24, 4 bytes a row.
+        ring_RB: for the host, int32: at each step token + status * 2^24, 4 bytes a row.
         values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
-            under what was drawn from; None where nobody asks.
-        ids_RBN: int32, the likeliest ids, of both; None likewise.
+            under the distribution drawn from; None where nobody asks.
+        ids_RBN: int32, the likeliest ids under both; None likewise.
     """
 
     token_B: Tensor
@@ -89,7 +89,7 @@ class State:
 
     @classmethod
     def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
-        """All rows free."""
+        """Allocate the state of rows that are all free."""
         n = chain.logprobs
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -102,10 +102,11 @@ class State:
             generated_B=zeros(rows),
             limit_B=zeros(rows),
             status_B=zeros(rows),
-            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
+            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,  # the id of no token
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
+            # Ids of the prompt leave a window one by one, so there they are counted.
             prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
             if chain.reads_prompt
             else None,
@@ -125,7 +126,7 @@ class State:
 
     @property
     def rings(self) -> list[Tensor]:
-        """All that the host reads."""
+        """Return all tensors that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
     def report(self, *found: LogProbabilities) -> None:
@@ -133,37 +134,42 @@ class State:
         if self.values_RBN is not None and self.ids_RBN is not None:
             values_BN = torch.cat([part for each in found for part in (each.chosen_B[:, None], each.values_BN)], dim=1)
             ids_BN = torch.cat([each.ids_BN for each in found], dim=1)
+            # `line_1` is on the device, or every replay would write to the line of the capture.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
         """Add the step's line to the ring and take the new status; `moved_B` are the rows that drew a token."""
+        # All in place: a captured graph reads and writes these addresses at every replay.
         self.generated_B += moved_B
         self.position_B += moved_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
             count_drawn(self.counts_BV, self.token_B, moved_B)
+        # After the position has moved: `past` is told where the new token stands.
         if self.past is not None:
             self.past.add(self.token_B, self.position_B, moved_B)
+        # One number for token and status: less crosses to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
 
 
 def decoded(code: int) -> tuple[int, Status]:
-    """A code's token and status."""
+    """Return a code's token and status."""
     return code & ((1 << TOKEN_BITS) - 1), Status(code >> TOKEN_BITS)
 
 
 class Outbox:
-    """Two halves of rings in turn: while the host reads one, the device writes the other."""
+    """Two halves of rings, used in turn: while the host reads one, the device writes the other."""
 
     def __init__(self, rings: Sequence[Tensor]) -> None:
-        """Of rings with the same even number of lines, [R, ...] each."""
+        """Take rings with the same even number of lines, [R, ...] each."""
         self._rings, self._half = rings, 0
         self.lines = rings[0].shape[0] // 2
         self.bytes_out = 0
         cuda = rings[0].is_cuda
+        # Page-locked, since a copy to other memory makes the host wait.
         self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in rings]
         self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
@@ -173,7 +179,7 @@ class Outbox:
         line_1.fill_(self._half * self.lines)
 
     def send(self, steps: int) -> int:
-        """Copy the lines of a block of steps; the half's number, for `read`."""
+        """Copy the lines of a block of steps; return the half's number, for `read`."""
         half, self._half = self._half, 1 - self._half
         begin = half * self.lines
         pairs = [(ring[begin : begin + steps], host[begin : begin + steps]) for ring, host in self._paired()]
@@ -183,6 +189,7 @@ class Outbox:
                 target.copy_(source)
             return half
         device = self._rings[0].device
+        # A separate stream, so that the next block runs while this one's lines leave.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
@@ -193,7 +200,7 @@ class Outbox:
         return half
 
     def read(self, half: int, steps: int) -> list[Tensor]:
-        """The lines of a block, [steps, ...] on the host; they are there until the block after the next is sent."""
+        """Return the lines of a block, [steps, ...] on the host; they stay until the block after the next is sent."""
         if self._events:
             self._events[half].synchronize()
         return [host[half * self.lines : half * self.lines + steps] for host in self._host]

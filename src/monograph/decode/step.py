@@ -38,12 +38,12 @@ class DecodeStep:
         tables: Tables | None,
         vocabulary: int,
     ) -> None:
-        """Everything is shared, not copied.
+        """Take the parts, which are shared and not copied.
 
         Args:
-            model: in evaluation mode.
-            state: the rows.
-            cache: as many rows.
+            model: the language model, in evaluation mode.
+            state: the state of the rows.
+            cache: keys and values of as many rows.
             chain: the sampler's stages.
             knobs: their values for each row.
             tables: the automata that the rows' states point into; None: no row has one.
@@ -61,7 +61,7 @@ class DecodeStep:
         logits_BV = self.model.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
-            position_B=state.position_B + 1,
+            position_B=state.position_B + 1,  # of the token that is drawn, not of the one that is read
             generated_B=state.generated_B,
             knobs=self.knobs,
             counts_BV=state.counts_BV,
@@ -76,11 +76,12 @@ class DecodeStep:
         self._advance(drawn)
 
     def _advance(self, drawn: Drawn) -> None:
-        """The stop rules: what each row does after a draw; rows that are not running stay as they are."""
+        """Apply the stop rules after a draw; rows that are not running stay as they are."""
         state = self.state
         # Plain numbers: Dynamo does not take an IntEnum for one.
         running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
         running_B = state.status_B == running
+        # Every row is computed, and `where` drops the result of a resting one: the host decides nothing in the graph.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
@@ -89,10 +90,13 @@ class DecodeStep:
                 states_B.copy_(torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B))
             ended_B |= stopped(self.tables, state.stopping_B) | stopped(self.tables, state.constraint_B)
         full_B = state.generated_B + 1 >= state.limit_B
+        # A stop at the last token that may be drawn is a stop.
         after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
+        # NAN, DEAD, OVERFLOW (from 1) are NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which follow one another alike.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
         state.write(moved_B, status_B)
+        # After `write`, which has counted the new token and moved the window on.
         if "last_n" in self.chain.stages:
             assert state.counts_BV is not None and state.past is not None
             history_BT, place = state.past.history_BT, (state.position_B, state.generated_B)

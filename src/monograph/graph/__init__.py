@@ -1,1 +1,1 @@
-"""What may be done to any module's graph: try it, capture it, change its precision. It knows no particular model."""
+"""Transform any module's graph: try it, capture it, change its precision. It knows no particular model."""

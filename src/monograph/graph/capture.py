@@ -1,4 +1,4 @@
-"""Capture: replace an object's functions by compiled ones, in place; modules, names and checkpoints stay the same."""
+"""Replace an object's functions by compiled ones, in place; modules, names and checkpoints stay the same."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ONE_BY_ONE = "micro-steps are launched one by one"
 
 
 class _Replaced(NamedTuple):
-    """An object's attribute, and what it itself held there; `_NOTHING` where its class did."""
+    """An attribute that was replaced, and the value that its owner held; `_NOTHING` where the owner's class held it."""
 
     owner: Any
     name: str
     before: Any
 
 
-_NOTHING = object()
+_NOTHING = object()  # not None, which an attribute may hold
 
 
 def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
@@ -59,7 +59,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
         The same object.
 
     Raises:
-        UsageError: the model has no blocks, or an engine instead of a step.
+        UsageError: the model has no blocks, or `step` is an engine.
         CaptureFailed: at the first call of a function that cannot be captured as one graph.
     """
     if not hasattr(step, "layout"):
@@ -72,7 +72,7 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
-    """The same with another compiler of functions, and nothing replayed."""
+    """Replace a step's functions as `capture` does, with any compiler of functions; nothing is replayed."""
     named = step.layout.captured(step, scope)
     new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in named]
     if scope == "blocks":
@@ -81,7 +81,7 @@ def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
 
 
 def _replay(step: Any, scope: Scope) -> None:
-    """Let the micro-step be replayed, if it can be."""
+    """Replay the step's micro-step from now on, or announce why it cannot be replayed."""
     if step.recorder is None:
         return
     if obstacle := obstacle_to_replay(step.remat, scope):
@@ -91,15 +91,15 @@ def _replay(step: Any, scope: Scope) -> None:
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
-    """Why no step with these two can be replayed, on any device; None if one can."""
+    """Return why a step with this policy and scope cannot be replayed on any device, None if it can."""
     if scope == "none":
         return "nothing is captured"
-    # torch keeps the random numbers' state on the host, where it also waits for what was sent there.
+    # Recomputing eagerly, torch keeps the random numbers' state on the host, which waits there for the device.
     return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
 
 
 def replayed(step: Any) -> StaticInputs:
-    """The step's micro-step as its `recorder` captures and replays it; what is called instead is announced."""
+    """Return the step's micro-step as its `recorder` captures and replays it; reasons not to replay are announced."""
     return StaticInputs(
         step.micro_step,
         step.recorder,
@@ -110,17 +110,18 @@ def replayed(step: Any) -> StaticInputs:
 
 
 def is_replayed(step: Any) -> bool:
-    """Whether a micro-step of the step is captured."""
+    """Return whether a micro-step of the step is captured."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
 
 
 def give_back(step: Any) -> bool:
-    """Free what captured micro-steps hold; True if they were, and are launched one by one from now on."""
+    """Free the memory of captured micro-steps; True if there were any, which are launched one by one from now on."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
 
 
 def release(step: Any) -> None:
     """Take a capture back: the step runs eagerly again."""
+    # Backwards: an attribute that was replaced twice gets its first value back.
     for owner, name, before in reversed(step.__dict__.pop("replaced", [])):
         if before is _NOTHING:
             delattr(owner, name)
@@ -130,11 +131,12 @@ def release(step: Any) -> None:
 
 @contextmanager
 def set_aside(step: Any) -> Iterator[None]:
-    """In the block the step is as it was before its capture, and afterwards captured again, its graphs the same.
+    """Undo a step's capture inside of the `with` block, and restore it afterwards with the same graphs.
 
-    For who samples from the step's module: a graph of a block is of training and evaluation, and would be made anew
-    for each layer's cache.
+    Sampling from the step's module needs it: the graphs of its blocks are those of training and evaluation, and would
+    be compiled anew for each layer's cache.
     """
+    # The compiled functions themselves are kept, so that nothing is compiled again.
     captured = [(each.owner, each.name, vars(each.owner)[each.name]) for each in step.__dict__.get("replaced", [])]
     release(step)
     try:
@@ -144,7 +146,7 @@ def set_aside(step: Any) -> Iterator[None]:
 
 
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
-    """What scope "blocks" replaces beside `apply`: the blocks' forward passes and the loss."""
+    """Return what scope "blocks" replaces in addition to `apply`: the blocks' forward passes and the loss."""
     found = blocks(step.model)
     if not found:
         raise UsageError(
@@ -152,6 +154,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
             "capture it as a whole"
         )
     within_blocks(step.model)
+    # Blocks that are not alike are variants of the one shared function, and torch gives up after eight.
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
@@ -159,11 +162,12 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     for block in found.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
+        # Dynamo shares a graph between blocks only where the block is an argument of what it compiles (docs/log.md).
         of_class = getattr(forward, "__func__", None)
         captured = functools.partial(shared, of_class, block) if of_class else compiler(forward)
         new.append((owner, name, captured))
     if (head := getattr(step.loss, "head", None)) is not None:
-        loss = copy.copy(step.loss)
+        loss = copy.copy(step.loss)  # the caller's own loss stays as it is
         loss.head = compiler(head)
         new.append((step, "loss", loss))
     return new
@@ -184,27 +188,32 @@ class CaptureFailed(UsageError):
 
 
 def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Callable[..., Any]:
-    """`torch.compile` as this project uses it: one full graph, static shapes, and one line where it cannot.
+    """Compile a function as one full graph with static shapes; where that fails the error is one line.
 
     On tensors without numbers the function itself runs.
 
     Raises:
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
+    # torch leaves graphs with an `autograd.Function` or a named kernel of attention out of its cache between runs.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
     options = None
     if backend == "inductor":
+        # A process that was killed while it compiled leaves libraries over which every later one stumbles.
         compat.remove_cut_off_libraries()
+        # The key of Inductor's cache lacks the width of vectors: another processor would run wrong code (docs/log.md).
         compat.tell_processors_apart()
+        # Fused into the loop over a plane, an update's coefficients would be computed for every 16 elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
+        # Left alone, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass.
         again = compat.graph_pass(compat.make_again, inductor.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": again}
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
 
     @functools.wraps(function)
     def captured(*arguments: Any, **keywords: Any) -> Any:
-        if compat.without_numbers():
+        if compat.without_numbers():  # in a dispatch mode, inside of which torch.compile refuses to trace
             return function(*arguments, **keywords)
         try:
             return graph(*arguments, **keywords)
@@ -219,10 +228,9 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a copy of its code, to which Dynamo ties what it compiles.
-
-    Or all captures of a process would share one list, search it at each call, and fail where it is full.
-    """
+    """Return the same function with a copy of its code object."""
+    # Dynamo ties what it compiles to the code object: all captures of a process would share one list, search it at each
+    # call, and fail where it is full.
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
@@ -236,12 +244,14 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reason(error: BaseException) -> str:
-    """One line saying why a capture failed and how to mend it, from torch's error."""
+    """Return one line that says why a capture failed and how to mend it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if raised := next((line for line in lines if "raised exception" in line), None):
         return raised.partition("raised exception ")[2]
+    # A C++ compiler's or linker's own complaint says more than torch's first line.
     complaint = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
     what = complaint or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
+    # The innermost frame outside of torch is the line that the user can change.
     where = next((line for line in reversed(lines) if line.startswith("File ") and "/torch/" not in line), "")
     detail = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation:")), "")
     hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")

@@ -1,4 +1,4 @@
-"""A family: linear layers that read one tensor, as one matrix product over weights that lie side by side in memory.
+"""Families of linear layers that read one tensor: one matrix product over weights that lie side by side in memory.
 
 The layers stay the modules they are, with their names, parameters and gradients. The first one called computes the
 outputs of all; the others take theirs if they are given the very same input, and compute their own if they are not: no
@@ -23,16 +23,17 @@ from monograph.graph.recording import storage_of
 
 
 class Sibling(nn.Linear):
-    """A linear layer whose product is computed together with its siblings'; `Family` makes layers this and back."""
+    """A linear layer whose product is computed together with its siblings'; `Family` gives and takes this class."""
 
     family: Family
     place: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., its outputs]: `nn.Linear`'s equation."""
+        """Map [..., K] to [..., the layer's outputs] by `nn.Linear`'s equation."""
         taken = self.family.output(self.place, input)
         return F.linear(input, self.weight, self.bias) if taken is None else taken
 
+    # Moving a module to another dtype or device, and loading a state by assignment, tear the weights apart.
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)
         self.family.adopt(self.place)
@@ -44,7 +45,7 @@ class Sibling(nn.Linear):
 
 
 class Family:
-    """Siblings, in the order of their calls.
+    """Linear layers that read one tensor, in the order of their calls.
 
         y = x [W_1; W_2; ...]^T + [b_1; b_2; ...]        y_i = its columns of y
 
@@ -52,7 +53,7 @@ class Family:
         layers: the modules.
         weight: [N, K], all weights as one view of their memory; None while they do not lie side by side, and each layer
             computes alone.
-        bias: [N], likewise, None also where the layers have none.
+        bias: [N], likewise; None also where the layers have none.
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
@@ -81,12 +82,12 @@ class Family:
     def part(self) -> None:
         """Give each parameter memory of its own, if the family brought them together."""
         for parameters, whole in ((self.weights, self.weight), (self.biases, self.bias)):
-            if whole is not None and _owns(whole):
+            if whole is not None and _owns(whole):  # what lies in a step's planes stays there
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
 
     def adopt(self, place: int) -> None:
-        """After the parameters of the layer at `place` were moved or replaced: the last one brings all together."""
+        """Take the moved or replaced parameters of the layer at `place`; the last layer's call brings all together."""
         layer = self.layers[place]
         self.weights[place] = layer.weight
         if self.biases:
@@ -100,9 +101,10 @@ class Family:
             self.weight = self.bias = None
 
     def output(self, place: int, input: Tensor) -> Tensor | None:
-        """What the layer at `place` returns for its input, None: it computes that alone."""
+        """Return the output of the layer at `place` for its input, None if the layer must compute it alone."""
         if place == 0:
-            self._left = None
+            self._left = None  # outputs that nobody took are of another call
+            # An inference tensor has no version: a change between two siblings' calls would go unseen.
             if not self.holds() or (not torch.compiler.is_compiling() and input.is_inference()):
                 return None
             pieces = self.products(input)
@@ -112,12 +114,12 @@ class Family:
         if left is None:
             return None
         if place + 1 == len(self.layers):
-            self._left = None
+            self._left = None  # or input and outputs would stay in memory until the next call
         same = left[0] is input and left[1:4] == mode_of(input) and left[4] == version_of(input)
         return left[4 + place] if same else None
 
     def holds(self) -> bool:
-        """Whether `weight` and `bias` are the parameters that the layers have now."""
+        """Return whether `weight` and `bias` are the parameters that the layers have now."""
         if self.weight is None:
             return False
         for layer, weight in zip(self.layers, self.weights, strict=True):
@@ -129,21 +131,23 @@ class Family:
                     return False
         if torch.compiler.is_compiling():  # which may not look where memory is
             return True
+        # `torch.func` puts other tensors in the parameters' place for the time of a call.
         here = storage_of(self.weight) == storage_of(self.weights[0]) and beside(self.weights)
         return here and not compat.in_transform()
 
     @property
     def waits(self) -> bool:
-        """Whether outputs of a call wait for their layers."""
+        """Return whether outputs of a call wait for their layers."""
         return self._left is not None
 
     def products(self, input: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all layers for one input."""
+        """Return the outputs of all layers for one input."""
         weight, bias = _joined(self.weight, self.weights), _joined(self.bias, self.biases)
         return F.linear(input, weight, bias).split(self.sizes, -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Family:
-        """The copies of the parameters have lost each other: bring them together again."""
+        """Copy the family, and bring the copies of its parameters together."""
+        # Parameters are copied one by one, so the copies do not lie side by side.
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
@@ -154,7 +158,7 @@ class Family:
 
 
 class _Joined(torch.autograd.Function):
-    """One tensor that stands for parts of which it is made; its gradient is theirs."""
+    """Let one tensor stand for the parts that it is made of; its gradient is split among them."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
@@ -173,13 +177,13 @@ def _joined(whole: Tensor | None, parts: list[Any]) -> Any:
 
 
 def mode_of(input: Tensor) -> tuple[bool, bool, torch.dtype]:
-    """What beside input and weights decides what a linear layer returns."""
+    """Return what decides a linear layer's output in addition to its input and weights."""
     kind = input.device.type
     return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def version_of(input: Tensor) -> int:
-    """How often the tensor was changed in place; of traced ones Dynamo does not say."""
+    """Return how often the tensor was changed in place; 0 for traced ones, of which Dynamo does not say it."""
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
@@ -187,10 +191,11 @@ def version_of(input: Tensor) -> int:
 
 
 def _whole(parts: list[Tensor]) -> Tensor | None:
-    """The parts as one view of their memory, brought together if they may be moved; None: they may not."""
+    """Return the parts as one view of their memory, brought together if they may be moved; None if they may not."""
     if not parts or len({(part.dtype, part.device) for part in parts}) > 1:
         return None
     if not beside(parts):
+        # Whoever else uses the memory (a step's plane, a view) would not follow a part that is moved.
         if not all(_owns(part) for part in parts):
             return None
         joined = torch.cat([part.detach() for part in parts])
@@ -202,7 +207,7 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
 
 
 def beside(parts: list[Any]) -> bool:
-    """Whether tensors lie one after the other in one piece of memory."""
+    """Return whether tensors lie one after the other in one piece of memory."""
     return all(
         storage_of(one) == storage_of(other)
         and one.is_contiguous()
@@ -213,5 +218,5 @@ def beside(parts: list[Any]) -> bool:
 
 
 def _owns(tensor: Tensor) -> bool:
-    """Whether nothing else lies in a tensor's memory."""
+    """Return whether nothing else lies in a tensor's memory."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -18,9 +18,9 @@ from monograph.graph.siblings import families
 
 # Forward more digits, backward more range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of both sides of a weight, as the hardware's products want it
-SMALLEST = 2.0**-100  # of a tensor's largest element, so that its scale is finite
-EXPONENT_BITS = 0x7F800000
+MULTIPLE = 16  # both sides of a weight are multiples of it, as the hardware's products want it
+SMALLEST = 2.0**-100  # least value taken for a tensor's largest element, so that its scale is finite
+EXPONENT_BITS = 0x7F800000  # all that is left of an fp32 number rounded down to a power of two
 
 
 def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
@@ -36,7 +36,7 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         The weights whose layers stay in bf16, as a side is no multiple of 16.
 
     Raises:
-        UsageError: no layer is left that could, siblings are fused, or adapters stand beside frozen layers.
+        UsageError: no layer can compute in fp8, siblings are fused, or the module has adapters.
     """
     if adapters(module):
         raise UsageError("fp8 is for weights that are trained, and beside adapters they are frozen: take bf16")
@@ -50,15 +50,16 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
             f"fp8 finds no linear layer inside a block with sides that are multiples of {MULTIPLE}: use bf16"
         )
     for name in linear.keys() - set(odd):
+        # The class and not the module is exchanged, so that parameters, names and hooks stay.
         linear[name].__class__ = Float8Linear
     return odd
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` whose products are fp8 in training mode; `use` makes them of linear layers."""
+    """`nn.Linear` whose products are fp8 in training mode; `use` gives linear layers this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N], bf16 (in evaluation mode what `nn.Linear` gives)."""
+        """Map [..., K] to [..., N] in bf16; in evaluation mode as `nn.Linear` does."""
         if not self.training:
             return super().forward(input)
         output = linear(input, self.weight)
@@ -81,7 +82,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """
     x_MK = input.reshape(-1, input.shape[-1])
     rows = len(x_MK)
-    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows
+    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows, in steps of 16, too
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
@@ -89,10 +90,10 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to fp8 after scaling by the largest power of two that keeps every element in range.
 
-    A power of two, so that the scale itself rounds nothing. What is not finite stays so.
+    With a power of two the scale itself rounds nothing. NaN and infinity stay as they are.
 
     Returns:
-        The scaled values in `dtype`, and what to multiply them by to undo it, 0-d fp32.
+        The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.
     """
     largest = values.abs().amax().float().clamp_min(SMALLEST)
     ratio = torch.finfo(dtype).max / largest
@@ -101,12 +102,13 @@ def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products. The input is kept in fp8; the weight is rounded anew in the backward pass, not kept."""
+    """Compute the three products; the input is kept in fp8, the weight is rounded anew in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
+        # The weight is in memory anyway, and its rounding would be one more copy of it until the backward pass.
         ctx.save_for_backward(x8_MK, x_unit, weight_NK)
         ctx.input_dtype = x_MK.dtype
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
@@ -122,4 +124,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _by_columns(matrix: Tensor) -> Tensor:
+    # The product in fp8 takes its right operand laid out by columns (`compat.scaled_mm`).
     return matrix.t().contiguous().t()

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay as they are, in 8 or 4 bits: products forward and back, nothing dense kept between.
+"""Linear layers with frozen weights in 8 or 4 bits; no dense weight is kept from the forward to the backward pass.
 
 Shapes: N outputs, K inputs, S numbers of a block of 64, C = ceil(N K / 64) blocks, G = ceil(C / 256) groups of them.
 """
@@ -18,7 +18,7 @@ NF4 = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
-SMALLEST = torch.finfo(torch.float32).eps  # of a row's scale
+SMALLEST = torch.finfo(torch.float32).eps  # least scale of a row, as a row of zeros needs one, too
 
 
 class Int8Linear(nn.Linear):
@@ -31,18 +31,18 @@ class Int8Linear(nn.Linear):
 
     @torch.no_grad()
     def freeze(self, weight_NK: Tensor) -> None:
-        """Take the numbers of a weight."""
+        """Round a weight to codes and scales, which take its place."""
         weight_NK = weight_NK.float()
         scale_N = (weight_NK.abs().amax(1) / 127.5).clamp_min(SMALLEST)
         codes_NK = (weight_NK * scale_N.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
         _keep(self, codes=codes_NK, scales=scale_N)
 
     def dense(self) -> Tensor:
-        """The weight that it stands for, [N, K] fp32."""
+        """Return the weight that the codes stand for, [N, K] fp32."""
         return self.codes.float() * self.scales[:, None]  # type: ignore[operator, index]
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N] in the input's dtype, or in autocast's."""
+        """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
         output: Tensor = _Int8Product.apply(_cast(input), self.codes, self.scales)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -59,7 +59,7 @@ class NF4Linear(nn.Linear):
 
     @torch.no_grad()
     def freeze(self, weight_NK: Tensor) -> None:
-        """Take the numbers of a weight."""
+        """Round a weight to codes and scales, which take its place."""
         flat = weight_NK.float().flatten()
         short = -flat.numel() % BLOCK
         blocks_CS = (F.pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
@@ -70,26 +70,28 @@ class NF4Linear(nn.Linear):
         steps_G = 128 / groups.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
         levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
+        # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         edges, shares_of = (table[1:] + table[:-1]) / 2, scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        # int32, and the shares not kept beside the codes: three times the weight is in memory, not five times.
+        # With int32 codes, and shares that are not kept next to them, three times the weight is in memory, not five.
         codes = torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
         packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
+        # A clone, as a slice would keep the padded codes in memory, too.
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", table, persistent=False)  # a constant, so no checkpoint holds it
 
     def dense(self) -> Tensor:
-        """The weight that it stands for, [N, K] fp32."""
+        """Return the weight that the codes stand for, [N, K] fp32."""
         return _dense(self.codes, self.levels, self.steps, self.mean, self.table, self.out_features)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N] in the input's dtype, or in autocast's."""
+        """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
         held = self.codes, self.levels, self.steps, self.mean, self.table
         output: Tensor = _NF4Product.apply(_cast(input), *held, self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Parameters, tied ones once; a layer in fewer bits counts the numbers of the weight that it stands for."""
+    """Count parameters, tied ones once; a layer in fewer bits counts as the weight that it stands for."""
     layers = [layer for layer in module.modules() if isinstance(layer, Int8Linear | NF4Linear)]
     held = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
     others = sum(param.numel() for param in module.parameters() if id(param) not in held)
@@ -109,9 +111,9 @@ def _cast(input: Tensor) -> Tensor:
 
 
 class _Int8Product(torch.autograd.Function):
-    """y = (x codes^T) scale and dx = (dy scale) codes: whole numbers up to 128 are exact in bf16 too."""
+    """Compute y = (x codes^T) scale and dx = (dy scale) codes; whole numbers up to 128 are exact in bf16, too."""
 
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # an ensemble runs its members under vmap
 
     @staticmethod
     def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class _NF4Product(torch.autograd.Function):
-    """y = x W^T and dx = dy W; W is made of the codes each time."""
+    """Compute y = x W^T and dx = dy W; W is made from the codes each time."""
 
     generate_vmap_rule = True
 

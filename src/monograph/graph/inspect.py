@@ -1,6 +1,6 @@
-"""What a module holds: its state, its blocks, and the linear layers that adapters are for.
+"""Look into a module: its state, its blocks, and the linear layers that adapters are for.
 
-Layers are meant by name; what is meant and is not there is refused by name.
+Layers are chosen by name, and a name that no layer has is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 
 M = TypeVar("M", bound=nn.Module)
-_WRAPPED = "_orig_mod"  # under which `torch.compile(module)` holds the module
+_WRAPPED = "_orig_mod"  # the name by which `torch.compile(module)` holds the module
 
 
 def unique_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict with tied tensors once, under their first name (as Hugging Face stores them)."""
+    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores them)."""
+    # An address alone may be shared by a view; tied tensors have the same size and strides as well.
     seen: dict[tuple[int, int, Any], str] = {}
     return {
         name: tensor
@@ -34,7 +35,7 @@ def original(module: M) -> M:
     """Return the module that `torch.compile` wrapped, or the module itself; its parts may be wrapped.
 
     Raises:
-        UsageError: it is no module, as what `torch.compile` returns of a module that is compiled already.
+        UsageError: it is no module, such as what `torch.compile` returns for a module that is compiled already.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is a {type(module).__name__}: expected a torch.nn.Module")
@@ -56,24 +57,26 @@ def unwrapped(module: M) -> M:
 
 
 def unwrap_(module: M) -> M:
-    """Take the wrappers out of a module in place, and return it: what compiles here is the step."""
+    """Take `torch.compile`'s wrappers out of a module in place, and return it; the step is compiled instead."""
     module = original(module)
     for part in list(module.modules()):
         for name, child in list(part._modules.items()):
+            # Only where there is a wrapper: TorchScript's modules cannot be written to.
             if child is not None and _WRAPPED in child._modules:
                 part._modules[name] = original(child)
     return module
 
 
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's blocks by name, in its own order: what stands between its embedding and its head.
+    """Return the module's blocks by name, in its own order: the parts between its embedding and its head.
 
     A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; what lies inside of a block is
-    not another. A linear layer is none, whatever stands beside its weight.
+    not another. A linear layer is no block, even if an adapter gives it parts.
     """
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, holder in module.named_modules():
+        # `named_modules` goes from the outside to the inside, so the outermost list is met first.
         if holder in inside or not isinstance(holder, (nn.ModuleList, nn.Sequential)):
             continue
         for index, child in holder.named_children():
@@ -84,7 +87,7 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def parts(module: nn.Module) -> dict[str, str]:
-    """Of which block each parameter is, by name; the rest, which is no block's, is of "before" or "after" them."""
+    """Return the block of each parameter, both by name; parameters of no block are "before" or "after" the blocks."""
     found, owner, seen = blocks(module), dict[str, str](), False
     for name, _ in module.named_parameters():
         of_block = next((block for block in found if name.startswith(f"{block}.")), None)
@@ -95,9 +98,9 @@ def parts(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def running(module: nn.Module) -> Iterator[list[str]]:
-    """In the block the list names the module's parts whose forward pass is running, innermost last, `name (Class)`.
+    """Yield a list that names the module's parts whose forward pass is running, `name (Class)`, innermost last.
 
-    What raised stays in it.
+    A part that raised stays in the list.
     """
     stack: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
@@ -108,6 +111,7 @@ def running(module: nn.Module) -> Iterator[list[str]]:
     def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
         stack.pop()
 
+    # First of all hooks, so that a part is in the list when a hook of its own raises.
     handles = [child.register_forward_pre_hook(enter, prepend=True) for child in names]
     handles += [child.register_forward_hook(leave) for child in names]
     try:
@@ -119,10 +123,7 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Whatever runs in the block, the module's buffers (running means and the like) are afterwards what they were.
-
-    Those that were replaced by another tensor too.
-    """
+    """Restore the module's buffers (running means and the like) after the `with` block, replaced ones, too."""
     kept = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
     try:
@@ -135,12 +136,13 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 ALL_LINEAR = "all-linear"
-MOST_NAMES = 12  # of what exists, in a message
+MOST_NAMES = 12  # of layers that exist, in a message
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Every plain linear layer of a module but the head, by name."""
-    head = head_of(module)
+    """Return every plain linear layer of a module but the head, by name."""
+    head = head_of(module)  # left out, as the loss reads its weight without calling it
+    # A subclass with another forward pass may compute something to which an adapter cannot be added.
     plain = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer
@@ -150,16 +152,16 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def head_of(module: nn.Module) -> Any:
-    """What gives the scores over the vocabulary, where the module says so as ours and transformers' do."""
+    """Return the layer that gives scores over the vocabulary, if it is named as in our or transformers' models."""
     found = getattr(module, "get_output_embeddings", lambda: None)()
     return found if found is not None else getattr(module, "lm_head", None)
 
 
 def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
-    """The layers that targets mean; see `monograph.graph.lora.Lora.targets`.
+    """Return the layers that targets choose; see `monograph.graph.lora.Lora.targets`.
 
     Raises:
-        UsageError: as `monograph.graph.lora.adapt`.
+        UsageError: see `monograph.graph.lora.adapt`.
     """
     linear = linear_layers(module)
     if targets == ALL_LINEAR:
@@ -208,7 +210,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def shared_parameters(module: nn.Module) -> dict[int, list[str]]:
-    """Parameters that have more than one name."""
+    """Return the names of each parameter that has more than one, by the parameter's id."""
     owners: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -216,6 +218,7 @@ def shared_parameters(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
+    # Merging the adapter would change what the other layer computes.
     for names in shared_parameters(module).values():
         if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
             other = next(name for name in names if name != tied[0])

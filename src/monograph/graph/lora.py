@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay what they are.
+"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay as they are.
 
 With them the rows of a few tokens may be trained (`monograph.graph.token_rows`). `plain_parameters` gives the module's
 weights without adapters, one at a time; `narrow` keeps frozen weights in the 16 bits that they are computed with.
@@ -42,7 +42,7 @@ BASES: dict[str, Any] = {"int8": Int8Linear, "nf4": NF4Linear}
 
 @dataclass(frozen=True)
 class Lora:
-    """Which adapters.
+    """Options of adapters.
 
     Attributes:
         rank: R.
@@ -50,8 +50,8 @@ class Lora:
         targets: "all-linear": every linear layer but the head; another text: a regular expression for whole names; a
             tuple: last parts of names.
         dropout: probability with which an adapter's input is dropped in training.
-        base: what the linear layers but the head are kept in: "auto" as they are, "int8", "nf4".
-        tokens: ids of tokens whose rows of embedding and head are trained as well, rising.
+        base: how all linear layers but the head are kept: "auto" (as they are), "int8" or "nf4".
+        tokens: ids of tokens whose rows of embedding and head are trained as well, in rising order.
     """
 
     rank: int = 16
@@ -73,12 +73,13 @@ class Lora:
 class Factor(nn.Linear):
     """One of an adapter's two matrices; it draws nothing itself."""
 
+    # nn.Linear's own would draw from the process's generator and so change every later draw.
     def reset_parameters(self) -> None:
         """Leave the memory as it is: `adapt` fills it."""
 
 
 class Adapted(nn.Linear):
-    """What the layers below have in common.
+    """Base class of linear layers with an adapter.
 
         y = W x + b + s B A D(x),   s = alpha / rank
 
@@ -91,28 +92,30 @@ class Adapted(nn.Linear):
     scale: float
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N], in the dtype that the base gives."""
+        """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
-        # Autocast would round it again; a mask's factor is not rounded to fewer bits.
+        # Under autocast the input would be rounded again. With dropout it is cast all the same, so that the factor of
+        # its mask is not rounded to fewer bits.
         if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
             input = input.to(self.lora_A.weight.dtype)
         inner = self.lora_A(self.lora_dropout(input))
-        # In a graph [..., R] is scaled instead of [..., N], there and back, and no scaled copy of either is kept.
+        # In a graph [..., R] is scaled instead of [..., N], forward and back, and no scaled copy of either is kept.
+        # Eager code has PEFT's order, and so its bits.
         if torch.compiler.is_compiling():
             return (output + self.lora_B(inner * self.scale)).to(output.dtype)
         return (output + self.lora_B(inner) * self.scale).to(output.dtype)
 
 
 class LoraLinear(Adapted):
-    """A linear layer with an adapter beside it; `adapt` makes layers this."""
+    """A linear layer with an adapter; `adapt` gives layers this class."""
 
 
 class LoraInt8Linear(Adapted, Int8Linear):
-    """The same beside whole numbers."""
+    """An `Int8Linear` with an adapter."""
 
 
 class LoraNF4Linear(Adapted, NF4Linear):
-    """The same beside 4-bit codes."""
+    """An `NF4Linear` with an adapter."""
 
 
 ADAPTED: dict[type[nn.Linear], type[Adapted]] = {Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear}
@@ -126,16 +129,16 @@ def adapt(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Adapted]:
-    """Freeze a module and put adapters beside its linear layers; they alone, and rows of tokens, are trained then.
+    """Freeze a module and give its linear layers adapters; only these, and rows of tokens, are trained then.
 
-    The layers stay the objects they are and keep their names: beside `q_proj.weight` there are `q_proj.lora_A.weight`,
+    The layers stay the objects they are and keep their names: next to `q_proj.weight` there are `q_proj.lora_A.weight`,
     uniform in +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the module computes the same bits as before.
 
     Args:
         module: any module with its weights.
-        lora: which.
-        seed: of A; each has a random stream of its own, keyed by seed and name.
-        dtype: of the adapters; None: the weights', but fp32 beside narrower ones.
+        lora: options of the adapters.
+        seed: of the first numbers of A; each layer draws from its own random stream, keyed by seed and name.
+        dtype: of the adapters; None: the weights', but fp32 where these have fewer bits.
         device: of the adapters and of a quantised base, each layer of which goes there as soon as it is made; None: the
             weights'.
 
@@ -143,8 +146,8 @@ def adapt(
         The layers by name.
 
     Raises:
-        UsageError: a target that matches nothing, or no plain linear layer, or the head, or a layer that shares its
-            weight; adapters there already; fused siblings; tokens' rows that cannot be trained, see `put_rows`.
+        UsageError: a target matches nothing, no plain linear layer, the head, or a layer that shares its weight; there
+            are adapters already, or fused siblings; tokens' rows cannot be trained, see `put_rows`.
     """
     module = unwrap_(module)
     if families(module):
@@ -161,10 +164,11 @@ def adapt(
         shared = shared_parameters(module)
         for layer in linear_layers(module).values():
             weight = layer.weight
-            if id(weight) in shared:
+            if id(weight) in shared:  # another layer reads it, and not as codes
                 continue
             layer.__class__ = BASES[lora.base]
             layer.freeze(weight)  # type: ignore[operator]
+            # Layer by layer, so that the device never holds the base before it is quantised.
             if device is not None:
                 layer.to(device)
     for name, layer in chosen.items():
@@ -173,7 +177,7 @@ def adapt(
 
 
 def adapters(module: nn.Module) -> dict[str, Adapted]:
-    """The layers of a module that have an adapter, by name."""
+    """Return the layers of a module that have an adapter, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
 
 
@@ -188,6 +192,8 @@ def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> Non
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.alpha / lora.rank  # type: ignore[assignment]
     layer.lora_B.weight.zero_()  # type: ignore[union-attr, operator]
+    # Keyed by name, so that a layer's A does not depend on which other layers have adapters. Drawn on the CPU below,
+    # so that it does not depend on the device either.
     drawn_from = torch.Generator().manual_seed(
         int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     )
@@ -199,10 +205,10 @@ def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> Non
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Make every adapted layer the plain one that computes the same, one after another; see `merged`.
+    """Turn every adapted layer, one after another, into the plain one that computes the same; see `merged`.
 
-    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. What was
-    frozen stays frozen.
+    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. Frozen
+    weights stay frozen.
     """
     for layer in adapters(module).values():
         weight = merged(layer)
@@ -211,7 +217,7 @@ def merge(module: nn.Module) -> None:
         if isinstance(layer, (Int8Linear, NF4Linear)):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
-            layer._buffers.clear()
+            layer._buffers.clear()  # NF4's table
             layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         else:
             keep(layer.weight, weight)
@@ -221,7 +227,7 @@ def merge(module: nn.Module) -> None:
 
 @torch.no_grad()
 def merged(layer: Adapted) -> Tensor:
-    """A layer's weight and its adapter in one, a new tensor [N, K].
+    """Return a layer's weight with its adapter merged in, a new tensor [N, K].
 
     round(W + s B A),   the sum in fp32 (fp64 where one of them is), rounded once to W's dtype
     """
@@ -233,16 +239,17 @@ def merged(layer: Adapted) -> Tensor:
 
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state that training changes: of a module with adapters all but its frozen parameters, else all of it."""
+    """Return the state that training changes: all of it, or with adapters all but the frozen parameters."""
     state = unique_state(module)
     if not adapters(module):
         return state
+    # Under every name of a tied parameter: the state has one of them.
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def starts_still(name: str) -> bool:
-    """Whether a parameter's first gradient may be zero: because B is, or because no row has those tokens."""
+    """Return whether a parameter's first gradient may be zero, since B is zero or no row has those tokens."""
     return name.endswith((".lora_A.weight", f".{ROWS}"))
 
 
@@ -250,9 +257,9 @@ class Plain(NamedTuple):
     """A parameter of the merged module.
 
     Attributes:
-        name: of it.
-        like: has its shape and dtype, and no numbers.
-        read: gives it; what an adapter is merged into is computed anew each time.
+        name: its name.
+        like: a tensor of its shape and dtype, without numbers.
+        read: returns it; a merged weight is computed anew at each call.
     """
 
     name: str
@@ -261,10 +268,10 @@ class Plain(NamedTuple):
 
 
 def plain_parameters(module: nn.Module) -> Iterator[Plain]:
-    """The parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
+    """Yield the parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
 
-    Its adapters must stand beside plain weights, not beside quantised ones. Reading one raises InputRefused where it
-    holds NaN or an infinity.
+    Its adapters must be on plain weights, not on quantised ones. Reading a parameter raises InputRefused if it holds
+    NaN or an infinity.
     """
     module = unwrapped(module)
     layers = adapters(module)
@@ -299,17 +306,18 @@ def _replacing(read: Callable[[], Tensor], table: Table) -> Tensor:
 def narrow(
     module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: torch.device | None = None
 ) -> None:
-    """Keep what is frozen and fp32 of linear layers, the head among them, in the dtype that autocast gives them.
+    """Round frozen fp32 weights and biases of linear layers, the head's too, to the dtype that autocast gives them.
 
-    They are then rounded once and not at each call: the same bits.
+    They are then rounded once and not at each call, to the same bits.
 
     Args:
         module: has adapters.
         dtype: autocast's.
-        more: other modules whose weights are read in no other way.
+        more: other modules whose weights are read in that dtype only.
         device: where these weights go, one after another; None: they stay.
     """
     those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
+    # A weight that another module reads as well, such as a tied embedding, keeps its digits.
     elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
     found = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
     wide = [p for key, p in found.items() if key not in elsewhere and kept_dtype(p) == torch.float32]

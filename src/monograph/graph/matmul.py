@@ -22,9 +22,10 @@ from monograph import compat
 from monograph.compat import inductor
 from monograph.device import mkl_is_slow
 
-# Multiplications; between them `matmul.cpp` is the fastest of the three (docs/log.md).
+# Multiplications; between them `matmul.cpp` is the fastest of the three, below them the cost of a call decides for
+# MKL (docs/log.md).
 SMALLEST, LARGE = 2**18, 2**27
-# Narrower ones leave most of a tile of 8 x 32 empty.
+# Narrower products leave most of a tile of 8 x 32 empty.
 NARROWEST = 32
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
@@ -45,7 +46,7 @@ def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 
 def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
-    """The same into `out` [N, M], contiguous."""
+    """Write left @ right to `out` [N, M], contiguous; see `small`."""
     rows, depth = left_NK.shape
     columns = out.shape[1]
     left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
@@ -53,21 +54,21 @@ def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
 
 
 def batched(left_BNK: Tensor, right_BKM: Tensor) -> Tensor:
-    """Return left @ right of each of B, fp32, by `matmul.cpp`; any strides."""
+    """Return B products left @ right, fp32, by `matmul.cpp`; any strides."""
     out_BNM = left_BNK.new_empty(*left_BNK.shape[:2], right_BKM.shape[2])
     batched_out(left_BNK, right_BKM, out=out_BNM)
     return out_BNM
 
 
 def batched_out(left_BNK: Tensor, right_BKM: Tensor, *, out: Tensor) -> None:
-    """The same into `out` [B, N, M], contiguous."""
+    """Write B products left @ right to `out` [B, N, M], contiguous; see `batched`."""
     left, right = (left_BNK.data_ptr(), *left_BNK.stride()), (right_BKM.data_ptr(), *right_BKM.stride())
     _native("batched", 4, 3)(*left_BNK.shape, out.shape[2], *left, *right, out.data_ptr())
 
 
 @functools.cache
 def _native(name: str, sizes: int, strides: int) -> Callable[..., None]:
-    """A function of `matmul.cpp`; the first call builds it, in a second or two."""
+    """Return a function of `matmul.cpp`; the first call builds it, in a second or two."""
     function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
     operand = [c_void_p, *[c_long] * strides]
     function.argtypes = [*[c_long] * sizes, *operand, *operand, c_void_p]  # type: ignore[attr-defined]
@@ -88,15 +89,17 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 
 def passes() -> dict[str, Any]:
-    """The passes as options of `torch.compile` with Inductor."""
+    """Return the passes as options of `torch.compile` with Inductor."""
     if mkl_is_slow():
+        # Past torch's dispatcher a call takes 2.3 microseconds instead of 4.3 (docs/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, batched_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Turn batched products whose transpose alone is asked for; choose who computes each fp32 product on a CPU."""
+    """Turn batched products of which only the transpose is read; choose what computes each fp32 product on a CPU."""
+    # First, since the loop below chooses for the products that are made here, too.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
         _turn(graph, node)
     if not mkl_is_slow():
@@ -109,11 +112,12 @@ def rewrite(graph: torch.fx.Graph) -> None:
 
 
 def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Write (L R)^T as R^T L^T, laid out as it is asked for: vmap has the gradients of weights turned round."""
+    """Write (L R)^T as R^T L^T, laid out as it is read: under vmap the gradients of weights come transposed."""
     product, order = node.args
     assert isinstance(product, torch.fx.Node)
     if product.target is not torch.ops.aten.bmm.default or len(product.users) > 1 or list(order) != [0, 2, 1]:  # type: ignore[arg-type, call-overload]
         return
+    # Every new node needs its `val`: shapes, dtypes and devices are read from there.
     turned = []
     with graph.inserting_before(product):
         for operand in reversed(product.args):
@@ -128,9 +132,9 @@ def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
-    """What an fp32 product of two matrices on a CPU takes beside its result: oneDNN copies a left that is transposed.
+    """Return the bytes that an fp32 product of two matrices on a CPU takes in addition to its result.
 
-    In bf16 it takes parts of it at a time, some hundred kB.
+    oneDNN copies a left operand that is transposed; in bf16 only parts of it at a time, some hundred kB.
     """
     (rows, depth), columns = left_NK.shape, right_KM.shape[1]
     by_onednn = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
@@ -140,6 +144,7 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
 
 def _chosen(rows: int, depth: int, columns: int) -> Any:
     size = rows * depth * columns
+    # From there on `matmul.cpp` no longer wins, and oneDNN's fixed cost of a call is small next to the product.
     if size >= LARGE:
         return torch.ops.monograph.onednn_matmul.default
     if size >= SMALLEST and min(rows, columns) >= NARROWEST:
@@ -148,6 +153,7 @@ def _chosen(rows: int, depth: int, columns: int) -> Any:
 
 
 def _chosen_batched(rows: int, depth: int, columns: int) -> Any:
+    # Without a smallest size, as MKL is slow at many small matrices at once (docs/log.md).
     if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
         return torch.ops.monograph.batched_matmul.default
     return torch.ops.aten.bmm.default

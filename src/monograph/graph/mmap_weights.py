@@ -1,7 +1,7 @@
-"""Weights that still lie in their file, mapped: each is brought to where it is kept when its turn comes.
+"""Weights that lie in a mapped file until they are brought, one by one, to where they are kept.
 
-A page of a mapped file is the system's to drop again where memory is short. So a model of mapped weights takes no
-memory of its own, and what is made of it tensor by tensor takes no more than what is made, and one tensor.
+Where memory is short the system may drop the pages of a mapped file. So a model of mapped weights takes no memory, and
+making something of it tensor by tensor takes the memory of the result and of one tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class MappedWeight(nn.Parameter):
-    """A parameter that is mapped and not read: whoever looks sees its numbers in the dtype that they are stored in.
+    """A parameter in a mapped file, not read yet: its numbers show in the dtype that they are stored in.
 
     Attributes:
-        becomes: the dtype in which it will be kept, which has every number that the stored one has.
+        becomes: the dtype in which it will be kept, which can hold every number of the stored one.
     """
 
     becomes: torch.dtype
@@ -29,6 +29,7 @@ class MappedWeight(nn.Parameter):
 
 def mapped(stored: Tensor, becomes: torch.dtype) -> Tensor:
     """Return a parameter over a tensor in a mapped file; one that must be rounded to fit `becomes` is read now."""
+    # Whoever looks must see the numbers that will be kept, so that rounding cannot wait.
     if torch.promote_types(stored.dtype, becomes) != becomes:
         return stored.to(becomes)
     parameter = MappedWeight(stored)
@@ -37,27 +38,28 @@ def mapped(stored: Tensor, becomes: torch.dtype) -> Tensor:
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, of a model that somebody else may have trained.
+    """Return a tensor of a model that somebody else may have trained, if all its numbers are finite.
 
     Raises:
         InputRefused: it holds NaN or an infinity.
     """
-    # The extremes of what holds NaN are NaN, and finding them takes no memory, as a mask of all elements would.
+    # With a NaN the extremes are NaN, and finding them takes no memory, as a mask of all elements would.
     if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()):
         raise InputRefused(f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights")
     return tensor
 
 
 def kept_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a tensor is or will be kept."""
+    """Return the dtype in which a tensor is or will be kept."""
     return tensor.becomes if isinstance(tensor, MappedWeight) else tensor.dtype
 
 
 def keep(parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter other numbers, in memory of their own; a mapped one becomes an ordinary one."""
+    """Give a parameter other numbers, in their own memory; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
         del parameter.becomes
+        # The object stays, as tied layers and whoever else holds it must see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -67,14 +69,15 @@ def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def materialize_(module: M, device: torch.device | None = None, trained: bool = True) -> M:
-    """Bring a module's mapped weights to memory of their own, one after another in the order of the file; return it.
+    """Copy a module's mapped weights into memory, one after another in the order of the file; return the module.
 
     Args:
         module: any; without mapped weights it stays as it is.
         device: where to; None: the host.
-        trained: whether also those that are trained, of which a step on the host makes planes without a copy between.
+        trained: whether to include trained weights, which a step on the host can copy straight into its planes.
     """
     still_mapped = [p for p in module.parameters() if isinstance(p, MappedWeight) and (trained or not p.requires_grad)]
     for weight in in_file_order(still_mapped):
+        # The dtype is changed last, since the stored numbers are the smaller ones to move.
         keep(weight, weight.data.to(device or "cpu", copy=True).to(kept_dtype(weight)))
     return module

@@ -1,4 +1,4 @@
-"""In which dtype a module computes; its parameters, gradients and optimizer state stay as they are (fp32 masters)."""
+"""The dtype a module computes in; its parameters, gradients and optimizer state stay as they are (fp32 masters)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.ranges import ABOVE_0, COUNT
 
+# Without "fp8", which is bf16 everywhere but in the linear layers of blocks.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
@@ -27,8 +28,8 @@ class Precision:
 
     Attributes:
         name: one of the above.
-        loss_scale: of fp16, what the loss is multiplied by at first; a power of two, so that dividing again is exact.
-        grow_after: of fp16, updates in a row without overflow after which the scale doubles.
+        loss_scale: the first loss scale of fp16; a power of two, so that dividing by it again is exact.
+        grow_after: how many updates in a row without overflow it takes for the scale of fp16 to double.
     """
 
     name: str = "fp32"
@@ -44,29 +45,30 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype; of "fp8" that of all that is not in a block's linear layer."""
+        """Return the torch dtype; for "fp8" the one outside of the blocks' linear layers."""
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled, so that small gradients do not vanish."""
+        """Return whether the loss is scaled, so that small gradients do not vanish."""
         return self.name == "fp16"
 
     @property
     def rounds(self) -> bool:
-        """Whether what is computed with are the bf16 roundings of fp32 weights, which are then kept `splittable`."""
+        """Return whether bf16 roundings of fp32 weights are computed with; the weights are then kept `splittable`."""
         return self.name == "bf16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of matrix products of tensors of `dtype` outside of `context`, where autocast does not choose."""
+        """Return the dtype of matrix products of tensors of `dtype` outside of `context`, without autocast."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:
-        """The context in which a forward pass computes at this precision on "cpu" or "cuda"."""
+        """Return the context in which a forward pass computes at this precision on "cpu" or "cuda"."""
+        # Off for fp32, so that a float64 module computes in float64.
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")
 
     def obstacle(self, device: Device) -> str | None:
-        """Why a device should not be asked for this precision, None if it may be."""
+        """Return why a device should not be asked for this precision, None if it may be."""
         if self.name == "fp16" and device.type == "cpu":
             return "a CPU computes in fp16 about 30 times slower than in fp32"
         if self.name == "fp8" and not device.has_fp8:
@@ -86,6 +88,7 @@ class Precision:
             finite: bool, whether the scaled gradient is.
             accepted: bool, whether the update was made; one without targets is finite, and changes nothing here.
         """
+        # Tensors decide, since an `if` would make the host wait for the gradient and end the graph.
         grown = good + accepted
         ripe = grown >= self.grow_after
         factor = torch.where(finite, torch.where(ripe, 2.0, 1.0), 0.5)

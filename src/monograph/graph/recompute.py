@@ -1,11 +1,11 @@
-"""Makes the blocks of any module obey a policy of recomputation, in place: names and checkpoints stay the same.
+"""Make the blocks of any module follow a policy of recomputation, in place: names and checkpoints stay the same.
 
 Each block's forward pass becomes `torch.utils.checkpoint` around its own. Which results are kept is one function of the
 block's operators, which torch asks while it runs eagerly, and the compiler while it traces.
 
 Offloaded, the one stored tensor, a block's input, waits in the host's memory. It leaves the device while the block
-computes and is on its way back while the block after it is recomputed, on a stream of its own in both directions. The
-numbers that come back are the numbers that left.
+computes and comes back while the block after it is recomputed, on a separate stream in both directions. The numbers
+that come back are the numbers that left.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from monograph.graph.siblings import within_blocks
 
 
 class Lane:
-    """What crosses between a device and its host: a stream of its own, and the tensor that left last.
+    """The way between a device and its host: a separate stream, and the tensor that left last.
 
     On a CPU, which has one memory and no streams, everything is copied all the same, in order.
     """
 
     def __init__(self, device: torch.device):
-        """A lane of a device."""
+        """Open a lane of a device."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.last: weakref.ref[Parcel] | None = None
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Start the way to page-locked memory of the host; the copy is whole for whoever comes back by this lane."""
+        """Start a copy to page-locked memory of the host; it is complete for whatever follows on this lane."""
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         if self.stream is None:
             return on_host.copy_(tensor)
+        # The tensor may still be computed on the current stream.
         self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.stream):
             on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.stream)  # whoever frees it: its memory is not used again before the copy is made
+        tensor.record_stream(self.stream)  # its memory, whoever frees it, is not used again before the copy is made
         return on_host
 
     def back(self, on_host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the way back; the event is when it has come to its end."""
+        """Start the copy back; return it, and on a GPU the event of its end."""
         if self.stream is None:
             return on_host.clone(), None
         with torch.cuda.stream(self.stream):
@@ -65,7 +66,7 @@ class Lane:
 
 
 class Parcel:
-    """A block's input on its way: the tensor itself the first time that it is opened, then what comes from the host."""
+    """A block's input on its way to the host: the first opening gives it back, later ones its copy."""
 
     def __init__(self, tensor: Tensor, lane: Lane):
         """Send a copy to the host; the tensor is kept until the parcel is opened."""
@@ -73,16 +74,16 @@ class Parcel:
         self.tensor: Tensor | None = tensor
         self.on_host = lane.out(tensor.detach())
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.before = lane.last
+        self.before = lane.last  # a weak reference, or each parcel would keep all earlier ones
         lane.last = weakref.ref(self)
 
     def call(self) -> None:
-        """Let it come back, if it is away and not on its way yet."""
+        """Start the way back, if the tensor is away and not on its way yet."""
         if self.tensor is None and self.coming is None:
             self.coming = self.lane.back(self.on_host, self.device)
 
     def open(self) -> Tensor:
-        """The tensor; when it comes from the host the one that left before it, which is needed next, is called."""
+        """Return the tensor; if it comes from the host, call the one that left before it, which is needed next."""
         if self.tensor is not None:
             tensor, self.tensor = self.tensor, None
             return tensor
@@ -91,6 +92,7 @@ class Parcel:
         (tensor, arrived), self.coming = self.coming, None
         if before := self.before and self.before():
             before.call()
+        # Made on the lane's stream, read on this one: this one waits, and the allocator has to know of both.
         if arrived is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(arrived)
@@ -104,13 +106,13 @@ def _lane(device: torch.device) -> Lane:
 
 
 def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward(*args, **kwargs)`, to be recomputed from an input that waits on the host: the first that is a tensor.
+    """Return `forward(*args, **kwargs)`, to be recomputed from a first argument that waits on the host.
 
     Args:
-        forward: of the block.
-        contexts: of the forward pass and its repetition, see `torch.utils.checkpoint`.
-        args: positional ones of the block.
-        kwargs: the others; all but the first input stay where they are.
+        forward: the forward pass of a block.
+        contexts: makes the contexts of the forward pass and its repetition, see `torch.utils.checkpoint`.
+        args: the block's positional arguments; the first leaves the device if it is a tensor.
+        kwargs: its other arguments, which stay where they are.
     """
     if not args or not isinstance(args[0], Tensor):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -127,11 +129,13 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @dataclass
 class _Plan:
-    """A block's policy, the forward pass it had before, and what torch needs to keep what the policy keeps.
+    """A block's policy, its own forward pass, and the contexts by which torch keeps what the policy keeps.
 
-    `kept` says in words what `contexts` keep, "" for nothing: blocks share a captured graph unless Dynamo sees them
-    differ, and of a function it compares the code alone, which is the same for all contexts.
+    `kept` spells out what `contexts` keep, "" for nothing.
     """
+
+    # Blocks share a captured graph unless Dynamo sees them differ, and of a function it compares the code alone, which
+    # is the same for all contexts (docs/log.md): hence `kept`.
 
     policy: OfBlock
     inner: Callable[..., Any]
@@ -140,7 +144,7 @@ class _Plan:
 
 
 def follow(module: nn.Module, policy: Policy) -> None:
-    """Let every block of a module follow the policy from now on; `Remat.Off` takes back an earlier one.
+    """Let every block of a module follow the policy from now on; `Remat.Off` undoes an earlier one.
 
     Raises:
         UsageError: the module has no blocks, not as many as the policy has parts, or a block without a forward pass.
@@ -152,11 +156,12 @@ def follow(module: nn.Module, policy: Policy) -> None:
             f"{idle[0]} ({type(found[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
         )
     if policy != Remat.Off():
-        within_blocks(module)
+        within_blocks(module)  # a block is repeated alone, without siblings in another one
     for block, of_block in zip(found.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             del block.forward
+            # The class's method needs no attribute; what somebody else had put there comes back.
             if not isinstance(plan.inner, MethodType) or plan.inner.__func__ is not type(block).forward:
                 block.forward = plan.inner  # type: ignore[method-assign]
         if of_block in (Remat.Off(), Remat.Budget(1.0)):
@@ -183,7 +188,7 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
 
 
 def innermost(block: nn.Module) -> tuple[Any, str]:
-    """Whose attribute is the forward pass to compile for a block: what `Full` and `Offload` repeat, else all of it."""
+    """Return (owner, name) of the forward pass to compile for a block: what `Full` and `Offload` repeat, else all."""
     plan = block.__dict__.get("remat")
     if isinstance(plan, _Plan) and plan.policy in (Remat.Full(), Remat.Offload()):
         return plan, "inner"
@@ -192,7 +197,7 @@ def innermost(block: nn.Module) -> tuple[Any, str]:
 
 def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     plan: _Plan = block.remat
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # no backward pass, so nothing to repeat
         return plan.inner(*args, **kwargs)
     if not torch.compiler.is_compiling():
         contexts = functools.partial(_eager_contexts, block, plan.contexts)
@@ -206,12 +211,14 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(plan.inner, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- results to keep ------------------------------------------------------------------------------------------------
 
 
 @functools.cache  # one function for equal blocks, so that they share one compiled graph
 def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     def choose() -> Callable[..., CheckpointPolicy]:
+        # torch tells the operator and no more, so calls of it are told apart by their number, which begins again in the
+        # repetition.
         counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -229,10 +236,8 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
 
 
 def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
-    """The contexts of the forward pass and of its repetition, which sees and leaves the block's buffers as they were.
-
-    A module that changes its buffers as it runs (running means, power iterations) would change them twice.
-    """
+    """Return the contexts of the forward pass and of its repetition, to which the block's buffers are as they were."""
+    # A module that changes its buffers as it runs (running means, power iterations) would change them twice.
     first, again = contexts() if contexts else (nullcontext(), nullcontext())
     before = _buffers(block)
     return first, _replayed(block, before, again) if before else again
@@ -279,12 +284,12 @@ def choose_kept(module: nn.Module, run: Callable[[nn.Module], object], *, captur
     """Choose what blocks with a `Pointwise` or `Budget` policy keep, from one pass without numbers.
 
     Args:
-        module: whose blocks follow a policy.
+        module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy whose tensors hold no numbers.
         captured: whether the blocks will run in a compiled graph, where they may compute and keep other things.
 
     Raises:
-        UsageError: the pass does not come as far as to every block.
+        UsageError: the pass does not reach every block.
     """
     plans = {name: block.__dict__.get("remat") for name, block in blocks(module).items()}
     choosing = {
@@ -315,22 +320,23 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
 def recorded(
     module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, stored: bool = True
 ) -> dict[str, Recording]:
-    """What each block of a module computes and keeps, by name; the arguments are those of `choose_kept`.
+    """Return what each block of a module computes and keeps, by name.
 
     Nothing is allocated, and neither the module nor the random numbers are touched.
 
     Args:
-        module: as above.
-        run: as above.
-        captured: as above.
-        stored: whether `stored_bytes` of captured blocks matters, as it does for a budget: to know it, one of each kind
-            is traced as a graph.
+        module: see `choose_kept`.
+        run: see `choose_kept`.
+        captured: see `choose_kept`.
+        stored: whether to find `stored_bytes` of captured blocks, which a budget needs: one block of each kind is
+            traced as a graph.
 
     Raises:
-        UsageError: the pass does not come as far as to every block.
+        UsageError: the pass does not reach every block.
     """
     found, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
     held = (*module.parameters(), *module.buffers())
+    # A plan's module has fake tensors already, and they work with their own mode only.
     mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
     empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in held}
     reason = "they did not run"
@@ -342,7 +348,7 @@ def recorded(
                 inner = plan.inner if isinstance(plan, _Plan) else block.forward
                 block.forward = functools.partial(_recording, found, name, block, inner, compiled)  # type: ignore[method-assign]
             run(twin)
-        except Exception as error:  # whatever a module of one's own may raise
+        except Exception as error:  # a module of the user's may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if missing := [name for name in blocks(module) if name not in found]:
         raise UsageError(
@@ -365,7 +371,7 @@ def _recording(
     if compiled is not None:
         if recording not in compiled:  # asked once for blocks that are alike
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-        # What lies between products is computed again inside the kernels that read it, in no time that was measurable.
+        # Operators between products run again inside the kernels that read them, in no measurable time (docs/log.md).
         recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
     found.setdefault(name, recording)
     return output

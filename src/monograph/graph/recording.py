@@ -1,4 +1,4 @@
-"""What a block computes and keeps for its backward pass, found by running it on tensors that hold no numbers."""
+"""Record what a block computes and keeps for its backward pass, by running it on tensors that hold no numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from monograph.graph.remat import Choice, front
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, convolution or attention of a block: what is dear to compute again.
+    """A matrix product, convolution or attention of a block, which is dear to compute again.
 
     Attributes:
-        name: the operator's, and which of the block's calls of it this is, the first is 0.
-        stored_bytes: of its results.
-        flops: of computing them, a multiplication and an addition being two.
+        name: the operator's name, and the number of this call among the block's calls of it, from 0.
+        stored_bytes: size of its results.
+        flops: cost of computing them; a multiplication and an addition are two.
     """
 
     name: tuple[str, int]
@@ -36,11 +36,11 @@ class Recording:
     """One forward pass of a block.
 
     Attributes:
-        input_bytes: of the tensors that the block is given, which every policy keeps.
-        stored_bytes: what it keeps beside them if nothing is recomputed; its parameters do not count.
-        rest_flops: of everything but its products, one for each number that is written: recomputed by every policy. 0
-            where the block is compiled.
-        products: those whose results the backward pass needs, or needs to compute something else again.
+        input_bytes: size of the tensors that the block is given, which every policy keeps.
+        stored_bytes: size of everything else that it keeps if nothing is recomputed, without its parameters.
+        rest_flops: cost of everything but its products, one for each number that is written; every policy recomputes
+            it. 0 where the block is compiled.
+        products: products whose results the backward pass needs, or needs to compute something else again.
     """
 
     input_bytes: int
@@ -49,7 +49,7 @@ class Recording:
     products: tuple[Product, ...]
 
     def curve(self) -> tuple[Choice, ...]:
-        """Which products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`); each choice names them."""
+        """Return choices of products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`); each names them."""
         groups = [(Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products]
         return tuple(choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups))
 
@@ -68,8 +68,10 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
         return tensor
 
     calls = _Calls()
+    # The hooks see what autograd saves, the mode sees what operators run; neither sees both.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
+    # Tensors that are kept for other reasons cost nothing more when they are saved.
     apart = given.keys() | {storage_of(t) for t in held}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in apart}
     products, rest = calls.needed(set(stored))
@@ -77,7 +79,7 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from another's as long as both are alive; views share it."""
+    """Return what tells a tensor's memory from another's as long as both are alive; views share it."""
     return tensor.untyped_storage()._cdata
 
 
@@ -86,7 +88,7 @@ def _bytes(tensors: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """One operator's run: of the tensors' memories, which were read, made, and written to in place."""
+    """One operator's run: the memories that it read, made, and wrote to in place."""
 
     name: tuple[str, int]
     read: set[int]
@@ -98,7 +100,7 @@ class _Call(NamedTuple):
 
 
 class _Calls(TorchDispatchMode):
-    """Every operator that runs, in order."""
+    """Record every operator that runs, in order."""
 
     supports_higher_order_operators = True  # flex attention is one
 
@@ -116,6 +118,7 @@ class _Calls(TorchDispatchMode):
         made = {storage_of(t): t for t in outputs if storage_of(t) not in read}
         changed = set[int]()
         if compat.writes_in_place(func):
+            # An operator that returns nothing is taken to change all that it reads.
             changed = {storage_of(t) for t in outputs} & read or read
         name = str(func)
         flops, numbers = compat.flops_of(func, args, kwargs or {}, out), sum(t.numel() for t in made.values())
@@ -126,11 +129,12 @@ class _Calls(TorchDispatchMode):
         return out
 
     def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
-        """The products without which `stored` cannot be computed again, and the FLOPs of the rest.
+        """Return the products without which `stored` cannot be computed again, and the FLOPs of the rest.
 
         A product that is overwritten later cannot be kept; it counts among the rest.
         """
         products, rest, needed, changed = list[Product](), 0, set(stored), set[int]()
+        # Backwards, since the inputs of a needed result are needed, too.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):
                 needed |= call.read

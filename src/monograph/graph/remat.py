@@ -1,6 +1,6 @@
 """Which activations a module's blocks keep for the backward pass, and which they compute a second time.
 
-Under a budget the choice is a 0-1 knapsack: what to keep, of things that cost bytes to keep and FLOPs to compute again.
+Under a budget the choice is a 0-1 knapsack: to keep a result costs bytes, to compute it again costs FLOPs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# Of a front of choices so many are carried on; more are thinned, which can cost a choice 1 / MOST of the bytes.
+# A front may double with every group, so no more choices than this are carried on; thinning can cost a choice
+# 1 / MOST of the bytes.
 MOST = 512
 
 
@@ -20,9 +21,9 @@ class Choice(NamedTuple):
     """Something that can be chosen.
 
     Attributes:
-        stored_bytes: what it keeps until the backward pass.
-        flops: what it computes a second time.
-        what: whatever names it.
+        stored_bytes: bytes that it keeps until the backward pass.
+        flops: FLOPs that it computes a second time.
+        what: names of what was chosen.
     """
 
     stored_bytes: int
@@ -31,11 +32,11 @@ class Choice(NamedTuple):
 
 
 def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Every way to take one choice of each group that no other beats in both bytes and FLOPs, fewest bytes first.
+    """Return each way to take one choice of every group that no other beats in bytes and FLOPs, fewest bytes first.
 
-    Bytes and FLOPs of what is taken add up, and so do the names. The method is Nemhauser and Ullmann's, "Discrete
-    Dynamic Programming and Capital Allocation", Management Science 15 (1969): groups are joined one by one, and what is
-    beaten is dropped at once.
+    Bytes, FLOPs and names of the choices taken add up. The method is Nemhauser and Ullmann's, "Discrete Dynamic
+    Programming and Capital Allocation", Management Science 15 (1969): groups are joined one by one, and beaten choices
+    are dropped at once.
     """
     best = [Choice(0, 0, ())]
     for group in groups:
@@ -45,6 +46,7 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
             for one in best
             for other in options
         ]
+        # Sorted by bytes, a pair is beaten unless it takes fewer FLOPs than the last one that was kept.
         best = []
         for stored_bytes, flops, one, other in sorted(pairs, key=lambda pair: pair[:2]):
             if not best or flops < best[-1].flops:
@@ -54,15 +56,16 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
 
 
 def within(choices: Iterable[Choice], limit_bytes: int) -> Choice | None:
-    """The choice with the fewest FLOPs that keeps at most `limit_bytes`, if there is one."""
+    """Return the choice with the fewest FLOPs that keeps at most `limit_bytes`, if there is one."""
     fitting = [choice for choice in choices if choice.stored_bytes <= limit_bytes]
     return min(fitting, key=lambda choice: (choice.flops, choice.stored_bytes), default=None)
 
 
 def _thinned(choices: list[Choice]) -> list[Choice]:
-    """At most MOST + 1 of them, ascending: of those that are almost of one size the one with the fewest FLOPs."""
+    """Return at most MOST + 1 choices, ascending: of those of almost one size the one with the fewest FLOPs."""
     if len(choices) <= MOST:
         return choices
+    # The dict keeps the last choice of each step, which has its fewest FLOPs. The first of all stays for tight limits.
     step = choices[-1].stored_bytes / MOST
     return [choices[0], *{int(choice.stored_bytes / step): choice for choice in choices[1:]}.values()]
 
@@ -71,7 +74,7 @@ class Remat:
     """The policies of recomputation, one for each block of a module or one for all of them.
 
     Whatever the policy, loss and gradients are those of `Off`: to the bit where the step runs eagerly, within the
-    compiler's own rounding where it is captured. What differs is memory and time.
+    compiler's own rounding where it is captured. Only memory and time differ.
 
         Remat.Off()                every activation is kept, nothing is computed twice
         Remat.Pointwise()          products of matrices and attention are kept, what lies between them is recomputed
@@ -97,12 +100,12 @@ class Remat:
     class Offload:
         """`Full`, and a block's first input waits in page-locked memory of the host for its backward pass.
 
-        What crosses does so beside computation. Not inside a graph of the whole step: capture with scope "blocks".
+        It crosses while the device computes. A graph of the whole step cannot hold that: capture with scope "blocks".
         """
 
     @dataclass(frozen=True)
     class Budget:
-        """Keep, beside the block's input, at most a share of the bytes that `Off` keeps.
+        """Keep the block's input, and at most a share of the bytes that `Off` keeps.
 
         Which products are kept is a 0-1 knapsack: their bytes against the FLOPs of computing them again.
 
@@ -110,13 +113,13 @@ class Remat:
             fraction: the share, 0 (`Full`) to 1 (`Off`).
 
         Raises:
-            UsageError: a fraction that is not from 0 to 1.
+            UsageError: the fraction is not from 0 to 1.
         """
 
         fraction: float
 
         def __post_init__(self) -> None:
-            """Refuse what is no share."""
+            """Refuse a fraction that is no share."""
             if not between(0, 1).holds(self.fraction):
                 raise UsageError(
                     f"Remat.Budget({self.fraction}): expected a share of the stored bytes, from 0 (recompute all) to 1"
@@ -138,7 +141,7 @@ Policy = OfBlock | Remat.PerLayer
 
 
 def named(value: str | float) -> Policy:
-    """The policy that a configuration names: "none", "pointwise", "full", "offload" or a share."""
+    """Return the policy that a configuration names: "none", "pointwise", "full", "offload" or a share."""
     if isinstance(value, float):
         return Remat.Budget(value)
     by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full(), "offload": Remat.Offload()}
@@ -146,21 +149,22 @@ def named(value: str | float) -> Policy:
 
 
 def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
-    """The policies of equal blocks that together keep at most so many bytes and compute the fewest FLOPs twice.
+    """Return policies of equal blocks that together keep at most so many bytes and compute the fewest FLOPs twice.
 
     It is a knapsack over the blocks: each keeps everything, or one of the choices of the one curve they share. Of those
     with equally few FLOPs it is the one that keeps the least, except that nothing is recomputed where everything fits.
 
     Args:
-        curve: what a block can keep, `monograph.graph.recording.Recording.curve`.
-        off_bytes: what a block keeps if nothing is recomputed.
+        curve: the choices of one block, `monograph.graph.recording.Recording.curve`.
+        off_bytes: bytes that a block keeps if nothing is recomputed.
         layers: how many blocks.
-        limit_bytes: of all blocks together, their inputs not counted.
+        limit_bytes: bytes that all blocks together may keep, their inputs not counted.
 
     Returns:
         Blocks that recompute the most come first, as their backward passes are the last; None if even `Remat.Full` is
         too much, which is a limit below 0.
     """
+    # Captured, all products kept cost no FLOPs either and fewer bytes: the knapsack would recompute what has room.
     if layers * off_bytes <= limit_bytes:
         return Remat.PerLayer((Remat.Off(),) * layers)
     off = Choice(off_bytes, 0, (Remat.Off(),))

@@ -1,7 +1,7 @@
-"""How a step is run many times without the host: called, or on a GPU captured once a variant and replayed.
+"""Run a step many times without the host: call it, or on a GPU capture it once for each variant and replay it.
 
-A function of a batch is replayed by copying every batch to where the capture read the first one (`StaticInputs`). The
-graph goes on with what the host knew of its modules at the capture, and decided by (`HostState`).
+A function of a batch is replayed by copying every batch to where the capture read the first one (`StaticInputs`). A
+graph keeps the host's decisions, so the values that they were made by are compared before each replay (`HostState`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from monograph import compat
 from monograph.device import clock
 
-WARM_UP = 2  # calls before a capture: the first compiles, both settle what the libraries allocate
+WARM_UP = 2  # calls before a capture: the first compiles, with both the libraries have allocated all they need
 Work = Callable[[], None]
 
 
@@ -37,7 +37,7 @@ class Recorder(Protocol):
     """A device that can capture work."""
 
     def warm_up(self, work: Work) -> str | None:
-        """Do the work, under the conditions of a capture; why it cannot be captured, None if nothing is known."""
+        """Do the work under the conditions of a capture; return why it cannot be captured, None if nothing is known."""
         ...
 
     def record(self, work: Work) -> Graph:
@@ -50,42 +50,44 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """Work can only be called; what was asked for before this was raised has been done."""
+    """Work can be called and not captured; the calls that were made before this was raised are done."""
 
 
 class CudaGraphs:
     """Captures on a CUDA device.
 
-    All graphs share one pool of memory, as nobody reads after a replay what it leaves there, and one stream, on which
-    they are warmed up too: autograd adds a gradient on the stream on which the parameter was used first.
+    All graphs share one pool of memory and one stream.
 
     Attributes:
-        least: of the time of a call, the share that the host must spend on launching it, from 0 to 1; below, the device
-            is the slower of the two, and a replay would take a pool of memory for nothing. 0: always captured.
+        least: the share of a call's time, from 0 to 1, that the host must spend on launching it; below it the device is
+            the slower of the two, and a replay would take a pool of memory for nothing. 0: always captured.
     """
 
     def __init__(self, device: torch.device, least: float = 0.0):
-        """On a device of this process."""
+        """Make a stream and a pool on a device of this process."""
         self.device, self.least = device, least
+        # One stream, for warming up, too: autograd adds a gradient on the stream on which a parameter was used first.
         self._stream = torch.cuda.Stream(device)
+        # One pool, since nobody reads a replay's results there afterwards.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> str | None:
-        """Call the work on the captures' stream, and watch what the host does meanwhile."""
+        """Call the work on the captures' stream, and watch the host meanwhile; see `Recorder.warm_up`."""
         current, drawn = torch.cuda.current_stream(self.device), torch.get_rng_state()
         self._stream.wait_stream(current)
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # or work of before would be timed as this work's
         began = clock()
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
-        finally:  # what comes next, if only a retreat, comes after what was launched
+        finally:  # later work, also after an error, must come after the work that was launched
             current.wait_stream(self._stream)
         launched_s = clock() - began
         torch.cuda.synchronize(self.device)
         share = launched_s / (clock() - began)
         if waits:
             return f"the host waits for the device at {waits[0]}"
+        # A replay would go on with the numbers that the capture drew.
         if not torch.equal(drawn, torch.get_rng_state()):
             return "it draws random numbers on the host (torch)"
         return f"the device is busy longer than it takes to launch ({share:.0%})" if share < self.least else None
@@ -100,10 +102,10 @@ class CudaGraphs:
 
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
-    """Where, by file and line, the host waited for the device inside of the block."""
+    """Yield a list that holds, after the block, where (FILE:LINE) the host waited for the device inside of it."""
     before, found = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always")  # or Python shows a line's warning once in a process
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
@@ -112,39 +114,40 @@ def _host_waits() -> Iterator[list[str]]:
     for each in seen:
         if "called a synchronizing CUDA operation" in str(each.message):
             found.append(f"{each.filename}:{each.lineno}")
+        # Warnings of other things are passed on, all but torch's note on the mode itself.
         elif "Synchronization debug mode" not in str(each.message):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 class Replays:
-    """A function of a variant whose only effect is on device memory, run by replaying what it launches.
+    """Run a function whose only effect is on device memory by replaying what it launches, a graph for each variant.
 
     The first calls of a variant are ordinary ones, so nothing is run that would not have been.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
-        """A function and what captures it; None: call it every time."""
+        """Take a function and what captures it; with None it is called every time."""
         self._function, self._recorder = function, recorder
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Graph] = {}
 
     @property
     def variants(self) -> int:
-        """How many different graphs ran."""
+        """Return how many variants ran."""
         return len(self._calls)
 
     @property
     def captured(self) -> int:
-        """How many of them are captured."""
+        """Return how many variants are captured."""
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Give the graphs back; what comes next is warmed up again."""
+        """Give the graphs back; later calls are warmed up again."""
         self._calls.clear()
         self._graphs.clear()
 
     def run(self, times: int, *variant: Hashable) -> None:
-        """Run the function so many times.
+        """Run the function of a variant so many times.
 
         Raises:
             NotReplayable: it ran once, and cannot be captured; the message says why.
@@ -164,7 +167,7 @@ class Replays:
 
 
 def _captured(work: Work, recorder: Recorder) -> Graph:
-    """Called a last time, then captured."""
+    """Call the work a last time, then capture it."""
     drawn = _host_random_numbers()
     obstacle = recorder.warm_up(work)
     if obstacle is None and drawn != _host_random_numbers():
@@ -180,8 +183,8 @@ def _captured(work: Work, recorder: Recorder) -> Graph:
 
 
 def _host_random_numbers() -> tuple[object, ...]:
-    """Where Python's and NumPy's generators stand."""
-    _, keys, position, *_ = np.random.get_state()  # the legacy generator is what others use
+    """Return the states of Python's and NumPy's generators."""
+    _, keys, position, *_ = np.random.get_state()  # the legacy generator, which other people's code uses
     return random.getstate(), bytes(np.asarray(keys)), position
 
 
@@ -189,18 +192,18 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
-    """The plain values, the tensors' identities and the `requires_grad` of all parts of modules, as they are now.
+    """A record of plain values, identities of tensors and `requires_grad` in all parts of modules at one moment.
 
-    Numbers in tensors are not looked at: they may change, as a graph reads them where they are. What a function keeps
-    outside of its owners, in a global variable or on a class, is not seen.
+    Numbers in tensors are not looked at: they may change, as a graph reads them where they are. State that a
+    function keeps outside of its owners, in a global variable or on a class, is not seen.
     """
 
     def __init__(self, *owners: Any, **named: Any):
-        """Of owners: modules with all of their parts, and other objects with attributes.
+        """Record owners: modules with all of their parts, and other objects with attributes.
 
         Args:
             owners: the objects.
-            named: further attributes that must stay the objects they are: name of the attribute = whose it is.
+            named: further attributes that must stay the same objects: attribute's name = its owner.
         """
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
@@ -222,8 +225,9 @@ class HostState:
             self._gradients += [(p, p.requires_grad) for p in part._parameters.values() if p is not None]
 
     def changed(self) -> str | None:
-        """The name of an attribute that is not what it was or is new, None if there is none."""
+        """Return the name of an attribute that is not what it was or is new, None if there is none."""
         for held, name, value in self._values:
+            # By type as well: a graph of 1 need not be one of 1.0 or True.
             now = held.get(name)
             if now is not value and (isinstance(value, Tensor) or type(now) is not type(value) or now != value):
                 return name
@@ -241,8 +245,8 @@ class StaticInputs:
 
         copy the batch's tensors to the buffers of its shapes;  replay what function(buffers) launched
 
-    A batch may be anything that torch's pytrees know, of tensors on the device and plain values. What cannot be
-    replayed is called, and `announce` gets the reason in one line.
+    A batch may be anything that torch's pytrees know, of tensors on the device and plain values. Where nothing
+    can be replayed the function is called, and `announce` gets the reason in one line.
     """
 
     def __init__(
@@ -259,7 +263,7 @@ class StaticInputs:
             function: what to run on a batch.
             recorder: captures it.
             device: where a batch's tensors are.
-            host: looks at what the function decides by; when that has changed the function is captured anew.
+            host: records the state that the function decides by; when that has changed the function is captured anew.
             announce: gets each reason for a call once.
         """
         self.function, self._device, self._host, self._announce = function, device, host, announce
@@ -272,11 +276,11 @@ class StaticInputs:
 
     @property
     def captured(self) -> int:
-        """How many shapes of a batch are replayed."""
+        """Return how many shapes of a batch are replayed."""
         return self._replays.captured
 
     def give_back(self) -> bool:
-        """Free all memory; what held a graph is only called from then on, and the answer is True."""
+        """Free all memory; return whether there was a graph, in which case the function is only called from then on."""
         held = self.captured > 0
         self._stopped |= held
         self._forget()
@@ -295,6 +299,7 @@ class StaticInputs:
             self.function(batch)
             return
         if variant not in self._inputs:
+            # The capture reads these addresses ever after, and the caller's batch will be gone.
             own = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._inputs[variant] = tree_unflatten(own, form), own
         for buffer, leaf in zip(self._inputs[variant][1], leaves, strict=True):
@@ -302,14 +307,15 @@ class StaticInputs:
                 buffer.copy_(leaf)
         try:
             self._replays.run(1, variant)
-        except NotReplayable as reason:
+        except NotReplayable as reason:  # this batch is done, it is only the next ones that are called
             self._stop(str(reason))
 
     def _on_buffers(self, variant: Hashable) -> None:
         self.function(self._inputs[variant][0])
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
-        """Why this batch is only to be called with."""
+        """Return why the function must be called with this batch, None if it can be replayed."""
+        # A value that changes with every batch would need a capture for every batch.
         if self._voided > MOST:
             self._stopped = True
             return f"{self._changed} is another from batch to batch: keep it in a tensor"
@@ -318,13 +324,14 @@ class StaticInputs:
                 return f"a batch holds a {type(leaf).__name__}"
             if isinstance(leaf, Tensor) and leaf.device != self._device:
                 return f"a batch holds a tensor on {leaf.device}, where the host may read it"
+            # Its gradient belongs to the caller's tensor, a replay would give it to the buffer.
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return "a batch holds a tensor that wants a gradient"
         full = variant not in self._inputs and len(self._inputs) == MOST
         return f"batches have more than {MOST} shapes, the others" if full else None
 
     def _void_if_changed(self) -> None:
-        """Forget what was captured when the host has changed what the function decides by."""
+        """Forget all captures when the host has changed the state that the function decides by."""
         if changed := self._seen and self._seen.changed():
             self._forget()
             self._changed, self._voided = changed, self._voided + 1
@@ -347,5 +354,5 @@ class StaticInputs:
 
 
 def _bound(leaf: Any) -> Hashable:
-    """What a graph is bound to, of a tensor or another part of a batch."""
+    """Return what a graph is bound to in a part of a batch: a tensor's shape and dtype, or a plain value."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

@@ -1,6 +1,6 @@
-"""Sibling fusion: finds linear layers that read one tensor (query, key and value, say) and makes them families.
+"""Find linear layers that read one tensor (query, key and value, say) and make them families.
 
-Which layers read one tensor is seen by watching a call; nothing is concluded from names or classes.
+Which layers do is seen by watching a call; nothing is concluded from names or classes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """All calls of linear layers with one tensor, in the module's mode and in evaluation mode."""
+    """Return all calls of linear layers with one tensor, in the module's mode and in evaluation mode."""
     calls: list[Call] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -53,6 +53,7 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     flags = [(part, part.training) for part in module.modules()]
     try:
         run()
+        # Evaluation may take another way through the module, and layers must be siblings on both ways.
         if any(flag for _, flag in flags):
             module.eval()
             run()
@@ -65,11 +66,13 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
 
 
 def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
-    """Names of layers that can be fused, and of those that read one tensor with another and cannot, with the reason."""
+    """Return names of layers to fuse, and of layers that read one tensor with others and cannot be, with the reason."""
     read: dict[str, list[tuple[Any, ...]]] = {}
     changed = set()
     for call in calls:
+        # One product stands for all only if the tensor was not changed in between, nor autocast or gradients switched.
         read.setdefault(call.name, []).append((id(call.input), call.version, call.mode))
+        # Outputs of siblings are views of one tensor, which autograd lets nobody change in place.
         if version_of(call.output) != call.output_version:
             changed.add(call.name)
     readers: dict[Any, list[str]] = {}
@@ -89,6 +92,7 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
             sequence = [call.name for call in calls if call.name in those]
             if len(those) == 1:
                 separate[those[0]] = "none of the others is like it in dtype, bias and requires_grad"
+            # The first one called computes for all, so it has to be the same one each time.
             elif sequence != those * (len(sequence) // len(those)):
                 separate |= dict.fromkeys(those, "they are called in changing order")
             else:
@@ -102,7 +106,7 @@ def _kind(layer: nn.Linear) -> tuple[Any, ...]:
 
 
 def _obstacles(module: nn.Module) -> dict[str, str]:
-    """Why a linear layer must stay as it is, by name."""
+    """Return why linear layers must stay as they are, by name."""
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -115,6 +119,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
                 found[name] = "its forward pass is not nn.Linear's"
             elif any(getattr(layer, hooks) for hooks in HOOKS):
                 found[name] = "it has hooks"
+            # A computed weight (a parametrized one) has no memory that could lie next to another's.
             elif type(layer._parameters.get("weight")) is not nn.Parameter:
                 found[name] = "its weight is no plain parameter"
             elif tied:
@@ -122,16 +127,16 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     return found
 
 
-SIGNIFICANCE = 0.05  # of the sign test by which fused counts as faster
+SIGNIFICANCE = 0.05  # level of the sign test by which fused counts as faster
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """What was fused; as text it is one line.
+    """The result of a fusion; as text it is one line.
 
     Attributes:
         families: names of the layers of each matrix product, in the order of their calls.
-        separate: layers that read the same tensor as another and yet stay alone, with the reason.
+        separate: layers that read one tensor with others and yet stay alone, with the reason.
         ratio: median time of a fused run over a separate one, where that was measured.
     """
 
@@ -140,7 +145,7 @@ class Fusion:
     ratio: float | None = None
 
     def __str__(self) -> str:
-        """For example: `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
+        """Return a line such as `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
         layers = sum(len(family) for family in self.families)
         said = f"{layers} linear layers in {len(self.families)} matrix products" if layers else "no siblings fused"
         if self.ratio is not None:
@@ -154,7 +159,7 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
 
-    Weights are brought together in memory, once; modules, names, parameters and gradients stay what they are, and a
+    Weights are brought together in memory, once; modules, names, parameters and gradients stay as they are, and a
     `Step` that is made later keeps siblings side by side in its planes. Layers are fused if they read the same
     unchanged tensor at each call, always in one order, and are alike in dtype, device, having a bias, and being
     trained; layers of different blocks part again where blocks are recomputed or captured one by one. Each decision is
@@ -164,16 +169,16 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     in training mode what will be trained.
 
     Args:
-        module: any module; what was fused before is unfused first.
-        example: what it is called with, a tensor, a tuple of arguments or a mapping of keywords; or a function without
+        module: any module; an earlier fusion is undone first.
+        example: the arguments of a call: a tensor, a tuple of arguments or a mapping of keywords; or a function without
             arguments that calls it.
 
     Returns:
-        What was fused, and which layers stay separate and why: subclasses with a forward pass of their own, layers with
+        The families, and which layers stay separate and why: subclasses with their own forward pass, layers with
         hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
     """
     module = unwrap_(module)
-    unfuse_siblings(module)
+    unfuse_siblings(module)  # a fused layer's forward pass is not nn.Linear's, so it would be left alone
     run = _runner(module, example)
     with _as_before(module):
         groups, separate = grouped(module, watched(module, run))
@@ -182,16 +187,18 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
             layers = [module.get_submodule(name) for name in names]
             kin = _families(layers)  # type: ignore[arg-type]
             found += kin
+            # Weights in a step's planes cannot be moved any more, so some may be left without a family.
             held = {id(layer) for family in kin for layer in family.layers}
             alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in held]
             separate |= dict.fromkeys(alone, "its weight does not lie beside its siblings': fuse before the Step")
         _install(module, found, run, separate)
+    # In a captured block that is recomputed Dynamo refuses to write an attribute, as a family does from call to call.
     compat.allow_stashes_in_recomputed()
     return Fusion(tuple(_names(module)), separate)
 
 
 def unfuse_siblings(module: nn.Module) -> None:
-    """Let every layer of a module compute alone again: the same bits, and the memory that each parameter had.
+    """Let every layer of a module compute alone again, with the same bits, and each parameter in its own memory.
 
     Parameters that lie in a `Step`'s planes stay there.
     """
@@ -211,19 +218,20 @@ def fuse_if_faster(
     Args:
         module: the module.
         example: see `fuse_siblings`.
-        run: what is to be faster, on the run's own shapes: a micro-step of a captured `Step`, say. Not one that is
-            replayed (`step.recorder = None`): a recording would be voided at each turn.
+        run: the work that is to be faster, in its real shapes: a micro-step of a captured `Step`, say, but not of one
+            that is replayed (set `step.recorder = None`), since each turn would void its recording.
         device: where it runs.
-        rounds: of one run each, after two that are not timed.
+        rounds: how often both are timed, after two rounds that are not.
 
     Returns:
-        What is fused now, with the median of the rounds' ratios.
+        The families that are kept, and the median of the rounds' ratios.
     """
     fusion = fuse_siblings(module, example)
     found = families(module)
     if not found:
         return fusion
     ratios = []
+    # Either goes first in turn, so that a machine whose speed drifts favours neither; two rounds pay for compiling.
     for turn in range(-2, rounds):
         seconds = {}
         for fused in (True, False) if turn % 2 else (False, True):
@@ -237,7 +245,7 @@ def fuse_if_faster(
         if turn >= 0:
             ratios.append(seconds[True] / seconds[False])
     for family in found:
-        family.install()
+        family.install()  # the last turn may have been the separate one
     timed = replace(fusion, ratio=statistics.median(ratios))
     if is_faster(ratios):
         return timed
@@ -246,22 +254,23 @@ def fuse_if_faster(
 
 
 def is_faster(ratios: Sequence[float]) -> bool:
-    """Whether so many ratios are below 1 that a fair coin would do that with a probability of at most 5 %."""
+    """Return whether a fair coin would give so many ratios below 1 with a probability of at most 5 %."""
     wins, rounds = sum(ratio < 1 for ratio in ratios), len(ratios)
     return sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) <= SIGNIFICANCE * 2**rounds
 
 
 def families(module: nn.Module) -> list[Family]:
-    """The families that a module has."""
+    """Return the families that a module has."""
     return list({id(layer.family): layer.family for layer in module.modules() if isinstance(layer, Sibling)}.values())
 
 
 def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The same parameters in an order that has those of siblings one after the other, for buffers that hold many."""
+    """Return the parameters in an order for one buffer, in which those of siblings follow one another."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     after: dict[str, list[str]] = {}
     for family in families(module):
         for those in (family.weights, family.biases):
+            # A family lies in one piece only if all its parameters go to this buffer.
             if those and all(id(parameter) in names for parameter in those):
                 first, *others = (names[id(parameter)] for parameter in those)
                 after[first] = others
@@ -271,7 +280,7 @@ def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> d
 
 
 def part_moved(module: nn.Module) -> None:
-    """After parameters were moved: siblings that no longer lie side by side part, and go on in smaller families."""
+    """Let siblings whose parameters were moved apart part, and go on in smaller families that lie side by side."""
     for family in families(module):
         family.lay()
         if family.weight is None:
@@ -279,7 +288,7 @@ def part_moved(module: nn.Module) -> None:
 
 
 def within_blocks(module: nn.Module) -> None:
-    """Let siblings of different blocks part: such blocks are repeated, or captured, without the others."""
+    """Let siblings of different blocks part, since one block is repeated, or captured, without the others."""
     where = {id(part): name for name, block in blocks(module).items() for part in block.modules()}
     for family in families(module):
         by_block: dict[str | None, list[nn.Linear]] = {}
@@ -297,7 +306,7 @@ def _replace(family: Family, groups: Iterable[list[nn.Linear]]) -> None:
 
 
 def _families(layers: list[nn.Linear]) -> list[Family]:
-    """One family of all layers if they can be brought together, else of those that lie side by side."""
+    """Return one family of all layers if they can be brought together, else families of those that lie side by side."""
     if len(layers) > 1 and (whole := Family(layers)).weight is not None:
         return [whole]
     runs = [[layers[0]]]
@@ -314,7 +323,7 @@ def _names(module: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _install(module: nn.Module, found: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
-    """Fuse what the example runs with; where it fails, every family is tried by itself."""
+    """Fuse all families if the example runs with them, else those with which it runs one by one."""
     try:
         for family in found:
             family.install()
@@ -350,7 +359,8 @@ def _runner(module: nn.Module, example: Any) -> Callable[[], object]:
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Whatever runs in the block, buffers and random numbers are afterwards what they were."""
+    """Restore buffers and random numbers after the `with` block."""
+    # Without a list torch would save the generators of all cards.
     cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
     with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
         yield

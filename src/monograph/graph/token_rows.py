@@ -1,7 +1,7 @@
-"""The rows of a few tokens as a parameter of their own, beside an embedding and a head that are frozen.
+"""Train the rows of a few tokens as a separate parameter of an embedding and a head that are frozen.
 
-What PEFT calls trainable tokens. An embedding and a head that are one matrix have one such parameter, else two: a token
-that is to be written needs its row of the head as much as one that is read needs that of the embedding.
+PEFT calls them trainable tokens. An embedding and a head that are one matrix have one such parameter, else two: a token
+that is written needs its row of the head as much as one that is read needs its row of the embedding.
 
 Shapes: V tokens, D their size, K of them trained.
 """
@@ -19,11 +19,11 @@ from monograph.graph.inspect import head_of
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.ops.token_rows import Rows, embedding, linear, replaced
 
-ROWS = "token_rows"  # the parameter's name beside `weight`
+ROWS = "token_rows"  # the parameter's name, next to `weight`
 
 
 class Table(nn.Module):
-    """What the layers below have in common: `weight` [V, D], frozen, with rows [K, D] that stand in it."""
+    """Base class of layers with a frozen `weight` [V, D], K rows of which are trained in `token_rows` [K, D]."""
 
     weight: Tensor
     token_rows: Tensor
@@ -32,15 +32,15 @@ class Table(nn.Module):
 
     @property
     def rows(self) -> Rows:
-        """The trained rows and where they stand."""
+        """Return the trained rows and where they stand."""
         return Rows(self.token_rows, self.token_index, self.token_slots)
 
 
 class TokenEmbedding(Table, nn.Embedding):
-    """An embedding some rows of which are trained; `put_rows` makes an embedding this."""
+    """An embedding some rows of which are trained; `put_rows` gives an embedding this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
+        """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
         rows = self.rows
         if self.padding_idx is not None:  # its row learns nothing from being looked up, as in PEFT
             padding_K1 = (rows.index_K == self.padding_idx).unsqueeze(-1)
@@ -49,24 +49,25 @@ class TokenEmbedding(Table, nn.Embedding):
 
 
 class TokenHead(Table, nn.Linear):
-    """The same for a head."""
+    """A head some rows of which are trained; `put_rows` gives a head this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
+        """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
+        # The rows' difference is added to the table's own logits: untouched rows keep their bits, no table is copied.
         return linear(input, self.weight, self.rows, self.bias)
 
 
 def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Give the rows of tokens a parameter, in place; they begin as the module's own, so that no bit of it changes.
+    """Give the rows of tokens a parameter, in place; they begin as the module's own, so that no bit changes.
 
     Args:
         module: has one embedding, or names it by `get_input_embeddings()`, and has its head as `lm_head` or names it by
             `get_output_embeddings()`.
         tokens: ids, each once.
-        dtype: of the rows; None: the table's, but fp32 beside narrower ones.
+        dtype: of the rows; None: the table's, but fp32 where that has fewer bits.
 
     Raises:
-        UsageError: there are no such layers, or they are of another kind, or an id is beyond them.
+        UsageError: there are no such layers, they are of another kind, or an id has no row in them.
     """
     found, head = _embedding(module), head_of(module)
     wanted: list[tuple[Any, type[nn.Module], str]]
@@ -84,11 +85,12 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
             raise UsageError(
                 f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it needs its tokenizer.json"
             )
+    # Nothing is changed before everything has been looked at.
     tied = head.weight is found.weight
     _put(found, TokenEmbedding, tokens, dtype)
     _put(head, TokenHead, tokens, dtype)
     if tied:
-        head.token_rows = found.token_rows
+        head.token_rows = found.token_rows  # two parameters would tear one matrix apart
 
 
 def _embedding(module: nn.Module) -> Any:
@@ -108,12 +110,13 @@ def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torc
     layer.__class__ = kind
     wide = dtype or torch.promote_types(kept_dtype(weight), torch.float32)
     layer.token_rows = nn.Parameter(weight.detach()[index].to(wide))
+    # No checkpoint holds these: the options name the tokens.
     layer.register_buffer("token_index", index, persistent=False)
     layer.register_buffer("token_slots", slots, persistent=False)
 
 
 def tables(module: nn.Module) -> dict[str, Table]:
-    """The layers of a module that have trained rows, by name; of a tied pair the first."""
+    """Return the layers of a module that have trained rows, by name; of a tied pair only the first."""
     found: dict[int, tuple[str, Table]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, Table):
@@ -122,13 +125,13 @@ def tables(module: nn.Module) -> dict[str, Table]:
 
 
 def rows_of(layer: nn.Module) -> Rows | None:
-    """The trained rows of a layer, None of one without."""
+    """Return the trained rows of a layer, None if it has none."""
     return layer.rows if isinstance(layer, Table) else None
 
 
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
-    """Write the rows into their tables, in place, rounded once to the tables' dtype: plain layers are left."""
+    """Write the rows into their tables, in place, rounded once to the tables' dtype; plain layers are left."""
     for layer in [each for each in module.modules() if isinstance(each, Table)]:
         keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
         for name in (ROWS, "token_index", "token_slots"):

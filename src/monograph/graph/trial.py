@@ -1,6 +1,6 @@
-"""One eager trial step of any module before anything is compiled.
+"""Run one eager trial step of any module before anything is compiled.
 
-Does it run, is the loss finite, does every parameter get a finite gradient, and if not: which module is it?
+It tells whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused, MonographError, host_is_full, said_by
 from monograph.graph.inspect import buffers_kept, original, running, unwrap_
 
-OTHERS = "monograph_init_"  # begins the names of the Python modules made of the files that model.init names
+OTHERS = "monograph_init_"  # begins the names of Python modules made from the files that model.init names
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What the trial step saw.
+    """The outcome of a trial step.
 
     Attributes:
         loss: mean loss per target.
@@ -53,6 +53,7 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
             finite (the message names the first module whose output is not finite, or the parameter).
     """
     module = original(module)
+    # A step through `torch.compile`'s wrappers would compile, so they are taken out and put back afterwards.
     wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
@@ -67,6 +68,7 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
     _zero(parameters)
     with _naming_failures(module):
         loss_sum, count = loss()
+    # A micro-batch may have no target at all, and 0 / 0 is no fault of the module.
     mean = float(loss_sum.detach()) / (float(count) or 1.0)
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
@@ -91,6 +93,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
         if not found and not _finite(output) and _finite(inputs):
             found.append(f"{names[child]} ({type(child).__name__})")
 
+    # Leaves only: what holds others is not finite because one of them is not.
     handles = [child.register_forward_hook(check) for child in module.modules() if not list(child.children())]
     try:
         with torch.no_grad():
@@ -98,6 +101,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
+    # Named first, as such a parameter explains every output that is not finite.
     bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
@@ -128,7 +132,7 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
     with running(module) as inside:
         try:
             yield
-        except (MonographError, torch.OutOfMemoryError):
+        except (MonographError, torch.OutOfMemoryError):  # they say what to do, and no module is to blame
             raise
         except Exception as error:
             where = f"in {inside[-1]}" if inside else "in the loss function"
@@ -136,16 +140,16 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """What an exception says, in the line that tells of it, and at which line of a user's file it was raised."""
+    """Return one line of what an exception says, and at which line of a user's file it was raised."""
     lines, at = said_by(error).splitlines(), raised_at(error)
     return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
 
 
 def refused_by_others(error: BaseException) -> InputRefused | None:
-    """The refusal in the place of what a module or loss that is not ours raised, SystemExit too; None where ours did.
+    """Return the refusal in place of what a user's module or loss raised, SystemExit too; None where our code raised.
 
-    Running out of memory is nobody's fault, and an interrupt nobody's either. One of our own errors is theirs where
-    their code raised it.
+    Running out of memory is nobody's fault, nor is an interrupt. One of our own errors is theirs where their code
+    raised it.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
@@ -163,9 +167,9 @@ def _package(frame: FrameType) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """(FILE:LINE, class of the module or name of the function) of the innermost frame that is neither torch's nor ours.
+    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame not torch's nor ours.
 
-    What a module calls, such as a helper in another file, counts as the module's line.
+    A function that a module calls, such as a helper in another file, counts as the module's line.
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
