@@ -39,7 +39,7 @@ class Drawing:
 def draw(
     metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
 ) -> tuple[bytes, list[Drawing]]:
-    """Return a sheet of all figures as PNG under `title` and `subtitle`, and each figure that `metrics` has rows for."""
+    """Return all figures on one PNG sheet under `title` and `subtitle`, and each figure that `metrics` has rows for."""
     panels: dict[str, Callable[[Axes], None]] = {
         "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
         "loss": lambda axes: _loss(axes, metrics),
