@@ -72,7 +72,7 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values: equal for equal settings, whatever their origin, wherever it is trained."""
+        """Return the hex SHA-256 of the values, whatever their origin and wherever the run is trained."""
         anywhere = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 

@@ -103,7 +103,7 @@ class Stages:
 
     @functools.cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Bytes by buffers' names of the first, a middle and the last stage; cached, as a search asks millions of times."""
+        """Return bytes by buffer name for the first, a middle and the last stage; searches ask millions of times."""
         kinds = self.first, self.middle, self.last
         return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
 

@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_in_backward_s(self) -> float:
-        """Return how long it waits if the host updates a stage as soon as its gradient is there, the last stage first."""
+        """Return how long it waits if the host updates a stage once its gradient is there, the last stage first."""
         done = ready = 0.0
         for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
             done += back_s
