@@ -157,7 +157,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Return one id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then the 256 bytes as their characters sort."""
+        """Use one id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then 256 bytes as their characters sort."""
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
         vocab = specials | {
             character: 3 + index for index, character in enumerate(sorted(tokenizer_file.byte_alphabet()))
