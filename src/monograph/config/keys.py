@@ -88,7 +88,7 @@ _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 
 
 class ModelSection(Section):
-    """Which model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
+    """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
 
     preset: Literal["auto", "nano", "micro", "124m", "llama-179m", "1b", "8b"] = _key(
         "auto", "auto, nano, micro, 124m, llama-179m, 1b or 8b", "a shape by name; auto: what fits"
@@ -108,12 +108,12 @@ class ModelSection(Section):
     tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes that were given, by their Hugging Face names."""
+        """Return the sizes that were given, by their Hugging Face names."""
         return {key: value for key, value in self if key not in ("preset", "init") and value is not None}
 
 
 class DataSection(Section):
-    """Which text, and how it becomes rows of tokens."""
+    """The text, and how it becomes rows of tokens."""
 
     source: Texts = _key(
         "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
@@ -133,7 +133,7 @@ class DataSection(Section):
 
 
 class OptimSection(Section):
-    """How weights are updated."""
+    """The update of the weights."""
 
     name: Literal[
         "auto", "adamw", "adamw:bf16", "adamw:8bit", "adamw:all-bf16", "muon", "muon:bf16", "muon:8bit", "muon:all-bf16"
@@ -172,7 +172,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """How long, in what portions and by what means. At most one of updates, tokens, epochs and minutes is given."""
+    """The length, portions and means of training. At most one of updates, tokens, epochs and minutes is given."""
 
     updates: Count | None = _key(None, _COUNT, "stop after so many updates")
     tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")

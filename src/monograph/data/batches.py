@@ -20,7 +20,7 @@ _AHEAD = 2  # one window to hand out, and the next one, made while the caller co
 
 
 class Batches:
-    """The windows of a training run: an iterator of `Batch`, each with all rows of one update.
+    """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
     `monograph.data.rows.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so

@@ -6,8 +6,8 @@ only this user can read:
     mark = HMAC-SHA256(secret, text, [(model.init, path of its file, SHA-256 of the file), ...])
 
 So a mark proves nothing if it is copied to another run, or if its file was replaced or moved alone; a run that is
-moved as a whole keeps its own. Where no secret can be stored, this process has one of its own: training goes on, and a
-later command asks.
+moved as a whole keeps its own. Where no secret can be stored, this process makes a temporary one: training goes on, and
+a later command asks.
 """
 
 from __future__ import annotations

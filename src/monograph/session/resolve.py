@@ -361,7 +361,7 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
         tokens: its new tokens, as far as they are known.
 
     Raises:
-        UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
+        UsageError: a user's module, a run or a weight file, whose shape only loading it would tell.
         InputRefused: a folder holds no model.
     """
     recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
