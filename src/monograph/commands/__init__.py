@@ -1,1 +1,1 @@
-"""One file per command: what it does, read from top to bottom. No arithmetic of training lives here."""
+"""Run each command from its own file, readable from top to bottom. No arithmetic of training lives here."""

@@ -1,4 +1,4 @@
-"""`monograph check`: is this machine, a run or a model's folder in order?"""
+"""`monograph check`: verify this machine, a run or a model's folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, json: bool) -> int:
-    """Say what was found, one fact a line; with `json`, the same as numbers whose names have their units."""
+    """Print what was found, one fact a line; with `json`, as numbers whose names have their units."""
     if run is None:
         found, lines, error = *_machine(), None
     elif not names_run(run) and is_folder(run):
@@ -45,7 +45,7 @@ def run(run: str | None, *, json: bool) -> int:
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
-    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
+    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     device, machine, obstacle = default_device(), describe(), compiler_obstacle()
     rates = {
         name: measured_matmul_flops(device, dtype)
@@ -91,7 +91,7 @@ def _disk(found: Disk) -> str:
 
 
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify what a later command relies on: the report is drawn from it, and text is hashed whenever it is read."""
+    """Verify the files that later commands rely on: the report is redrawn from them, and text is hashed when read."""
 
     def metrics() -> str | None:
         folder.rows()
@@ -116,7 +116,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     tables = {"files": files, "checkpoints": checkpoints}
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
-    # Before all others: while a file is unread, it is unknown whether a checkpoint is sound.
+    # This fault comes first: while a file is unread, it is unknown whether a checkpoint is sound.
     error: MonographError | None = next((fault for fault in faults.values() if isinstance(fault, Unreadable)), None)
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
@@ -133,7 +133,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify what a model's folder says of itself; it has no digests, so that a changed number goes unnoticed."""
+    """Verify a model's folder against what it says about itself; without digests, a changed number goes unnoticed."""
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
@@ -145,7 +145,7 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
-    """What is wrong with a file: the error when it is read, or that `read` does not give the digest recorded."""
+    """Return what is wrong with a file: the error of reading it, or that its digest is not the recorded one."""
     try:
         found = read()
     except MonographError as error:

@@ -1,4 +1,4 @@
-"""`monograph compare`: is one model better than another, on the same text or questions, and how sure is that?"""
+"""`monograph compare`: test whether a model is better than another on the same text or questions, and how surely."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Side:
     """A run, a model's folder, or a sweep's best setting with all its seeds; it evaluates as an engine does.
 
     Attributes:
-        name: as it was given.
-        subjects: one for each seed.
-        knobs: the seeds, of several.
-        tokens_per_s: of training; None where it was not measured, or where others trained at the same time.
+        name: the name that the user gave.
+        subjects: a model for each seed.
+        knobs: the settings of the seeds, if there are several.
+        tokens_per_s: speed of training; None where it was not measured, or where others trained at the same time.
     """
 
     name: str
@@ -49,34 +49,34 @@ class _Side:
 
     @property
     def members(self) -> list[torch.nn.Module]:
-        """The models."""
+        """Return the models."""
         return [each.module for each in self.subjects]
 
     @property
     def is_run(self) -> bool:
-        """Whether it was trained here, so that it says how it reads and what it held out."""
+        """Return whether it was trained here, and so records how it reads and what it held out."""
         return bool(self.subjects[0].own_text)
 
     @property
     def params(self) -> int:
-        """Of one of them."""
+        """Return the number of parameters of one model."""
         return parameter_count(self.members[0])
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of every seed, [N]."""
+        """Return (sum of losses, targets) of every seed, [N]."""
         found = [each.evaluate(batch) for each in self.subjects]
         return torch.stack([total for total, _ in found]), torch.stack([size for _, size in found])
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        scores: of each side, bits per byte or the share of questions that were answered right.
-        comparisons: of every side but the first with the first.
-        documents: of the text; 0 of questions.
-        accuracies: of each side's first model; nothing of text.
+        scores: for each side, bits per byte or the share of questions answered right.
+        comparisons: of every side except the first with the first.
+        documents: number of documents of the text; 0 for questions.
+        accuracies: accuracy of each side's first model; empty for text.
     """
 
     scores: list[float]
@@ -128,7 +128,7 @@ def _side(name: str) -> _Side:
 
 
 def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Found:
-    """Bits per byte of the same text."""
+    """Measure bits per byte on the same text."""
     first = sides[0]
     if first.subjects[0].strange and not data:
         warn(first.subjects[0].strange)
@@ -145,9 +145,9 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
 
 
 def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
-    """The given text, or what the first one held out, in the rows of this one's tokenizer."""
+    """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
     subject, own = side.subjects[0], first.subjects[0].own_text
-    # A folder has not been read for: it reads as the runs do, as far as it has positions.
+    # A folder records no way of reading: it reads as the runs do, as far as it has positions.
     how = subject.reading if side.is_run else reading | {"sequence_length": _shorter(subject.reading, reading)}
     if data:
         return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
@@ -166,7 +166,7 @@ def _shorter(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Found:
-    """The share of questions that are answered right."""
+    """Measure the share of questions that are answered right."""
     questions = read_questions(data)
     answers: list[dict[Hashable, list[Answer]]] = []
     accuracies = []
@@ -181,7 +181,7 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 
 def _speed(run: Run) -> float | None:
-    """The median of training; members of a sweep train together, so theirs says nothing."""
+    """Return the median training speed; None for a sweep's member, since members train together."""
     if is_file(without_links(run.folder).parent.parent / SWEEP):
         return None
     rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]

@@ -1,4 +1,4 @@
-"""`monograph data`: what a model is about to be trained on."""
+"""`monograph data`: show what a model is about to be trained on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monograph.terminal import own, takes_colour
 
 
 def show(settings: Settings, *, row: int | None) -> int:
-    """Decode a packed row with its trained tokens marked; without a number, the corpus in figures and row 0."""
+    """Show a packed row decoded, with its trained tokens marked; without a number, the corpus in figures and row 0."""
     plan = resolve(settings, describe())
     corpus = open_corpus(plan.reading, Progress())
     if row is None:

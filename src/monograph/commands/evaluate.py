@@ -1,4 +1,4 @@
-"""`monograph evaluate`: bits per byte of a run's held-out text or of other text, or a share of questions."""
+"""`monograph evaluate`: measure bits per byte of a run's held-out or other text, or the share of questions answered."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from monograph.session.evaluated_model import EvaluatedModel, answered, of_folde
 from monograph.session.reporting import standard_json
 from monograph.terminal import warn
 
-# What --json gives, null where it was not measured.
+# The keys that --json prints, null where not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
 QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
-    """Score the held-out rows of the run's data, or all of the text or questions given; see the command line's help."""
+    """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
     trained = run_named(run)
     subject = of_run(trained, warn) if trained else of_folder(run, warn)
     if not trained and not data:

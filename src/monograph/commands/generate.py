@@ -34,14 +34,14 @@ _PIECE_BYTES = 1 << 20
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
 _KINDS = {name: type(value) if value is not None else int for name, value in vars(Sampling()).items()}
 LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
-_PIPES = Path("/dev/fd")  # where a shell puts its <(command)
+_PIPES = Path("/dev/fd")  # the folder where a shell puts its <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """`Sampling` of the flags and of --sampler KEY=VALUE; what is neither a number nor a text is JSON.
+    """Return the `Sampling` of the flags and of --sampler KEY=VALUE; a value that is neither number nor text is JSON.
 
     Raises:
-        UsageError: an unknown key, one that is given twice or has a flag of its own, or a value that it cannot have.
+        UsageError: a key is unknown, given twice or has its own flag, or a value is impossible.
     """
     values = dict(numbers)
     for pair in pairs:
@@ -65,15 +65,15 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
 def prompts_of(
     path: Path, chat: bool, sampling: Sampling, vocabulary: int
 ) -> Iterator[tuple[str | list[Message], Sampling]]:
-    """Prompts of a file: one a line, or of JSON lines the key `prompt`, or in a chat `messages`.
+    """Yield the prompts of a file: one per line, or in JSON lines the key `prompt`, or `messages` in a chat.
 
-    JSON lines are a file called so, and what begins with an object that has one of these keys.
+    A file holds JSON lines if its name says so, or if it begins with an object that has one of these keys.
 
-    The other keys of a record are options of `Sampling`, in place of those of the command line; all but `order`, which
+    The other keys of a record are options of `Sampling` that replace those of the command line, except `order`, which
     all texts share.
 
     Raises:
-        InputRefused: it cannot be read, or a line has no prompt, a key that nobody reads, or a value that cannot be.
+        InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an impossible value.
     """
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).splitlines()
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
@@ -114,7 +114,7 @@ def _is_record(line: str) -> bool:
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
-    """Options with others put in, of which `logit_bias` has the keys of JSON, texts."""
+    """Return the options with values replaced; the keys of `logit_bias` are texts, as in JSON."""
     bias = values.get("logit_bias")
     if isinstance(bias, dict):
         ids = {int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value for key, value in bias.items()}
@@ -127,7 +127,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def schema_text(path: Path) -> str:
-    """A JSON schema's file.
+    """Return the text of a JSON schema's file.
 
     Raises:
         InputRefused: it cannot be read, is larger than 1 MiB, or is not UTF-8.
@@ -136,17 +136,17 @@ def schema_text(path: Path) -> str:
 
 
 def _is_message(value: Any) -> bool:
-    """A role and what it says: a text, or the parts or calls that some templates know instead."""
+    """Return whether it is a role with its content: a text, or the parts or calls that some templates accept."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or "tool_calls" in value
 
 
 def _text_of(path: Path, flag: str, most_bytes: int) -> str:
-    """A file's text, that of standard input for "-".
+    """Return a file's text, or that of standard input for "-".
 
     Raises:
-        InputRefused: it cannot be read, is larger, or is not UTF-8.
+        InputRefused: it cannot be read, is larger than `most_bytes`, or is not UTF-8.
     """
     try:
         if path == Path("-"):
@@ -166,23 +166,23 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
 
 
 def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """So many bytes or a little more; `read` would take memory for all that there could be."""
+    """Read so many bytes or a little more; a plain `read` would reserve memory for the whole limit."""
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
     return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))
 
 
 class Asked(NamedTuple):
-    """What the command line says in addition to the model and the prompts.
+    """What the command line gives in addition to the model and the prompts.
 
     Attributes:
         numbers: options of `Sampling`.
         pairs: KEY=VALUE for the rest of them.
-        n: continuations of each prompt.
-        max_tokens: longest continuation.
+        n: number of continuations of each prompt.
+        max_tokens: largest number of tokens of a continuation.
         stop: strings that end a text.
-        constraints: by kind, what limits what may be written; None but for one at most.
-        chat: prompts are messages to answer.
-        json: print one JSON object.
+        constraints: limits on the text, by kind; at most one of them is not None.
+        chat: whether prompts are messages to answer.
+        json: whether to print one JSON object.
     """
 
     numbers: dict[str, Any]
@@ -196,7 +196,7 @@ class Asked(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The model, its tokenizer, and how it is to write."""
+    """A model with its tokenizer and the options for writing."""
 
     model: Llama
     tokenizer: Tokenizer
@@ -206,7 +206,7 @@ class Model(NamedTuple):
     asked: Asked
 
     def write(self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None) -> Generation:
-        """Begin to continue prompts, each by its own sampling if they are given."""
+        """Begin to continue prompts, each with its own sampling if they are given."""
         return decode(
             self.model,
             self.tokenizer,
@@ -219,7 +219,7 @@ class Model(NamedTuple):
         )
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """A chat's ids up to where the answer begins."""
+        """Return a chat's ids up to where the answer begins."""
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
@@ -238,7 +238,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
-            if lost:  # the other choices alone would be another question
+            if lost:  # the remaining choices alone would be a different question
                 raise InputRefused(f"--choice: {lost}")
         begun = [prompt for prompt, _ in given] or ["." if asked.chat else ""]
         limit = constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun))
@@ -261,7 +261,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
 
 
 def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
-    """The bytes that the tokenizer puts before what is written after the prompts."""
+    """Return the bytes that the tokenizer puts before the text written after the prompts."""
     asked = [_ids(model, prompt) for prompt in given] if model.tokenizer.strips else []
     encode, lead = model.tokenizer.encode, model.tokenizer.lead
     leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
@@ -277,9 +277,9 @@ def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:
 
 
 def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> list[Completion]:
-    """Each completion after its prompt, as it comes; an empty line between two.
+    """Print each completion after its prompt as it comes, separated by empty lines.
 
-    `limited`: what is written is limited by a constraint, so that its end by length is worth a word.
+    `limited` says that a constraint limits the text, so that its end by length is worth a note.
     """
     done: list[Completion] = []
     shown = -1
@@ -329,7 +329,7 @@ def _print_json(written: Generation) -> int:
 
 
 def _shown(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON; log-probabilities only where they were asked for."""
+    """Return a completion as JSON values, with log-probabilities only where they were asked for."""
     found = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
     if completion.logprobs is not None:
         found["logprobs"] = [each._asdict() for each in completion.logprobs]
@@ -337,7 +337,7 @@ def _shown(completion: Completion) -> dict[str, Any]:
 
 
 def _converse(model: Model) -> int:
-    """Every line of standard input is a message, the chat so far comes with it."""
+    """Answer every line of standard input as a message, along with the chat so far."""
     if model.asked.json or model.asked.n > 1:
         raise UsageError("--chat without a prompt is a conversation: it takes neither --json nor --n")
     live, messages = sys.stdin.isatty(), list[Message]()

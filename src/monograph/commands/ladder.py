@@ -1,4 +1,4 @@
-"""`monograph profile --ladder`: what each usual remedy is worth for this model on this machine, one after another."""
+"""`monograph profile --ladder`: measure what each usual remedy is worth for this model on this machine, in turn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
 from monograph.session.reporting import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
-SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # on a terminal
+SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # the columns on a terminal
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
-    """Climb rung by rung, as `train` would train, and say what each was worth; nothing of a run is written."""
+    """Climb rung by rung, as `train` would train, and print what each was worth; no run is written."""
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
@@ -84,7 +84,7 @@ def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any
 
 
 def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
-    """The rungs as the JSON has them; ratios are of tokens per second, of the "wall" clock's or of "cpu" time."""
+    """Return the rungs as the JSON has them; ratios are of tokens per second, of the "wall" clock or of "cpu" time."""
     found = dict[str, dict[str, Any]]()
     for rung, over, what in climbed:
         found[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}

@@ -1,4 +1,4 @@
-"""`monograph plan`: what fits, how fast it would go and why, before anything is trained and without the device."""
+"""`monograph plan`: predict what fits, how fast it would go and why, before training and without the device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHADES = {
 def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
-    """Print the choice, its memory by origin and what else was weighed; with `json` the same as one object."""
+    """Print the choice, its memory by origin and the alternatives; with `json` the same as one object."""
     require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
@@ -70,10 +70,10 @@ def run(
 
 
 def memory_size(flag: str, text: str) -> int:
-    """Bytes that "24GiB" or "80 GB" says.
+    """Return the bytes that a text such as "24GiB" or "80 GB" means.
 
     Raises:
-        UsageError: no number with a unit, or none that a device has.
+        UsageError: it is not a number with a unit, or no device has so much.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([mgt]i?b)", text.strip().lower())
     if match is None:
@@ -156,7 +156,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Each origin's share of the limit in letters, what is free in dots, and what is beyond it after the bar's end."""
+    """Draw each origin's share of the limit in letters, free memory in dots, and the excess after the bar's end."""
     total = max(limit, sum(by_origin.values()))
     edges = [0.0]
     for size in by_origin.values():

@@ -1,4 +1,4 @@
-"""`monograph profile`: a few updates of a run that is not kept, where their time goes and what to change."""
+"""`monograph profile`: watch a few updates of a run that is not kept; show where time goes and what to change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
-    """Open the session as `train` does, watch a few updates, and say what was seen; nothing of a run is written."""
+    """Open the session as `train` does, watch a few updates, and print what was seen; no run is written."""
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
         session = _open(planned(settings, progress), folder, progress)
@@ -54,8 +54,8 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
 
 
 def started() -> Progress:
-    """Set up this process to measure as `train` computes, and say on what."""
-    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
+    """Set up this process to measure as `train` computes, and name the device."""
+    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     compat.quiet_profiler()
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
@@ -64,17 +64,17 @@ def started() -> Progress:
 
 
 def warn_if_busy(progress: Progress) -> None:
-    """Say so where other programs wanted more than a core of this machine."""
+    """Warn if other programs wanted more than a core of this machine."""
     load, cores = os.getloadavg()[0], describe().cores
     if load > cores + 1:
         progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
 
 
 def planned(settings: Settings, progress: Progress) -> Plan:
-    """The plan of a run on a text that can be read again.
+    """Return the plan of a run on a text that can be read again.
 
     Raises:
-        UsageError: the text comes by standard input, or this machine cannot do what is asked.
+        UsageError: the text comes from standard input, or this machine cannot do what is asked.
     """
     require_one_device(settings, "profile")
     require_possible(settings, describe())

@@ -1,4 +1,4 @@
-"""`monograph sweep`: many runs that differ in a few settings, as many at once as pays, and which of them is best."""
+"""`monograph sweep`: train runs that differ in a few settings, as many at once as pays, and find the best."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import verify as verified
 
-EVERY = 10  # updates whose numbers are read together
+EVERY = 10  # updates between reads of their numbers
 
 
 def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
-    """Train the members, or go on; compare them; see the command line's help."""
-    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
+    """Train the members or resume them, and compare them; see the command line's help."""
+    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
 def _sweep_of(
     world: World, arguments: Sequence[str], samples: int | None, verify: int | None, out: Path | None
 ) -> Sweep:
-    """The sweep that is asked for, new or to go on with; also where the launcher started its ranks again."""
+    """Return the sweep that is asked for, new or resumed, even where the launcher started its ranks again."""
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
     if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
@@ -74,7 +74,7 @@ def _sweep_of(
 
 
 def _told(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
-    """Compare the members and say what came of it; the exit code."""
+    """Compare the members, print the result and return the exit code."""
     state.outcomes = state.read()
     result = state.finish()
     if verify is not None:
@@ -94,7 +94,7 @@ def _require_member(verify: int | None, members: int) -> None:
 
 def _train(state: SweepProgress, progress: Progress) -> None:
     with state.world.first():
-        if not state.world.leads:  # which has decided who trains with whom
+        if not state.world.leads:  # the leading rank has decided who trains with whom
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with state.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
@@ -112,7 +112,7 @@ def _train(state: SweepProgress, progress: Progress) -> None:
 def _round(
     batch: MemberBatch, updates: int, state: SweepProgress, block: SweepDisplay, stop: StopSignal, progress: Progress
 ) -> None:
-    """Train members that train at once, from where they stand to their end."""
+    """Train the members of a batch together, from where they stand to their end."""
     engine, plan = batch.engine, batch.sessions[0].plan
     stood = any(session.run.metrics_offset for session in batch.sessions)
     if not go_on(batch, state.ended(batch.members), progress):

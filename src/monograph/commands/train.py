@@ -1,4 +1,4 @@
-"""`monograph train`: from text and time to a trained model, its figures and its checkpoints."""
+"""`monograph train`: turn text and time into a trained model, its figures and its checkpoints."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from monograph.session.warmup import fix_length, measure_memory, prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
-CURVE_ROWS = 64  # held-out rows behind a point of the curve; the last point uses all
+CURVE_ROWS = 64  # held-out rows for a point of the curve; the last point uses all
 
 
 def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> int:
-    """Train, or go on training; see the command line's help."""
+    """Train, or resume training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
-    keep_compiled()  # before torch._dynamo is imported, which writes a place of its own into the environment
+    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
-    if not (resume or from_):  # whose own settings say more
+    if not (resume or from_):  # a resumed run's own settings say more
         require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
@@ -117,7 +117,7 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
 
 
 def _taken_up(session: Session, progress: Progress) -> bool:
-    """Go on from the run's newest checkpoint, or begin from another run's weights; say whether the run goes on."""
+    """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
     world, folder = session.world, session.run
 
     def warn(line: str) -> None:
@@ -155,7 +155,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     rate, session.training_since_s = 0.0, clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         if session.corpus.stats.conversations and not engine.index:
-            report.evaluate(block, 0, limit=None)  # what the model knew before
+            report.evaluate(block, 0, limit=None)  # the untrained model's score
         began, since = clock(), 0
         for update in train(engine, windows(session), session.updates):
             done, since = update.index + 1, since + 1
@@ -170,7 +170,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             stopping, asked, lost, skipping = session.world.any(
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
             )
-            # What was saved before updates are skipped is what a run goes back to.
+            # A run goes back to what was saved before updates were skipped.
             due = done % plan.save_every == 0 and not skipping
             saving = due or stopping or asked or last
             if lost or (saving and session.non_finite()):

@@ -1,4 +1,4 @@
-"""What a run is told: a TOML file, the environment and `key=value` pairs become one checked, frozen `Settings`."""
+"""Turn a TOML file, the environment and `key=value` pairs into one checked, frozen `Settings`."""
 
 from monograph.config.settings import KEYS, Settings
 from monograph.config.sources import Arguments, classify, load

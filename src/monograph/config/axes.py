@@ -1,6 +1,6 @@
-"""What a sweep varies: `key=1,2`, `key=log:1e-5..1e-2:8` and the like, and the points that they span.
+"""Parse what a sweep varies: `key=1,2`, `key=log:1e-5..1e-2:8` and the like, and the points that they span.
 
-An axis is either listed values or, to draw samples from, a stretch of numbers.
+An axis is either a list of values or a stretch of numbers to draw samples from.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-# What members of one graph may differ in: numbers that an update reads, the weights' draw and the rows' order.
+# Members of one graph may differ in these: numbers that an update reads, the weights' draw and the rows' order.
 IN_ONE_GRAPH = (
     "optim.lr", "optim.weight_decay", "optim.betas", "optim.eps", "optim.warmup_updates", "optim.schedule", SEED,
 )  # fmt: skip
-# What changes shapes, the graph or the length: such members are groups, one graph each.
+# These change shapes, the graph or the length: such members form groups with a graph for each.
 BETWEEN_GRAPHS = (
     "model.preset", "model.init", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers",
     "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
@@ -31,7 +31,7 @@ BETWEEN_GRAPHS = (
     "lora.targets", "lora.dropout", "lora.base",
 )  # fmt: skip
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# Why the rest cannot be one.
+# The reasons why the other keys cannot be an axis.
 _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _WHY_NOT = {
@@ -48,15 +48,15 @@ _WHY_NOT = {
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]
-MOST_MEMBERS = 10_000  # beyond it a range is a slip of the finger, and its points would fill the memory
+MOST_MEMBERS = 10_000  # a larger range is a slip of the finger, and its points would fill the memory
 
 
 class Axis(NamedTuple):
-    """What one key takes.
+    """The values that one key takes.
 
     Attributes:
-        key: dotted.
-        values: in the order in which they were given; without any for a stretch.
+        key: the key in its dotted form.
+        values: in the order in which they were given; empty for a stretch.
         stretch: (log or lin, first, last) of numbers to draw from; None where values are listed.
     """
 
@@ -66,15 +66,15 @@ class Axis(NamedTuple):
 
     @property
     def first(self) -> Any:
-        """One of its values."""
+        """Return one of its values."""
         return self.stretch[1] if self.stretch else self.values[0]
 
 
 def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
-    """The overrides that are one value, and the axes among them.
+    """Return the overrides that are one value, and the axes among them.
 
     Raises:
-        UsageError: a key that cannot be an axis (with those that can), a range that is none, an empty value, one twice.
+        UsageError: a key that cannot be an axis (with those that can), a wrong range, an empty value, one given twice.
     """
     fixed, axes = dict[str, Any](), list[Axis]()
     for key, text in overrides.items():
@@ -87,10 +87,10 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 
 
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
-    """Every combination of the axes, the last running fastest; or, for `samples`, so many at random of all but seeds.
+    """Return every combination of the axes, the last running fastest; or `samples` random ones of all but seeds.
 
-    A sample has every seed, so that it has an error bar too. The draws are the same each time: they depend on nothing
-    but the axes and their number.
+    A sample has every seed, so that it has an error bar too. The draws depend only on the axes and their number, and
+    are the same each time.
 
     Raises:
         UsageError: a stretch without a number of values and without `samples`, or more samples than there are points.
@@ -117,10 +117,10 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
 
 
 def _require_few(what: str, members: int) -> None:
-    """Refuse what would be more members than anybody trains.
+    """Refuse more members than anybody trains.
 
     Raises:
-        UsageError: naming `what`.
+        UsageError: there are too many; the message names `what`.
     """
     if members > MOST_MEMBERS:
         raise UsageError(f"{what}: {members:,} members; a sweep has {MOST_MEMBERS:,} at most")
@@ -133,7 +133,7 @@ def _product(axes: Sequence[Axis]) -> list[Point]:
 
 
 def _point(axes: Sequence[Axis], index: int) -> Point:
-    """`_product(axes)[index]`, of a product that may be large."""
+    """Return `_product(axes)[index]`, for a product that may be large."""
     found = {}
     for axis in reversed(axes):
         index, place = divmod(index, len(axis.values))
@@ -151,7 +151,7 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 
 def _axis(key: str, text: str) -> Axis | None:
-    """The axis that the text is; None for one value."""
+    """Return the axis that a text describes; None for one value."""
     found = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
     if found is None and text.startswith(("log:", "lin:")):
@@ -164,7 +164,7 @@ def _axis(key: str, text: str) -> Axis | None:
         except UsageError:
             why = _WHY_NOT.get(key, "it is not built yet")
             raise UsageError(f"{key}={text}: {key} cannot be an axis: {why}; axes are {', '.join(AXES)}") from None
-        return None  # text in which commas mean themselves
+        return None  # a text in which commas mean themselves
     axis = _ranged(key, text, *found.groups()) if found else Axis(key, tuple(_checked(key, part) for part in parts))
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
@@ -173,14 +173,14 @@ def _axis(key: str, text: str) -> Axis | None:
 
 
 def _parts(key: str, text: str) -> list[str]:
-    """What commas separate; a pair is one part, `0.9,0.95`, and several pairs are `[0.9,0.95],[0.9,0.99]`."""
+    """Split a text at its commas; a pair is one part, `0.9,0.95`, and several pairs are `[0.9,0.95],[0.9,0.99]`."""
     if key == "optim.betas":
         return re.findall(r"\[[^\]]*\]", text) or [text]
     return [part.strip() for part in text.split(",")]
 
 
 def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count: str | None) -> Axis:
-    """Of `0..3`, `lin:0..0.2:3`, `log:1e-5..1e-2:8` and, to draw from, the latter two without their number."""
+    """Parse `0..3`, `lin:0..0.2:3` and `log:1e-5..1e-2:8`; without a number, the latter two are stretches."""
     if not first.strip() or not last.strip():
         raise UsageError(f"{key}={text}: {_RANGES}")
     if scale is None:

@@ -1,4 +1,4 @@
-"""Every key of the configuration: its type, default, meaning, and whether the room behind it is built."""
+"""Define every key of the configuration: its type, default, meaning, and whether the room behind it is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki":
 
 
 def _count(value: Any) -> Any:
-    """`"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; anything else is left for the type to refuse."""
+    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; anything else is left for the type to refuse."""
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())):
         value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
     elif isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", value.lower()):
@@ -27,19 +27,19 @@ def _count(value: Any) -> Any:
 
 
 def _pair(value: Any) -> Any:
-    """`[0.9, 0.95]`, `"0.9,0.95"` or `"[0.9, 0.95]"` → `(0.9, 0.95)`."""
+    """Read `[0.9, 0.95]`, `"0.9,0.95"` or `"[0.9, 0.95]"` → `(0.9, 0.95)`."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.strip("[]()").split(","))
     return tuple(value) if isinstance(value, list) else value
 
 
 def _strings(value: Any) -> Any:
-    """`'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as `[ab]*.txt`, stays one string."""
+    """Read `'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as `[ab]*.txt`, stays as it is."""
     if isinstance(value, str) and value.startswith("["):
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            if re.match(r"\[\s*[\"']", value):  # a list that is broken off: no file's name has such a beginning
+            if re.match(r"\[\s*[\"']", value):  # a list that breaks off: no file's name begins so
                 raise
         except RecursionError:
             raise ValueError("a list of texts, and this is nested too deeply") from None
@@ -54,8 +54,8 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
-# Beyond these nothing is sensible, and to find out by building or counting it would take hours. What memory allows is
-# looked at later, by what the machine has.
+# No model needs more, and to find out by building or counting it would take hours. Whether memory suffices is checked
+# later, against this machine's.
 MOST_LAYERS, MOST_SIZE, MOST_LENGTH, MOST_RANK = 2**12, 2**24, 2**22, 2**16
 MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
@@ -73,7 +73,7 @@ Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
 def _key(default: Any, expected: str, meaning: str) -> Any:
-    """A configuration key; `expected` completes the sentence "expected ..." of the error for a wrong value."""
+    """Define a configuration key; `expected` completes the sentence "expected ..." of the error for a wrong value."""
     return Field(default, description=meaning, json_schema_extra={"expected": expected})
 
 
@@ -88,7 +88,7 @@ _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 
 
 class ModelSection(Section):
-    """Which model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
+    """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
 
     preset: Literal["auto", "nano", "micro", "124m", "llama-179m", "1b", "8b"] = _key(
         "auto", "auto, nano, micro, 124m, llama-179m, 1b or 8b", "a shape by name; auto: what fits"
@@ -108,12 +108,12 @@ class ModelSection(Section):
     tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes that were given, by their Hugging Face names."""
+        """Return the sizes that were given, by their Hugging Face names."""
         return {key: value for key, value in self if key not in ("preset", "init") and value is not None}
 
 
 class DataSection(Section):
-    """Which text, and how it becomes rows of tokens."""
+    """The text, and how it becomes rows of tokens."""
 
     source: Texts = _key(
         "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
@@ -133,7 +133,7 @@ class DataSection(Section):
 
 
 class OptimSection(Section):
-    """How weights are updated."""
+    """The update of the weights."""
 
     name: Literal[
         "auto", "adamw", "adamw:bf16", "adamw:8bit", "adamw:all-bf16", "muon", "muon:bf16", "muon:8bit", "muon:all-bf16"
@@ -172,7 +172,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """How long, in what portions and by what means. At most one of updates, tokens, epochs and minutes is given."""
+    """The length, portions and means of training. At most one of updates, tokens, epochs and minutes is given."""
 
     updates: Count | None = _key(None, _COUNT, "stop after so many updates")
     tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")

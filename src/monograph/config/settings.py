@@ -1,4 +1,4 @@
-"""The settings of one run: frozen values, where each came from, and their text form."""
+"""Hold the settings of one run: frozen values, where each came from, and their text form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from monograph.config.keys import (
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
-# What may differ when a run goes on: where and in which graphs it is trained, which changes no equation.
+# A run that goes on may change these: where and in which graphs it is trained, which changes no equation.
 ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
 # At most one key of each group is in force: the one whose origin ranks highest.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
@@ -43,14 +43,14 @@ class Settings(BaseModel):
     train: TrainSection = TrainSection(minutes=DEFAULT_MINUTES)
     lora: LoraSection = LoraSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
-    """Where each key that was set comes from, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
+    """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
 
     def values(self) -> dict[str, Any]:
-        """Every key's value, by dotted key, in the contract's order."""
+        """Return every key's value, by dotted key, in the contract's order."""
         return {key: getattr(getattr(self, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
 
     def pinned(self) -> dict[str, Any]:
-        """The values that somebody set, as opposed to defaults."""
+        """Return the values that somebody set, as opposed to defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> Settings:
@@ -59,7 +59,7 @@ class Settings(BaseModel):
         Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the others.
 
         Raises:
-            UsageError: unknown key, or a value of the wrong type.
+            UsageError: a key is unknown, or a value has the wrong type.
         """
         checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
         unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
@@ -67,20 +67,20 @@ class Settings(BaseModel):
         return build(kept | checked, {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin))
 
     def to_toml(self, *, origins: bool = False) -> str:
-        """The TOML text that loads as these settings; `origins` adds unset keys and origins as comments."""
+        """Return the TOML text that loads as these settings; `origins` adds unset keys and origins as comments."""
         return "\n".join(self._lines(origins)) + "\n"
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the values, in hex: equal for equal settings, whatever their origin, and where it is trained."""
+        """Return the hex SHA-256 of the values, whatever their origin and wherever the run is trained."""
         anywhere = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 
     def has_fingerprint(self, sha256: str) -> bool:
-        """Whether that is the fingerprint, as taken now or before there were the keys that nobody set here.
+        """Return whether `sha256` is the fingerprint, as taken now or before keys existed that nobody set here.
 
-        A run's config.toml sets every key that there was when it was written, so that a key which came later, with a
-        default, does not make the file another one.
+        A run's config.toml sets every key that existed when it was written, so a key that came later, with a default,
+        does not make it a different file.
         """
         then = self.resolve(ANYWHERE, "fingerprint")
         text = "\n".join(then._lines(origins=False, among=then.origins)) + "\n"
@@ -89,7 +89,7 @@ class Settings(BaseModel):
     def _lines(self, origins: bool, among: Collection[str] = KEYS) -> Iterator[str]:
         values = {key: value if key in among else None for key, value in self.values().items()}
         if self.model.init is not None:
-            values["model.preset"] = None  # its default excludes what was given
+            values["model.preset"] = None  # the default excludes what was given
         for name, section in SECTIONS.items():
             lines = [self._line(name, key, values[f"{name}.{key}"], origins) for key in section.model_fields]
             if any(lines):
@@ -106,7 +106,7 @@ class Settings(BaseModel):
 
 
 def _toml(value: Any) -> str:
-    """A TOML value; JSON's strings are TOML's but for DEL, which TOML wants escaped too."""
+    """Return a TOML value; JSON's strings are TOML's except for DEL, which TOML wants escaped too."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str):
@@ -115,10 +115,10 @@ def _toml(value: Any) -> str:
 
 
 def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
-    """The value of `key`, converted to its type; text from a shell or the environment may spell a number.
+    """Return the value of `key`, converted to its type; text from a shell or the environment may spell a number.
 
     Raises:
-        UsageError: naming the origin, the key, the value and what was expected.
+        UsageError: the value is wrong; the message names the origin, the key, the value and what was expected.
     """
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
@@ -135,10 +135,10 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
-    """Settings from checked values by dotted key; keys that are missing take their default.
+    """Build settings from checked values by dotted key; missing keys take their default.
 
     Raises:
-        UsageError: values that are right one by one and wrong together.
+        UsageError: values that are right one by one are wrong together.
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
@@ -185,7 +185,7 @@ def _shown(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
+    """Return `; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
     full = list(choices)
     last = {choice.rpartition(".")[2]: choice for choice in full}
     near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)

@@ -1,4 +1,4 @@
-"""Where settings come from: arguments, environment, TOML file or default; each value remembers its origin."""
+"""Load settings from arguments, environment, TOML file or defaults; each value remembers its origin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 
 
 class Given(NamedTuple):
-    """A value as it was found.
+    """A value with its origin.
 
     `origin` is for people, `rank` is 1 (TOML), 2 (environment) or 3 (command line), and `from_text` says that a number
     may be spelled as text.
@@ -40,7 +40,7 @@ class Given(NamedTuple):
 def load(
     toml: Path | None = None, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> Settings:
-    """Settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
+    """Load settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
 
     An override that is a `str` is read as a shell gives it: "3e-4" is a number where a number belongs.
 
@@ -61,7 +61,7 @@ def load(
 
 
 def require_known(key: str, origin: str) -> None:
-    """Refuses a key that is not in the contract, naming the nearest one that is.
+    """Refuse a key that is not in the contract, naming the nearest one that is.
 
     Raises:
         UsageError: the key is unknown.
@@ -104,7 +104,7 @@ def _from_toml(path: Path) -> dict[str, Given]:
 
 
 def _origin(path: Path, text: str, section: str, key: str) -> str:
-    """`run.toml:7`, or `run.toml` where the key is spelled in a way that has no line of its own (an inline table)."""
+    """Return `run.toml:7`, or `run.toml` if the key's spelling has no line of its own (an inline table)."""
     current = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
@@ -127,7 +127,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Leaves at most one key of each exclusive group: the one given at the highest rank."""
+    """Leave at most one key of each exclusive group: the one given at the highest rank."""
     dropped: set[str] = set()
     for group in EXCLUSIVE:
         present = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
@@ -145,20 +145,20 @@ _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a command, sorted; `overrides` is by dotted key, data paths among them as `data.source`."""
+    """A command's arguments, sorted; `overrides` is by dotted key, data paths among them as `data.source`."""
 
     toml: Path | None
     overrides: dict[str, Any]
 
 
 def classify(arguments: Iterable[str]) -> Arguments:
-    """Sorts arguments, in any order: `x.toml` is the configuration, `section.key=value` an override, the rest data.
+    """Sort arguments, in any order: `x.toml` is the configuration, `section.key=value` an override, the rest data.
 
     A path that contains `=` is written `./a=b`.
 
     Raises:
         UsageError: two TOML files, an unknown key, a key or the data given twice.
-        InputRefused: a path that does not exist or a pattern that matches nothing.
+        InputRefused: a path does not exist or a pattern matches nothing.
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Windows of rows as torch tensors, made ahead of time by one background thread."""
+"""Hand out windows of rows as torch tensors, made ahead of time by one background thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from monograph.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
 
-_AHEAD = 2  # one window to hand out, and the next, which is made while the caller computes
+_AHEAD = 2  # one window to hand out, and the next one, made while the caller computes
 
 
 class Batches:
-    """The windows of a training run: an iterator of `Batch`, each with all rows of one update.
+    """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
     `monograph.data.rows.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so
@@ -36,7 +36,7 @@ class Batches:
             be; None never stops.
         skip: (begin, end) of positions in the order that are passed over, one after the other; `epochs` become longer
             by them. A window that reaches into one is drawn whole.
-        pin: put windows into page-locked memory, so that copies to a GPU run beside computation; needs CUDA.
+        pin: put windows into page-locked memory, so that copies to a GPU overlap with computation; needs CUDA.
 
     Attributes:
         rows_per_window: R.
@@ -78,11 +78,11 @@ class Batches:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
 
     def __iter__(self) -> Batches:
-        """The batches themselves."""
+        """Return this iterator."""
         return self
 
     def __next__(self) -> Batch:
-        """The next window, [R, T] per key; an error of the background thread is raised here, in its window's turn."""
+        """Return the next window, [R, T] per key; an error of the background thread is raised in its window's turn."""
         self._fill()
         if not self._ahead:
             raise StopIteration
@@ -92,9 +92,9 @@ class Batches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on: `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
+        """Return what a later run needs to go on: `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
 
-        Where positions are passed over, they are under "skip".
+        If positions are passed over, they are under "skip".
         """
         return {"seed": self._seed, "rows": self.rows_consumed} | ({"skip": self.skip} if self.skip else {})
 
@@ -126,7 +126,7 @@ def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:
 
 
 def in_order(rows: Rows, indices_N: NDArray[np.int64], batch_rows: int) -> Iterator[Batch]:
-    """The rows with these indices; every batch is [batch_rows, T], the last filled up with rows that have no target."""
+    """Yield the rows with these indices as batches [batch_rows, T]; the last is filled up with rows without targets."""
     for begin in range(0, len(indices_N), batch_rows):
         chosen = indices_N[begin : begin + batch_rows]
         window, missing = rows.window(chosen), rows.empty(batch_rows - len(chosen))

@@ -1,4 +1,4 @@
-"""Conversations in records: who said what, in whichever of the common forms; and what makes one bad."""
+"""Read conversations from records in any of the common forms, and say what makes a record bad."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from monograph.errors import UsageError
 from monograph.storage.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
-MOST_MESSAGES = 1000  # each answer is rendered with all that was said before it
-# What a record is known by, in the order in which it is looked for.
+MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
+# The keys by which a record is recognised, in the order in which they are tried.
 MESSAGES, SHARED, PROMPT, COMPLETION, TOOLS = "messages", "conversations", "prompt", "completion", "tools"
-_ASKED = (MESSAGES, SHARED, PROMPT)  # as data.text_key, each of them asks for conversations
-# "from" and "value", as chats are commonly shared.
+_ASKED = (MESSAGES, SHARED, PROMPT)  # as data.text_key, each of these asks for conversations
+# Chats are commonly shared with "from" and "value".
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 
 
 class Conversation(NamedTuple):
-    """One record.
+    """One record that holds a conversation.
 
     Attributes:
-        messages: each {"role": one of ROLES, "content": a text or None, and what else a template reads}.
-        tools: what the assistant may call, None where the record says nothing.
-        trained_from: the number of the first message that may be trained on: those of a prompt are not.
+        messages: each is {"role": one of ROLES, "content": a text or None} with whatever else a template reads.
+        tools: the tools that the assistant may call; None where the record names none.
+        trained_from: the number of the first message that may be trained on; a prompt's messages may not.
     """
 
     messages: list[dict[str, Any]]
@@ -36,25 +36,25 @@ class Conversation(NamedTuple):
 
     @property
     def answers(self) -> list[int]:
-        """The numbers of the messages that can be trained on."""
+        """Return the numbers of the messages that can be trained on."""
         said = range(self.trained_from, len(self.messages))
         return [number for number in said if self.messages[number]["role"] == "assistant"]
 
     def to_text(self) -> str:
-        """As JSON, by which equal conversations are known as such; `of_text` reads it."""
+        """Return it as JSON, by which equal conversations are recognised; `of_text` reads it."""
         return json.dumps(self, ensure_ascii=False)
 
     @classmethod
     def of_text(cls, text: str) -> Conversation:
-        """What `to_text` wrote."""
+        """Return the conversation that `to_text` wrote."""
         return cls(*json.loads(text))
 
 
 def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
-    """Whether these are files of conversations: records whose first has one, and has no text under `key`.
+    """Return whether the first record of these files holds a conversation, and no text under `key`.
 
     Raises:
-        UsageError: some are and some are not.
+        UsageError: some files do and some do not.
         InputRefused: a file cannot be read.
     """
     found = [file for file in files if file.has_records and _begins(file, key)]
@@ -74,7 +74,7 @@ def _begins(file: SourceFile, key: str) -> bool:
 
 
 def conversation_records(file: SourceFile) -> Iterator[Record]:
-    """(number from 1, conversation as its `to_text`, or what is wrong) of every record."""
+    """Yield (number from 1, the conversation as `to_text` writes it or its fault) for every record."""
     if file.suffix in LINES:
         records = json_objects(file.path, exact=True)
     else:
@@ -84,7 +84,7 @@ def conversation_records(file: SourceFile) -> Iterator[Record]:
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
-    """The conversation of a record as its `to_text`, or what is wrong with it."""
+    """Return the conversation of a record as `to_text` writes it, or its fault."""
     try:
         text = read_conversation(record).to_text()
         text.encode()
@@ -96,11 +96,11 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
 
 
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
-    """The conversation of a record.
+    """Return the conversation of a record.
 
-    It has its messages under "messages", or under "conversations" as {"from", "value"}, or as "prompt" and
-    "completion", each a text or messages, of which only the completion's are trained on. "tools" is an array, or a
-    text that holds one in JSON.
+    Its messages are under "messages", or under "conversations" as {"from", "value"}, or in "prompt" and "completion",
+    where each is a text or messages and only the completion is trained on. "tools" is an array, or a text that holds
+    one in JSON.
     """
     form = _form(record)
     if form is None:
@@ -194,7 +194,7 @@ def _tools(value: Any) -> list[Any] | None:
     raise _Bad("tools", f"'tools' is {KINDS[type(value)]}, not an array")
 
 
-# What may stand before a message of each role; None: the beginning.
+# The roles that may come before a message of each role; None stands for the beginning.
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "user": (None, "system", "assistant", "tool"),

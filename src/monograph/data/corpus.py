@@ -1,6 +1,6 @@
-"""From a source to rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text.
+"""Turn a source into rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text.
 
-`render_row` shows one row as text: which documents it is made of, and which of its tokens are trained on.
+`render_row` shows one row as text: which documents it contains, and which of its tokens are trained on.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Stats:
     """Numbers about a corpus.
 
     Attributes:
-        files: in all.
-        documents: texts and records in all, of which `held_out_documents` are held out (a text may be cut in two).
-        conversations: of the training side, 0 of texts; `documents` are then the stretches that are trained on as one,
-            and bytes those of what is trained on.
-        bytes: bytes of text in all, of which `held_out_bytes` are held out.
-        tokens: training targets, each counted once; `held_out_tokens` are the held-out side's.
-        trained_share: share of the training rows' tokens that are targets, but for each document's first.
-        bytes_per_token: of the training side.
+        files: number of files.
+        documents: number of texts and records, of which `held_out_documents` are held out (a text may be cut in two).
+        conversations: number in the training part, 0 for texts; with conversations, `documents` counts the stretches
+            that are trained on as one, and `bytes` what is trained on.
+        bytes: bytes of all text, of which `held_out_bytes` are held out.
+        tokens: training targets, each counted once; `held_out_tokens` are those of the held-out part.
+        trained_share: share of targets among the training rows' tokens, without each document's first token.
+        bytes_per_token: mean over the training part.
         packed_share: share of the training rows' positions that hold an input.
-        skipped: files and records that were found and not used, as {reason: count}.
+        skipped: {reason: count} of files and records that were passed over.
     """
 
     files: int
@@ -65,18 +65,18 @@ class Stats:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text, tokenised and packed, in two parts.
+    """Tokenised and packed text in two parts, for training and for measuring.
 
     Attributes:
         name: the source as it was given.
         tokenizer: turns text into the ids that the rows hold.
         train: rows to train on.
-        held_out: rows to measure on; none if held_out = 0.
+        held_out: rows to measure on; empty if held_out = 0.
         fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows: equal fingerprints,
             equal rows.
         stats: numbers to show.
-        notes: lines that a person should see once (a rebuilt cache, files passed over, a smaller tokenizer).
-        folder: where the tokens are kept.
+        notes: lines that a person should see once (a rebuilt cache, skipped files, a smaller tokenizer).
+        folder: where the tokens are stored.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the tokenizer."""
+        """Return the number of entries of the tokenizer."""
         return self.tokenizer.vocab_size
 
     def batches(
@@ -102,8 +102,8 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> Batches:
-        """The training rows, shuffled; see `monograph.data.batches.Batches`."""
-        from monograph.data.batches import Batches  # torch takes seconds to import and only training needs it here
+        """Return the training rows, shuffled; see `monograph.data.batches.Batches`."""
+        from monograph.data.batches import Batches  # importing torch takes seconds, and only training needs it here
 
         return Batches(self.train, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
 
@@ -126,29 +126,30 @@ def corpus(
 
     Args:
         source: "stdlib" (the running Python's own standard library), "-" (standard input), a file, folder or glob
-            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A text file is a document,
-            in UTF-8, as it is or as .gz or .zst; so is each record of a .jsonl, .ndjson (these too as .gz or .zst),
-            .parquet or .arrow file or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files
-            are passed over and counted. "PATH@2" has an epoch see the text twice, "PATH@0.5" half of it.
+            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A text file is one
+            document, in UTF-8, plain or as .gz or .zst; so is each record of a .jsonl or .ndjson (also as .gz or .zst),
+            .parquet or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary
+            files are passed over and counted. With "PATH@2" an epoch sees the text twice, with "PATH@0.5" half of it.
         tokenizer: "bpe:N" trains one on the training part; "bytes"; the path of a tokenizer.json; or a `Tokenizer`.
         sequence_length: T, positions of a row.
-        packing: "packed" puts pieces of several documents into a row; "padded" one.
+        packing: "packed" puts pieces of several documents into a row; "padded" puts one into each.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
-            see `monograph.data.documents.split`. 0 for none.
+            see `monograph.data.documents.split`. 0 holds out none.
         text_key: the key or column of a record that holds its text. Records without it that have "messages",
             "conversations", or "prompt" and "completion" are conversations, of which the assistant's answers are
             trained on (docs/finetune.md); they need a tokenizer with a chat template.
-        bad_records: whether a bad record or a damaged file of records is an error, or passed over ("skip") and counted.
-        answers: of conversations, train on "every" answer or on the "last" alone.
+        bad_records: a bad record or a damaged file of records is an error ("refuse"), or passed over and counted
+            ("skip").
+        answers: in conversations, train on "every" answer or on the "last" alone.
         too_long: what happens to conversations of more than a row: turns at their front are left out ("truncate"), or
             they are bad records ("refuse").
         cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
         progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
 
     Raises:
-        UsageError: a setting out of range.
-        InputRefused: text or tokenizer that cannot be used, named; too little to hold out one row.
-        DiskFull: no room for the cache.
+        UsageError: a setting is out of range.
+        InputRefused: text or tokenizer cannot be used (the message names it), or is too little to hold out one row.
+        DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     asked, held_out = parse(tokenizer), float(held_out)
@@ -162,10 +163,10 @@ def corpus(
 
 
 def _packed(request: Request, stored: Stored, sequence_length: int, packing: str) -> Corpus:
-    """Tokens in rows.
+    """Arrange tokens in rows.
 
     Raises:
-        InputRefused: too few of them.
+        InputRefused: there are too few tokens.
     """
     found, weights = request.found, [file.weight for file in request.found.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
@@ -203,7 +204,7 @@ def _check_settings(packing: str, bad_records: str, answers: str, too_long: str,
 
 
 def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
-    # Large plans lie beside the tokens, for a temporary folder may be memory; but a cache may be another person's.
+    # Large plans go next to the tokens, since a temporary folder may be memory; but a cache may be another person's.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -211,7 +212,7 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
 
 
 def _reading(found: Found, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
-    """How these records are read: as conversations only if they are such."""
+    """Decide how these records are read: as conversations only if they are conversations."""
     if not hold_conversations(found.files, asked.text_key):
         return replace(asked, answering=None)
     if not isinstance(tokenizer, Tokenizer):
@@ -262,11 +263,11 @@ _TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0
 
 
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
-    """One training row as text for a terminal.
+    """Return one training row as text for a terminal.
 
-    A ruled line names each piece's document. What is a target is green; what is only an input is dim, or in [brackets]
+    A ruled line names each piece's document. Targets are green; tokens that are only inputs are dim, or in [brackets]
     without colour: a piece's first token (its own prediction, if it has one, belongs to the piece before), and in a
-    conversation all but the answers. Special tokens show their name.
+    conversation everything but the answers. Special tokens show their name.
 
     Raises:
         UsageError: no row has this index.
@@ -284,7 +285,7 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         inputs, targets = row["tokens"][place], row["targets"][place]
         part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
         lines.append(_painted(f"── {visible(piece.document)}, {part} ──", _BORDER, colour))
-        # The last target is no input of the row, and never without training.
+        # The last target is not an input of the row, and it is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
         column += piece.length
@@ -294,7 +295,7 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
 
 
 def answer_ends(corpus: Corpus) -> str:
-    """What the answers of the training conversations end with, by name, id and how often."""
+    """Return the tokens that end the training conversations' answers, by name, id and count."""
     names = {index: name for name, index in corpus.tokenizer.special.items()}
     ends = corpus.train.answer_ends().items()
     return ", ".join(f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends)

@@ -1,6 +1,6 @@
-"""The documents of a source in their order, as often as they are asked for: texts, stretches of texts, and records.
+"""Iterate over the documents of a source in order, any number of times: texts, stretches of texts, and records.
 
-Which of them are held out of training is decided by a keyed hash: no state, no random numbers.
+A keyed hash decides which of them are held out of training: no state, no random numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from monograph.data.tables import table_rows
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"
-# Records are held out by the bucket that their text falls into: millions of them need no more memory than a few do.
+# Records are held out by the hash bucket of their text, so that millions of them need no more memory than a few.
 BUCKETS = 1 << 16
 
 Group = TypeVar("Group", bound=Hashable)
@@ -35,12 +35,12 @@ Group = TypeVar("Group", bound=Hashable)
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are held out, and lines for the person if it could not be done as it should.
+    """Which documents are held out, with notes for the person if the split could not be made as asked.
 
     Attributes:
-        cuts: by the index of a file of text, the byte from which on it is held out: 0, or its size for none of it.
-        buckets: bool [BUCKETS], which records are.
-        notes: what was cut, or held out beyond the share that was asked for.
+        cuts: for each text file, by index, the byte from which on it is held out: 0 for all, its size for none of it.
+        buckets: bool [BUCKETS], true where the bucket's records are held out.
+        notes: lines on a text that was cut, or on more text held out than was asked for.
     """
 
     cuts: tuple[int, ...]
@@ -49,20 +49,20 @@ class Split:
 
 
 def fingerprint(text: bytes) -> bytes:
-    """The keyed hash of a record's text: equal texts are never separated by the split."""
+    """Return the keyed hash of a record's text, so that the split never separates equal texts."""
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
 
 def bucket(digest: bytes) -> int:
-    """The bucket of a text with this fingerprint."""
+    """Return the bucket of a text with this fingerprint."""
     return int.from_bytes(digest[:2])
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuses a share that cannot be held out.
+    """Refuse a share that cannot be held out.
 
     Raises:
-        UsageError: outside [0, LARGEST_SHARE].
+        UsageError: the share is outside [0, LARGEST_SHARE].
     """
     if not 0 <= fraction <= LARGEST_SHARE:
         raise UsageError(f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05")
@@ -71,14 +71,14 @@ def check_fraction(fraction: float) -> None:
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
     """Hold out about `fraction` of the bytes of the texts, and about as much of the records'.
 
-    Groups of texts (a package; copies of one content) that have no near copy elsewhere are taken in the order of
-    sha256(key, group), and buckets of records in order, while they fit the budget of fraction · bytes. If less than
-    half of it can be filled that way, one more is taken whole where it is no larger than the budget. Where every one
-    left is larger, the end of the largest text is cut off at a line end instead; the records remain at what fits, or
+    Groups of texts (a package; copies of one content) without near copies elsewhere are taken in the order of
+    sha256(key, group), and buckets of records in order, while they fit the budget of fraction · bytes. If these fill
+    less than half of it, one more group is taken whole where it is no larger than the budget. Where every remaining
+    group is larger, the end of the largest text is cut off at a line end instead; records then stay at what fits, or
     else at the smallest bucket.
 
     Args:
-        files: all files; those with records are passed over here.
+        files: all files; this function passes over those with records.
         bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
         fraction: from 0 to 0.5.
     """
@@ -121,7 +121,7 @@ def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDA
 
 
 def _taken(order: Sequence[Group], sizes: Mapping[Group, int], budget: int) -> tuple[set[Group], bool]:
-    """Which groups are held out, and whether they are at least half of the budget."""
+    """Return the groups to hold out, and whether they fill at least half of the budget."""
     held: set[Group] = set()
     taken = 0
     for group in order:
@@ -142,14 +142,14 @@ _REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """What gets one beginning and one end token.
+    """A text that gets one beginning token and one end token.
 
     Attributes:
         file: index of its source file.
         record: its line or row in the file, from 1; 0 for a text.
-        held_out: whether it is.
-        bytes: of its text in UTF-8.
-        parts: its text, to be read once: (part, bytes read so far) each.
+        held_out: whether it is held out of training.
+        bytes: bytes of its text in UTF-8.
+        parts: (part, bytes read so far) of its text, to be read once.
     """
 
     file: int
@@ -161,12 +161,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Reading:
-    """How records are read.
+    """Options for reading records.
 
     Attributes:
-        text_key: the key of their text.
-        skip_bad: whether a bad one is passed over, or an error.
-        answering: how rows are made of conversations; None where records are texts. A conversation's text is its
+        text_key: the key of a record's text.
+        skip_bad: whether a bad record is passed over; otherwise it is an error.
+        answering: how conversations become rows; None where records are texts. A conversation's text is its
             `Conversation.to_text`.
     """
 
@@ -177,12 +177,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a first pass over all records found.
+    """The result of a first pass over all records.
 
     Attributes:
         bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
-        unusable: indices of the files that were passed over whole.
-        skipped: {reason: records passed over}, and files.
+        unusable: indices of files that are passed over whole.
+        skipped: {reason: count} of the records and files that are passed over.
         notes: a line for the person about them.
     """
 
@@ -193,7 +193,7 @@ class Survey:
 
 
 def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
-    """Read every record once, before any is used: a compressed file or a table is sound only if its end is.
+    """Read every record once before any is used, because damage may come at the end of a compressed file or a table.
 
     Raises:
         InputRefused: a bad record or a damaged file, named, unless they are to be skipped.
@@ -225,7 +225,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
         except Damaged as error:
             if not reading.skip_bad:
                 raise
-            # What was read of it before the damage may be damage, too.
+            # Records read before the damage may be damaged, too.
             bucket_bytes, reasons = before, Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
             unusable.add(index)
@@ -234,12 +234,12 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
 
 
 def place(file: SourceFile, record: int) -> str:
-    """Where a record is."""
+    """Return where a record is."""
     return f"{file.path}{':' if file.suffix in LINES else ', row '}{record}"
 
 
 def refused(line: str) -> InputRefused:
-    """The error to raise for a record that is bad and not to be skipped."""
+    """Return the error for a bad record that is not to be skipped."""
     return InputRefused(f"{line}; {_REMEDY}")
 
 
@@ -258,12 +258,12 @@ def _records(file: SourceFile, reading: Reading) -> Iterator[Record]:
 
 
 class Documents:
-    """All documents of some files, divided; making it reads every record once.
+    """All documents of some files, split in two; the constructor reads every record once.
 
     Attributes:
-        files: those.
+        files: the files.
         reading: how records are read.
-        survey: what was found in the records.
+        survey: what the first pass over the records counted.
         split: which documents are held out.
         notes: lines for the person about both.
 
@@ -284,12 +284,12 @@ class Documents:
 
     @cached_property
     def text_bytes(self) -> int:
-        """Bytes of all texts in UTF-8."""
+        """Return the bytes of all texts in UTF-8."""
         return sum(file.size for file in self.files if not file.has_records) + int(self.survey.bucket_bytes.sum())
 
     @cached_property
     def train_bytes(self) -> int:
-        """Bytes of the texts that are not held out."""
+        """Return the bytes of the texts that are not held out."""
         return self._train_file_bytes + int(self.survey.bucket_bytes[~self.split.buckets].sum())
 
     @cached_property
@@ -298,7 +298,7 @@ class Documents:
         return sum(cut for file, cut in cuts if not file.has_records)
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents in the order of their files; the parts of one are read before the next is asked for."""
+        """Yield the documents in the order of their files; read the parts of one before you ask for the next."""
         for index, file in enumerate(self.files):
             if file.has_records:
                 for number, text, size, digest in self._good(index):
@@ -311,7 +311,7 @@ class Documents:
                     yield Document(index, 0, start == cut, stop - start, read_text(file.path, start, stop))
 
     def sample(self, budget_bytes: int) -> Iterator[str]:
-        """About `budget_bytes` of the training texts: files in the order of sha256(name), and records by their hash."""
+        """Yield about `budget_bytes` of the training texts: files in the order of sha256(name), records by hash."""
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left = round(share * self._train_file_bytes)
         order: Sequence[int] = range(len(self.files))
@@ -329,7 +329,7 @@ class Documents:
                 yield from (part for part, _ in read_text(file.path, 0, stop))
 
     def _good(self, index: int) -> Iterator[tuple[int, str, int, bytes]]:
-        """(number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
+        """Yield (number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
         if index in self.survey.unusable:
             return
         for number, text in _records(self.files[index], self.reading):

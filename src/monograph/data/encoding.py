@@ -1,4 +1,4 @@
-"""Turns documents into token shards: trains the tokenizer where asked, then encodes part by part in bounded memory.
+"""Turn documents into token shards: train the tokenizer where asked, then encode part by part in bounded memory.
 
 One thread makes the parts ahead of their use.
 """
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
-    """The same items in the same order, up to `count` of them made by a thread before they are asked for.
+    """Yield the same items in the same order, up to `count` of them made by a thread before they are asked for.
 
     An error in `items` is raised here, in its item's turn. The thread begins when the first item is asked for and has
     ended when this generator has ended or was closed (see `contextlib.closing`), which waits for one item at most.
@@ -54,16 +54,16 @@ def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS, _READ_AHEAD = 1 << 19, 2
-# The library hands its results over in one thread that holds Python's lock, for a good part of the time that its own
-# threads need for them: another batch is theirs meanwhile.
+# The library returns its results through one thread that holds Python's lock for much of the time that its own
+# threads need; they work on another batch meanwhile.
 _ENCODERS = 2
-# Parts of text that the library asks for at a time while it counts words.
+# Parts of text that the library requests at a time while it counts words.
 _FED_PARTS = 256
 _INDEX = np.dtype("<u8")
 
 
 class Part(NamedTuple):
-    """A stretch of a document's text; `inside` where another stands before it."""
+    """A stretch of a document's text; `inside` is true where another stretch comes before it."""
 
     document: Document
     text: str
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Parts of documents in their order, and the bytes of text read up to the end of the last."""
+    """Parts of documents in order, and the bytes of text read up to the end of the last one."""
 
     parts: list[Part]
     read_bytes: int
@@ -80,9 +80,9 @@ class Batch(NamedTuple):
 def train_tokenizer(
     documents: Documents, vocab_size: int, progress: Progress | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """A byte-level BPE trained on the training documents, and lines for the person if it is not what was asked for.
+    """Train a byte-level BPE on the training documents; also return notes for the person if it is not as requested.
 
-    Beyond 128 MiB of text it is trained on a sample of them.
+    With more than 128 MiB of text it is trained on a sample.
     """
     fed_bytes, stop = [0], threading.Event()
 
@@ -92,12 +92,12 @@ def train_tokenizer(
         with closing(ahead(stretches, _READ_AHEAD)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
-                    raise CancelledError  # an end would have the library merge what it has, for seconds
+                    raise CancelledError  # if parts merely ended, the library would merge what it has, for seconds
                 yield text
                 fed_bytes[0] += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
-    # The library is silent while it merges, for seconds; a thread lets this one tell that work goes on.
+    # The library is silent for seconds while it merges; in a thread, it leaves this one free to report progress.
     with ThreadPoolExecutor(1, thread_name_prefix="monograph-tokenizer") as pool:
         training = pool.submit(Tokenizer.train_bpe, fed(), vocab_size)
         try:
@@ -117,15 +117,16 @@ def train_tokenizer(
 
 
 class SideWriter:
-    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records, of conversations also STEM.answers.
+    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records, and STEM.answers for conversations.
 
     STEM.tokens has [bos] + ids + [eos] of every document, STEM.starts has D + 1 entries (the first token of each
-    document, and the end), STEM.records has D: the line or row in its file, 0 for a text. Of conversations a document
-    is a row, whose template says how it begins, and STEM.answers has begin and end of each stretch that is trained on.
+    document, and the end), and STEM.records has D entries: the line or row in its file, 0 for a text. With
+    conversations, a document is a row, whose template decides how it begins, and STEM.answers has begin and end of each
+    trained stretch.
 
     Attributes:
         tokens: the shard of tokens.
-        bytes: of all texts so far as the tokenizer reads them; of conversations, of what is trained on.
+        bytes: of all texts so far, as the tokenizer reads them; with conversations, of what is trained on.
         counts: documents of each file.
     """
 
@@ -144,7 +145,7 @@ class SideWriter:
         self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
 
     def add(self, document: Document, ids: list[int]) -> None:
-        """The ids of the next part of a document."""
+        """Add the ids of the next part of a document."""
         tokens, starts, records = self._pending
         if document is not self._document:
             tokens.extend([] if self._document is None else [self._eos])
@@ -156,7 +157,7 @@ class SideWriter:
         tokens.extend(ids)
 
     def add_row(self, document: Document, row: Row) -> None:
-        """A row of a conversation, and where it is trained on."""
+        """Add a row of a conversation, and the spans that are trained on."""
         assert self._answers is not None
         begin, ids = self.tokens.count, np.array(row.ids, dtype=np.int64)
         self._starts.append(np.array([begin], dtype=np.int64))
@@ -168,17 +169,17 @@ class SideWriter:
         self.bytes += sum(bytes_of(ids[first:last], ids[first - 1 : last - 1]) for first, last in row.spans)
 
     def write(self) -> None:
-        """Hand what was added to the shards."""
+        """Pass the buffered ids on to the shards."""
         for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
             added = np.array(items, dtype=np.int64)
-            if shard is self.tokens:  # their bytes, as a tokenizer may read a text in another form than it is stored in
+            if shard is self.tokens:  # decoded, since a tokenizer may read a text in another form
                 first = self._tokenizer.token_bytes[added[:1]].sum()
                 self.bytes += int(first) + self._tokenizer.bytes_of(added[1:], added[:-1])
             shard.append(added)
             items.clear()
 
     def end(self) -> None:
-        """The last document is complete."""
+        """Complete the last document."""
         tokens, starts, _ = self._pending
         tokens.extend([] if self._document is None else [self._eos])
         starts.append(self.tokens.count + len(tokens))
@@ -188,10 +189,10 @@ class SideWriter:
 def encode_documents(
     documents: Iterable[Document], files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
 ) -> dict[str, SideWriter]:
-    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; returns the writers, for what they counted.
+    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their counts.
 
-    One thread reads, `_ENCODERS` have the tokenizer work on all cores, and this one writes, in the order of the text:
-    how far each of them is does not show in the files.
+    One thread reads, `_ENCODERS` threads have the tokenizer work on all cores, and this one writes, in the order of the
+    text: the files do not depend on how far each of them is.
 
     Raises:
         InputRefused: text that the tokenizer would lose; names file, line and text.
@@ -218,11 +219,11 @@ def encode_conversations(
     """Write FOLDER/train.* and FOLDER/held_out.* of conversations, in one pass.
 
     Returns:
-        The writers; {reason: conversations passed over}, which are none unless bad records are; and lines for the
-        person.
+        The writers; {reason: number of conversations passed over}, empty unless bad records are skipped; and notes for
+        the person.
 
     Raises:
-        InputRefused: a conversation that cannot be trained on as it is asked, named.
+        InputRefused: a conversation cannot be trained on as asked; the message names it.
     """
     reading = documents.reading
     assert reading.answering is not None
@@ -254,7 +255,7 @@ def encode_conversations(
 
 
 def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]) -> list[list[int]]:
-    """Ids of each part."""
+    """Return the ids of each part."""
     inside = [part.inside and tokenizer.space_first for part in parts]
     try:
         ids = {
@@ -274,7 +275,7 @@ def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[Source
 
 
 def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
-    """The first line of a text file, from 1, that the tokenizer cannot write."""
+    """Return the first line of a text file, from 1, that the tokenizer would lose."""
     number, inside = 1, False
     for part, _ in read_text(file.path, 0, file.size):
         if tokenizer.loss(part, inside):
@@ -293,7 +294,7 @@ def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[lis
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
-    """Parts of documents, enough at a time for all cores and for bounded memory."""
+    """Yield parts of documents, enough at a time for all cores and few enough for bounded memory."""
     parts: list[Part] = []
     chars = begin = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on: what inference must write after the prompt that inference would send.
+"""Choose the tokens of a conversation to train on: those that inference must write after the prompt that it is sent.
 
 For the assistant's turn i let P_i be the chat before it, rendered with what begins an answer, and R_i the chat with it.
 The trained text is R_i after P_i, up to and with the first token that stops inference. That holds for any template, or
@@ -19,19 +19,19 @@ from monograph.text.chat import marker_for, rendered, template_of
 from monograph.text.template import AT_ONCE, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
-# What a template finds that asks for the date, so that a conversation has the same tokens on every day: the day that
-# templates of the Llama 3 family fall back on.
+# The date that templates see, so that a conversation has the same tokens on every day: the fallback of the Llama 3
+# family's templates.
 DAY = "2024-07-26"
-_SHOWN_CHARS = 40  # of each of two texts that part
-_OPEN, _CLOSE = "\ue000", "\ue001"  # around what a template tags
+_SHOWN_CHARS = 40  # of each of two texts, where they differ
+_OPEN, _CLOSE = "\ue000", "\ue001"  # around what a template tags as the assistant's
 
 
 class Row(NamedTuple):
     """A stretch of text to train on.
 
     Attributes:
-        ids: of its tokens, up to the last that is trained.
-        spans: (begin, end) of the tokens that are, in order.
+        ids: the ids of its tokens, up to the last trained one.
+        spans: (begin, end) of the trained tokens, in order.
     """
 
     ids: list[int]
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Unusable(Exception):
-    """A conversation that this model cannot be trained on, though nothing is wrong with the template: see `fault`."""
+    """A conversation that this model cannot be trained on, though its template works: see `fault`."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.detail)
@@ -47,12 +47,12 @@ class Unusable(Exception):
 
 
 class Answering(NamedTuple):
-    """What decides the rows of conversations, beside the tokenizer and its template.
+    """The options, in addition to the tokenizer and its template, that decide the rows of conversations.
 
     Attributes:
-        every: train on every answer; else on the last alone.
-        truncate: leave out whole turns at the front where a row is too long; else refuse it.
-        longest: inputs that a row may have.
+        every: train on every answer, or else on the last one alone.
+        truncate: leave out whole turns at the front of a row that is too long, or else refuse it.
+        longest: largest number of inputs of a row.
     """
 
     every: bool
@@ -65,9 +65,9 @@ class Answers:
 
     Attributes:
         stops: ids that stop inference: the tokenizer's end of text and those of generation_config.json.
-        counts: of "answers"; "truncated", those before which turns were left out; "parted", those whose prompt ends
-            inside of a token of the whole; "untagged", those that the template's own tags have otherwise.
-        untagged: the first of the latter, in words.
+        counts: number of "answers"; of those "truncated", before which turns were left out; "parted", whose prompt ends
+            inside a token of the whole; and "untagged", where the template's own tags differ.
+        untagged: the first untagged answer, in words.
 
     Raises:
         InputRefused: the tokenizer has no chat template.
@@ -83,11 +83,11 @@ class Answers:
         self._encoder = _Encoder(tokenizer)
 
     def rows(self, conversation: Conversation) -> list[Row]:
-        """The rows of a conversation; each answer is trained on in exactly one.
+        """Return the rows of a conversation; each answer is trained on in exactly one.
 
-        An answer's row is its prompt and itself. Where the row of the next answer begins with it, they are one row; so
-        most templates give one row for a conversation, and one that writes earlier turns in another way as the chat
-        goes on (Qwen 3 takes thoughts out) gives one for each answer.
+        An answer's row is its prompt and the answer. Where the next answer's row begins with it, both are one row; so
+        most templates give one row per conversation, and a template that rewrites earlier turns as the chat goes on
+        (Qwen 3 removes thoughts) gives one per answer.
 
         Raises:
             Unusable: the template refuses the messages, or one answer alone is too long.
@@ -101,14 +101,14 @@ class Answers:
             if number % (AT_ONCE // 2) == 0:
                 self._expect(conversation, answers[number : number + AT_ONCE // 2], begin)
             row, begin = self._fitting(conversation, answer, begin, marker)
-            # An answer that lies inside of the last row, in a chat that says the same again, is another one.
+            # In a chat that repeats itself, an answer that lies inside the last row is another one.
             if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
                 row = Row(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
 
     def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
-        """Lines for the person about all conversations so far, of which some were skipped for these reasons."""
+        """Return notes for the person on all conversations so far, of which some were skipped for these reasons."""
         counts, lines = self.counts, []
         if skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
@@ -123,14 +123,14 @@ class Answers:
         return tuple(lines)
 
     def _expect(self, said: Conversation, answers: Sequence[int], begin: int) -> None:
-        """Have the prompts and wholes of these answers rendered together, as if no more turns had to be left out."""
+        """Have the prompts and wholes of these answers rendered together, assuming that no more turns are left out."""
         kept = said.messages[: _lead(said.messages)]
         ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
         chats = (([*kept, *said.messages[begin:end]], asks) for end, asks in ends)
         self._template.expect(chats, **_variables(said.tools))
 
     def _fitting(self, said: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
-        """The row of one answer, and the number of the first turn in it; its history is as long as fits."""
+        """Return the row of one answer, with as much history as fits, and the number of its first turn."""
         lead = _lead(said.messages)
         questions = [number for number in range(begin + 1, answer) if said.messages[number]["role"] == "user"]
         for first in [begin, *(questions if self._how.truncate else [])]:
@@ -162,7 +162,7 @@ class Answers:
         before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)
         after = all_ids[len(before) :]
         if all_ids[: len(before)] != before:
-            # A token of the whole has letters of both; inference has the prompt's tokens before it writes its first.
+            # A token of the whole spans both; inference has the prompt's tokens before it writes its first.
             self.counts["parted"] += 1
             after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
         end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
@@ -208,15 +208,15 @@ class Answers:
 
 
 class _Encoder:
-    """Encodes rendered chats, each of which begins as the last one did: up to a special token, that is taken over."""
+    """Encodes rendered chats; if a chat begins like the last one, reuses its ids up to a special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text, self._ids = "", list[int]()
-        self._ends: list[tuple[int, int]] = []  # of special tokens: characters and ids up to and with each
+        self._ends: list[tuple[int, int]] = []  # characters and ids up to and including each special token
 
     def ids(self, text: str, marker: str) -> list[int]:
-        """As `Tokenizer.encode_rendered`."""
+        """Return the ids, as `Tokenizer.encode_rendered` does."""
         encode = self._tokenizer.encode_between
         at, count = next((end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0))
         ids, ends, shared = self._ids[:count], [end for end in self._ends if end[1] <= count], at
@@ -230,7 +230,7 @@ class _Encoder:
 
 
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids at which inference ends a text: the end of text, and what generation_config.json lists."""
+    """Return the ids at which inference ends a text: the end of text, and those that generation_config.json lists."""
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
 
@@ -239,12 +239,12 @@ def _variables(tools: list[Any] | None) -> dict[str, Any]:
 
 
 def _lead(messages: Sequence[Message]) -> int:
-    """How many messages stay at the front: the system's."""
+    """Return how many messages stay at the front: the system's."""
     return int(messages[0]["role"] == "system")
 
 
 def _parting(prompt: str, whole: str, marker: str) -> str:
-    """Why a conversation is refused whose answer does not follow its prompt."""
+    """Return why a conversation is refused in which an answer does not follow its prompt."""
     prompt, whole = prompt.replace(marker, ""), whole.replace(marker, "")
     at = len(os.path.commonprefix([prompt, whole]))
     begin = max(0, at - _SHOWN_CHARS // 2)

@@ -1,4 +1,4 @@
-"""Cuts documents into pieces and packs the pieces into rows.
+"""Cut documents into pieces and pack the pieces into rows.
 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row.
 """
@@ -24,14 +24,14 @@ BLOCK_PIECES = 1 << 18
 
 @dataclass(frozen=True)
 class Plan:
-    """Which piece stands where.
+    """The place of each piece in the rows.
 
     Attributes:
-        starts: int64 [P], index in the shard of each piece's first input token; pieces of one row are adjacent, rows in
-            order.
+        starts: int64 [P], index in the shard of each piece's first input token; the pieces of a row are adjacent, rows
+            in order.
         lengths: int64 [P], inputs (= targets) of each piece, 1..T.
-        offsets: int64 [R + 1], row r has the pieces offsets[r] .. offsets[r+1]-1.
-        rows: R of each part of the documents; parts share no row.
+        offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
+        rows: R for each part of the documents; parts share no row.
         filled: share of the R·T positions that hold an input; 0 without rows.
     """
 
@@ -51,17 +51,18 @@ def plan_rows(
 ) -> Plan:
     """Cut every document into pieces and give each piece a row.
 
-    A document of n tokens has n - 1 (input, target) pairs. Piece k of it has the inputs k·T .. min((k+1)·T, n-1)-1 and
-    as targets the tokens one further on, so neighbouring pieces share one token and every token but the first is a
+    A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T .. min((k+1)·T, n-1)-1 and as
+    targets the tokens one position later, so neighbouring pieces share one token and every token but the first is a
     target exactly once.
 
     Args:
-        document_starts: int64 [D + 1], document d is tokens document_starts[d] .. document_starts[d+1]-1 of the shard,
-            at least 2 each.
+        document_starts: int64 [D + 1]; document d is tokens document_starts[d] .. document_starts[d+1]-1 of the shard,
+            at least 2.
         sequence_length: T.
-        packed: several pieces to a row by best fit decreasing, among each 262,144 that follow one another; else one.
-        parts: documents of each part, in order.
-        folder: where a plan that is large lies, in files without a name that go away with it.
+        packed: put several pieces into a row by best fit decreasing, among 262,144 consecutive ones at a time; else
+            one.
+        parts: number of documents of each part, in order.
+        folder: where a large plan is stored, in unnamed files that vanish with it.
     """
     rows_of_parts, inputs, first = [], 0, 0
     with _Column(folder) as starts, _Column(folder) as lengths, _Column(folder) as offsets:
@@ -85,7 +86,7 @@ def plan_rows(
 
 
 def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:
-    """(starts, lengths) of all pieces in order, at most BLOCK_PIECES at a time."""
+    """Yield (starts, lengths) of all pieces in order, at most BLOCK_PIECES at a time."""
     for begin in range(0, len(document_starts) - 1, BLOCK_PIECES):
         starts_D = document_starts[begin : begin + BLOCK_PIECES + 1]
         pairs_D = np.diff(starts_D) - 1
@@ -99,7 +100,7 @@ def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int6
 
 
 class _Column(AbstractContextManager["_Column"]):
-    """An int64 array that grows at its end; beyond one block it lies in a file, which memory is not used up by."""
+    """An int64 array that grows at its end; beyond one block it is in a file, so that it does not use up memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self.count = 0
@@ -113,17 +114,17 @@ class _Column(AbstractContextManager["_Column"]):
         self._file.write(values.astype(np.int64).tobytes())
 
     def array(self) -> Int64:
-        """All of it, read-only."""
+        """Return all of it, read-only."""
         if self.count <= BLOCK_PIECES:
             self._file.seek(0)
             return np.frombuffer(self._file.read(), dtype=np.int64)
         self._file.flush()
-        # The mapping keeps the file, which has no name, when it is closed.
+        # The mapping keeps the unnamed file alive after it is closed.
         return np.frombuffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.int64)
 
 
 def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
-    """The row of each piece: by decreasing length, each goes into the fullest row that still has room for it.
+    """Return the row of each piece: by decreasing length, each goes into the fullest row that still has room for it.
 
     Pieces of one length are placed together: a row with room c takes floor(c / length) of them before another row is
     the best fit. So the work is O(P) numpy plus a loop over at most a few times `capacity` (length, room) pairs, and a
@@ -158,7 +159,7 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
 
 
 class _OpenRows:
-    """Rows that still have room, by room; `_nonempty` has bit c set where rows with room c exist."""
+    """Rows that still have room, indexed by it; `_nonempty` has bit c set where rows with room c exist."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -172,7 +173,7 @@ class _OpenRows:
             self._nonempty |= 1 << room
 
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
-        """The smallest room >= length that some row has, and as many such rows as the pieces fill; else new rows."""
+        """Return the smallest room >= length of any row, and as many of its rows as the pieces fill; else new rows."""
         fitting = self._nonempty >> length
         if not fitting:
             needed = -(-pieces // (self._capacity // length))

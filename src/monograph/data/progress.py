@@ -1,4 +1,4 @@
-"""How long work tells its caller that it is alive."""
+"""Report the progress of long work to its caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Meter:
         self.add(0)
 
     def add(self, amount: int) -> None:
-        """Count `amount` more units; tells the caller if the last word is old enough."""
+        """Count `amount` more units, and tell the caller if the last report is old enough."""
         self.done += amount
         now_s = time.monotonic()
         if self.progress is not None and now_s - self._told_s >= INTERVAL_S:

@@ -1,6 +1,6 @@
-"""Reads a file in bounded memory: its bytes in blocks, and UTF-8 text in parts.
+"""Read a file in bounded memory: its bytes in blocks, and UTF-8 text in parts.
 
-The parts' tokens are the whole text's tokens. Bytes come as they are, or decompressed where a name ends in .gz or .zst.
+The parts' tokens are the whole text's tokens. Content is decompressed where a name ends in .gz or .zst.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BLOCK_BYTES = 1 << 20
 COMPRESSIONS = (".gz", ".zst")
 
 _GZIP, _GZIP_MAGIC = 31, b"\x1f\x8b"  # zlib's number for gzip with its checksum and length verified
-# Text becomes five times smaller, and the most monotonous logs some hundred times. Deflate's limit is 1032 and zstd has
-# none, so whoever means more unpacks it, when a disk has said yes to all of it.
+# Text shrinks about five times, and the most monotonous logs some hundred times. Deflate's limit is 1032 and zstd has
+# none, so whoever has more must unpack it first, where a disk has room for all of it.
 LEAST_UNPACKED_BYTES, MOST_UNPACKED = 1 << 28, 200
-# A zstd block of 4 bytes stands for up to 128 KiB, so this much makes at most 32 MiB.
+# A zstd block of 4 bytes can stand for 128 KiB, so this much makes at most 32 MiB.
 _ZSTD_STEP_BYTES = 1 << 10
 
 
 class Damaged(InputRefused):
-    """A file that cannot be trusted as a whole, whatever could be read of it before."""
+    """A file that cannot be trusted as a whole, whatever was read from it before."""
 
     def __init__(self, path: Path, fault: str, remedy: str = "get the file again or leave it out") -> None:
         super().__init__(f"{path}: {fault}; {remedy}")
@@ -37,17 +37,17 @@ class Damaged(InputRefused):
 
 
 def missing(source: Path | str, library: str, extra: str) -> InputRefused:
-    """The error to raise for a source that an optional library reads, which is not installed."""
+    """Return the error for a source that needs an optional library which is not installed."""
     return InputRefused(
         f"{source}: reading it needs {library}, which is not installed: pip install 'monograph[{extra}]'"
     )
 
 
 def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
-    """The bytes of a file as they lie there, in blocks of 1 MiB at most, counted by `meter`.
+    """Yield the raw bytes of a file in blocks of at most 1 MiB, counted by `meter`.
 
     Raises:
-        Unreadable: not readable.
+        Unreadable: the file cannot be read.
     """
     try:
         with open_input(path) as file:
@@ -60,13 +60,13 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 
 
 def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
-    """The content in blocks of 1 MiB at most; `meter` counts the bytes on the disk.
+    """Yield the decompressed content in blocks of at most 1 MiB; `meter` counts the bytes on the disk.
 
-    What comes before damage is yielded before the error: nothing of it may be used until the end was reached.
+    Blocks before damage are yielded before the error, so the caller may use none of them until the end was reached.
 
     Raises:
-        Damaged: cut short, a wrong checksum, bytes after the end that belong to nothing, or a compression bomb.
-        Unreadable: not readable.
+        Damaged: cut short, a wrong checksum, stray bytes after the end, or a compression bomb.
+        Unreadable: the file cannot be read.
         InputRefused: zstandard is not installed.
     """
     raw = raw_blocks(path, meter)
@@ -75,10 +75,10 @@ def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 
 
 def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
-    """The parts of what was packed in a file, given as (bytes, part), as long as their sum is no compression bomb's.
+    """Yield what was unpacked from a file, given as (bytes, part), until their sum is that of a compression bomb.
 
     Raises:
-        Damaged: it is.
+        Damaged: the sum is too large.
     """
     packed, total = path.stat().st_size, 0
     for size, part in parts:
@@ -92,7 +92,7 @@ def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
 def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
     member, begun = None, False
     for data in raw:
-        more = False  # the decoder holds output for which there was no room
+        more = False  # the decoder still holds output that did not fit
         while data or more:
             if member is None:
                 data = data.lstrip(b"\0") if begun else data  # the format allows zeros after a member
@@ -138,18 +138,18 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
         raise Damaged(path, "is cut short: it ends inside a zstd frame")
 
 
-# Tokenizers work fastest on parts of about PART_CHARS, and take longer ones where there is no place to cut.
+# Tokenizers work fastest on parts of about PART_CHARS; parts are longer where there is no place to cut.
 PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15
 
 # Between a letter or digit and a space or line feed that a letter or digit follows. Every split pattern that
-# `tokenizer_file` accepts ends a word there whatever stands further left or right, so a text cut there has the tokens
+# `tokenizer_file` accepts ends a word there, whatever comes further left or right, so a text cut there has the tokens
 # of the uncut text.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 _NEAR_END_CHARS = 2000
 
 
 def status_of(path: Path) -> os.stat_result:
-    """The size and times of a source file."""
+    """Return the size and times of a source file."""
     try:
         return os.stat(path)
     except OSError as error:
@@ -157,9 +157,9 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def cut_position(path: Path, wanted: int, size: int) -> int:
-    """Where to cut a text file in two: after the first line feed from `wanted` on, else between two characters.
+    """Return where to cut a text file in two: after the first line feed from `wanted` on, else between two characters.
 
-    Returns `size` where there is no such place (the file is one character long).
+    It is `size` where there is no such place (the file is one character long).
     """
     window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
     line_end = window.find(b"\n")
@@ -170,11 +170,11 @@ def cut_position(path: Path, wanted: int, size: int) -> int:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
-    """The text of bytes [start, stop) of a UTF-8 file, decompressed if it is compressed, in parts.
+    """Yield the text of bytes [start, stop) of a UTF-8 file in parts, decompressed where its name says so.
 
-    Yields (part, bytes read so far in this range). Line ends and byte order marks are kept as they are. Parts end at a
-    place where tokens end too, except in a stretch of `LONGEST_PART_CHARS` characters that has none (such as 32 Ki
-    letters without a space): there one word is cut in two.
+    Each item is (part, bytes read so far in this range). Line ends and byte order marks are kept. Parts end where
+    tokens end too, except in a stretch of `LONGEST_PART_CHARS` characters without such a place (such as 32 Ki letters
+    without a space): there one word is cut in two.
 
     Raises:
         InputRefused: not UTF-8 (names file, byte and line), shorter than `stop`, damaged, or not readable.
@@ -210,7 +210,7 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
 
 
 def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Bytes [start, stop) of the content, in blocks, or what there is of them."""
+    """Yield bytes [start, stop) of the content in blocks, or as many of them as there are."""
     if path.suffix.lower() in COMPRESSIONS:
         place = 0
         for block in read_blocks(path):
@@ -237,10 +237,10 @@ def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """A text in the parts that `read_text` would give of it."""
+    """Yield a text in the parts in which `read_text` would yield it."""
     begin = 0
     while len(text) - begin > PART_CHARS:
-        # One character more than a part may have: whether a cut is safe depends on what follows it.
+        # One character more than a part may have, since it decides whether a cut is safe.
         end = begin + cut_for_tokens(text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
         yield text[begin:end]
         begin = end
@@ -249,9 +249,9 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def cut_for_tokens(text: str, wanted: int, longest: int) -> int:
-    """Where to cut a text so that its tokens stay: the last such place up to `wanted`, else the first one after it.
+    """Return where to cut a text so that its tokens stay: the last such place up to `wanted`, else the next one.
 
-    `longest`, or the end of the text, if there is none.
+    If there is none, it is `longest` or the end of the text.
     """
     for low in (max(0, wanted - _NEAR_END_CHARS), 0):
         cuts = [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]

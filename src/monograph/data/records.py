@@ -1,4 +1,4 @@
-"""Records, each of which is a document: the lines of a JSON file, the rows of a table; and what makes one bad."""
+"""Read records, each of which is a document, from lines of JSON or rows of a table, and say what makes one bad."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_BYTES = 1 << 25
 
 
 class Fault(NamedTuple):
-    """What is wrong with a record: `reason` for counting, `detail` completes "FILE:LINE: "."""
+    """What is wrong with a record: `reason` is for counting, `detail` completes "FILE:LINE: "."""
 
     reason: str
     detail: str
@@ -34,14 +34,14 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-# Numbers become floats unseen: Python refuses to read integers of thousands of digits, and no text is a number.
+# Numbers become floats: Python refuses to read integers of thousands of digits, and no text is a number.
 _JSON = json.JSONDecoder(object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant)
-# Where a number is written again, as in the arguments of a tool's call, 3 stays 3.
+# Where a number is written again, as in the arguments of a tool call, 3 stays 3.
 _EXACT = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_no_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
-    """(line number from 1, text under `key` or what is wrong) of every line that is not blank; see `json_objects`."""
+    """Yield (line number from 1, text under `key` or its fault) for every nonblank line; see `json_objects`."""
     for number, record in json_objects(path):
         if isinstance(record, Fault):
             yield number, record
@@ -53,21 +53,20 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 
 
 def _missing(record: Mapping[str, Any]) -> str:
-    """What a record that begins as a conversation would need to be one."""
+    """Return what a record that begins as a conversation lacks to be one."""
     halves = [("prompt", "completion"), ("completion", "prompt")]
     return next((f"; a conversation needs {b!r} beside {a!r}" for a, b in halves if a in record), "")
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """(line number from 1, object or what is wrong) of every line that is not blank.
+    """Yield (line number from 1, object or its fault) for every line that is not blank.
 
-    Its numbers are floats, or as they are written if `exact` (of up to 4,300 digits).
-
-    A byte order mark at the beginning of the file is no part of its first line.
+    Numbers are floats, or as they are written if `exact` (up to 4,300 digits). A byte order mark at the beginning of
+    the file is not part of its first line.
 
     Raises:
         Damaged: the file's compression is damaged.
-        InputRefused: not readable.
+        InputRefused: the file cannot be read.
     """
     for number, line in enumerate(_lines(path), 1):
         if line is None:
@@ -78,7 +77,7 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
 
 
 def checked(text: Any, key: str) -> str | Fault:
-    """`text` if it is one that can be trained on, or empty; else what is wrong with it."""
+    """Return `text` if it can be trained on or is empty; else what is wrong with it."""
     if not isinstance(text, str):
         return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
     if "\0" in text:
@@ -91,7 +90,7 @@ def checked(text: Any, key: str) -> str | Fault:
 
 
 def not_utf8(error: UnicodeDecodeError) -> Fault:
-    """The fault of bytes that are not UTF-8."""
+    """Return the fault of bytes that are not UTF-8."""
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
 
 
@@ -116,19 +115,19 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
 
 
 def short(name: str) -> str:
-    """A name from a file as it may be shown."""
-    # What a file says may hold terminal commands; ascii() shows them as letters.
+    """Return a name from a file in a form that is safe to show."""
+    # A name from a file may hold terminal commands; ascii() shows them as letters.
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
 def few(names: list[str]) -> str:
-    """The first of some such names."""
+    """Return the first few of these names."""
     shown = ", ".join(map(short, names[:6])) or "none"
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """The lines without their line feeds; None for one of more than LONGEST_BYTES, which is not kept."""
+    """Yield the lines without their line feeds; None for one of more than LONGEST_BYTES, which is not kept."""
     parts: list[bytes] = []
     size = 0
 

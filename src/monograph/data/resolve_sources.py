@@ -1,6 +1,6 @@
-"""Where the files of a source lie: the standard library, folders, patterns, saved datasets, the hub, standard input.
+"""Locate the files of a source: the standard library, folders, patterns, saved datasets, the hub, standard input.
 
-Parts of the standard library with near copies elsewhere in it are one group (`near_duplicates`): holding one of them
+Parts of the standard library with near copies elsewhere in it form one group (`near_duplicates`): holding one of them
 out would measure recall.
 """
 
@@ -22,7 +22,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, resolved, unreadable
 from monograph.storage.writing import writing
 
-# A line this long, in bytes without indentation, is hardly ever written twice by chance.
+# A line of so many bytes, without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24
 # With packages of Python 3.11 held out that share no more of their lines than this, an order-6 byte model of the rest
 # needs 1.87 bits per byte; with near copies (ntpath of posixpath, wave of sunau) held out as well, 1.72.
@@ -30,7 +30,7 @@ SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """The groups of which more than SHARED_LINES of the distinct long lines stand in another group, too."""
+    """Return the groups of which more than SHARED_LINES of the distinct long lines are in another group, too."""
     lines = {name: {line for path in paths for line in _long_lines(path)} for name, paths in groups.items()}
     found_in = Counter(line for own in lines.values() for line in own)
     return {name for name, own in lines.items() if sum(found_in[line] > 1 for line in own) > SHARED_LINES * len(own)}
@@ -44,7 +44,7 @@ def _long_lines(path: Path) -> Iterable[bytes]:
 _NOT_LIBRARY = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
-_BUILD_TABLE = "_sysconfigdata"  # how this Python was compiled: a table that differs between machines
+_BUILD_TABLE = "_sysconfigdata"  # records how this Python was compiled, and differs between machines
 
 HUB = "hf://"
 MOST_STDIN_BYTES = 1 << 34
@@ -54,9 +54,9 @@ Skipped = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A file that a source means, before it is opened; `chosen` says that it was named one by one.
+    """A file that a source names, before it is opened; `chosen` says that it was named one by one.
 
-    A fault of a chosen file is an error, where a folder's or pattern's file is passed over and counted.
+    A fault in a chosen file is an error, while a file from a folder or pattern is passed over and counted.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Candidate:
 
 
 def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
-    """The files that one item of a source means; what is passed over is added to `skipped` as (path, reason)."""
+    """Return the files that one item of a source means; add those passed over to `skipped` as (path, reason)."""
     if item == "stdlib":
         return _standard_library()
     if item == "-":
@@ -124,7 +124,7 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
 
 
 def looks_binary(begin: bytes) -> bool:
-    """Whether a file that begins so is no text, by git's rule."""
+    """Return whether a file with this beginning is binary, by git's rule."""
     return b"\0" in begin[:8192]
 
 
@@ -138,7 +138,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     found: list[Candidate] = []
     for hit in matching(pattern):
         if is_folder(hit):
-            # "texts/*" means the files; "**" reports folders beside the files that it finds inside them.
+            # "texts/*" means the files; "**" reports folders as well as the files inside them.
             found.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
         elif is_file(hit):
             found.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
@@ -150,7 +150,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
 
 
 def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """(relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
+    """Return (relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
     found: list[tuple[str, Path]] = []
     pending, entered = [(folder, "")], set()
     try:

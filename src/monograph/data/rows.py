@@ -1,6 +1,6 @@
-"""One side of a corpus as rows of T positions: what is in each row, and in which order rows are visited.
+"""Arrange one side of a corpus as rows of T positions: the contents of each row, and the order of visits.
 
-The order is a stateless keyed permutation for each epoch, so that any position is found at once.
+The order is a stateless keyed permutation for each epoch, so that any position can be computed at once.
 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row, N tokens of all pieces asked for.
 """
@@ -29,19 +29,19 @@ UInt64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Share:
-    """Some of the rows, and how many visits an epoch has for them: rows · weight, rounded, at least one."""
+    """Some of the rows, and how many visits an epoch makes to them: rows · weight, rounded, at least one."""
 
     rows: int
     visits: int
 
 
 def share(rows: int, weight: float) -> Share:
-    """The share of rows that an epoch sees `weight` times: 2 is each twice, 1/2 one half, another in every epoch."""
+    """Return a share whose rows an epoch sees `weight` times; with 1/2 each epoch sees one half, in turn."""
     return Share(rows, max(1, round(rows * weight)) if rows else 0)
 
 
 def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDArray[np.int64]:
-    """The row visited at each of the positions start .. start + count - 1 of an endless sequence of epochs.
+    """Return the row visited at each of the positions start .. start + count - 1 of an endless sequence of epochs.
 
     An epoch has V = sum of all visits. Position p is in epoch e = p // V, and P_{seed,e}(p mod V), a permutation of
     0..V-1, says which share's turn it is, and that it is the j-th of this epoch's v visits to it. A share with n rows
@@ -50,7 +50,7 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
     So between any visit that is a multiple of n and the next, every row is seen exactly once.
 
     Returns:
-        int64 [count], the rows of the first share from 0, then those of the next.
+        int64 [count]; the rows of the first share count from 0, followed by those of the next.
     """
     visits_S = np.array([each.visits for each in shares], dtype=np.int64)
     visits = int(visits_S.sum())
@@ -74,7 +74,7 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
 
 
 def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """The row visited at each of the positions start .. start + count - 1, where an epoch sees every row once.
+    """Return the row visited at each of the positions start .. start + count - 1, where an epoch sees every row once.
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is a permutation of
     0..rows-1. The result depends on nothing else: not on how positions are grouped into updates, nor on earlier calls.
@@ -103,8 +103,8 @@ def _permuted(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs lie outside; walking on from one of them ends inside, and keeps the map one to
-    # one.
+    # At most sqrt(rows) of the a·b pairs lie outside; walking on from one of them ends inside and keeps the map
+    # one-to-one.
     while (outside := np.flatnonzero(result >= rows)).size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
     return result.astype(np.int64)
@@ -123,7 +123,7 @@ def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UI
 
 
 def _mix(value: UInt64) -> UInt64:
-    """One step of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that spreads every bit."""
+    """Apply one step of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that spreads every bit."""
     value = value + _GOLDEN
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,7 +133,7 @@ def _mix(value: UInt64) -> UInt64:
 if TYPE_CHECKING:
     from monograph.data.batches import Batch
 
-IGNORE = -100  # torch's ignore_index: no target here
+IGNORE = -100  # torch's ignore_index marks a position without a target
 
 Int64 = NDArray[np.int64]
 
@@ -155,11 +155,11 @@ class Rows:
         sequence_length: T.
         packed: whether a row may hold several pieces; decides the keys of a batch.
         shares: how often an epoch sees which rows.
-        inputs: number of positions that hold a token with one after it: each token but a document's last.
-        tokens: number of targets: every token but each document's first, or of conversations those trained on.
+        inputs: number of input positions: every token except each document's last.
+        tokens: number of targets: every token except each document's first; with conversations, the trained tokens.
         bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
-        documents: number of documents; of conversations, of the stretches that are trained on as one.
-        conversations: number of conversations, 0 of texts.
+        documents: number of documents; with conversations, of the stretches that are trained on as one.
+        conversations: number of conversations, 0 for texts.
         filled: share of all positions that hold an input.
     """
 
@@ -172,15 +172,15 @@ class Rows:
         weights: Sequence[float] = (),
         folder: Path | None = None,
     ) -> None:
-        """The rows of a side.
+        """Cut a side's documents into rows.
 
         Args:
-            side: its tokens.
-            tokenizer: what they are.
+            side: the side's tokens.
+            tokenizer: the tokenizer that they come from.
             sequence_length: T.
             packed: whether a row may hold several pieces.
-            weights: how often an epoch sees each file of the side; without it once.
-            folder: where a large plan may lie.
+            weights: how often an epoch sees each file of the side; by default once.
+            folder: where a large plan may be stored.
         """
         self._side, self._tokenizer = side, tokenizer
         parts = _parts(side, weights or [1.0] * len(side.files))
@@ -195,25 +195,25 @@ class Rows:
         self.filled = self._plan.filled
 
     def __len__(self) -> int:
-        """How many different rows there are."""
+        """Return the number of different rows."""
         return len(self._plan.offsets) - 1
 
     @property
     def per_epoch(self) -> int:
-        """Rows that an epoch visits: all of them once, if no weights were given."""
+        """Return the number of rows that an epoch visits: each once, if no weights were given."""
         return sum(each.visits for each in self.shares)
 
     def row(self, index: int) -> dict[str, Int64]:
-        """One row: arrays [T] under the keys of `window`."""
+        """Return one row: arrays [T] under the keys of `window`."""
         return {key: values[0] for key, values in self.window(np.array([index])).items()}
 
     def window(self, indices_R: Int64) -> dict[str, Int64]:
-        """The rows with these indices.
+        """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] each: `tokens`, the input ids; `targets`, the id to predict at each position, -100 where there
-            is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding, and
-            `positions`, 0-based in the piece.
+            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at each position, -100
+            where there is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding,
+            and `positions`, counted from 0 in each piece.
         """
         plan, shape_RT = self._plan, (len(indices_R), self.sequence_length)
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
@@ -241,23 +241,23 @@ class Rows:
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """The tokens at these places of the shard; IGNORE for one of a conversation that is not trained on."""
+        """Return the tokens at these places of the shard; IGNORE for one of a conversation that is not trained on."""
         targets_N, answers = self._side.tokens[index_N], self._side.answers
         if answers is None:
             return targets_N
-        # A place is in a stretch where an odd number of the rising begins and ends lies before it.
+        # A place is inside a stretch if an odd number of the rising begins and ends comes before it.
         trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
         return np.where(trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:
-        """`count` rows of nothing but padding, in the form of `window`."""
+        """Return `count` rows of padding alone, in the form of `window`."""
         padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE} | (
             {"segments": 0, "positions": 0} if self.packed else {}
         )
         return {key: np.full((count, self.sequence_length), value, dtype=np.int64) for key, value in padding.items()}
 
     def pieces(self, index: int) -> list[Piece]:
-        """Where the pieces of one row come from, in order."""
+        """Return where the pieces of one row come from, in order."""
         begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
         found = []
         for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
@@ -267,7 +267,7 @@ class Rows:
         return found
 
     def owners(self, indices_R: Int64) -> Int64:
-        """int64 [R, T]: the number of the document that each position belongs to, -1 where there is none."""
+        """Return the number of the document that each position belongs to, -1 where there is none, int64 [R, T]."""
         owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
         for row, index in enumerate(indices_R):
             begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
@@ -277,44 +277,44 @@ class Rows:
         return owner_RT
 
     def bytes_of(self, window: Mapping[str, Int64]) -> int:
-        """Bytes of text that a window's targets stand for; the end of a document stands for none."""
+        """Return the bytes of text that a window's targets stand for; the end of a document stands for none."""
         targets, before = (window[key][window["targets"] != IGNORE] for key in ("targets", "tokens"))
         return self._tokenizer.bytes_of(targets, before)
 
     def texts(self) -> Iterator[bytes]:
-        """The UTF-8 bytes of each document, decoded from its tokens: the text as the tokenizer reads it."""
+        """Yield the UTF-8 bytes of each document, decoded from its tokens: the text as the tokenizer reads it."""
         for document in range(self.documents):
             first, last = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[first:last].tolist())
 
     def answer_ends(self) -> dict[int, int]:
-        """{id: answers that end with it} of conversations, the most frequent first."""
+        """Return {id: number of conversations' answers that end with it}, the most frequent first."""
         assert self._side.answers is not None
         ends, counts = np.unique(self._side.tokens[self._side.answers[1::2] - 1], return_counts=True)
         return {int(ends[each]): int(counts[each]) for each in np.argsort(-counts, kind="stable")}
 
     def first_prompt(self) -> list[int]:
-        """Ids of the first conversation up to where its first answer begins."""
+        """Return the ids of the first conversation up to where its first answer begins."""
         assert self._side.answers is not None
         ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
         return ids
 
     def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
-        """Rows once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.
+        """Yield every row once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.
 
-        With a `limit`, that many rows, evenly spaced over all of them.
+        With a `limit`, yield that many rows, evenly spaced over all of them.
         """
-        from monograph.data.batches import in_order  # torch takes seconds to import and only training needs it here
+        from monograph.data.batches import in_order  # importing torch takes seconds, and only training needs it here
 
         return in_order(self, self.spread(limit), batch_rows)
 
     def spread(self, limit: int | None = None) -> Int64:
-        """Indices of all rows, or of `limit` evenly spaced ones."""
+        """Return the indices of all rows, or of `limit` evenly spaced ones."""
         count = len(self) if limit is None else min(limit, len(self))
         return np.arange(count) * len(self) // max(1, count)
 
     def coverage(self, limit: int | None = None) -> tuple[int, int]:
-        """(targets, bytes of text that they stand for) of the rows that `in_order` gives."""
+        """Return (targets, bytes of text that they stand for) for the rows that `in_order` yields."""
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
         window = self.window(self.spread(limit))
@@ -322,7 +322,7 @@ class Rows:
 
 
 def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
-    """(documents, weight) of each run of files of one weight."""
+    """Return (documents, weight) of each run of consecutive files with one weight."""
     runs = itertools.groupby(range(len(weights)), key=weights.__getitem__)
     ends = [(list(files)[-1] + 1, weight) for weight, files in runs]
     firsts = side.first[[0, *(end for end, _ in ends)]]
@@ -330,6 +330,6 @@ def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def _ordinals(counts: Int64) -> Int64:
-    """0 .. counts[0]-1, 0 .. counts[1]-1, ... as one array."""
+    """Return 0 .. counts[0]-1, 0 .. counts[1]-1, ... as one array."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

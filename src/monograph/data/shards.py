@@ -1,8 +1,8 @@
-"""Flat arrays on disk that are memory-mapped and carry their own checksums: the tokens of a split, and its index.
+"""Store flat arrays on disk, memory-mapped and with their own checksums: the tokens of a split, and its index.
 
-Layout: a 128-byte header (magic, version, item size, vocabulary, count, block size, tokenizer's sha256, crc32 of
-these), `count` unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. numpy would read a
-damaged or shortened file without a word.
+Layout: a 128-byte header (magic, version, item size, vocabulary, count, block size, the tokenizer's sha256, and the
+crc32 of these), `count` unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. numpy would
+read a damaged or shortened file without a warning.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: 
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every id: uint16 up to 65,536 entries, else uint32."""
+    """Return the smallest type that holds every id: uint16 up to 65,536 entries, else uint32."""
     return _DTYPES[2 if vocab_size <= 1 << 16 else 4]
 
 
 class ShardWriter:
-    """Writes one array piecewise; the file is whole and on the disk once the `with` block ends without an error.
+    """Writes one array piecewise; the file is complete and durable once the `with` block ends without an error.
 
     Args:
         path: a file that does not exist yet.
-        dtype: of the items.
+        dtype: the items' type.
         vocab_size: V of the tokenizer; 0 for an index.
         tokenizer_hash: hex sha256 of the tokenizer that the file belongs to.
     """
@@ -60,13 +60,13 @@ class ShardWriter:
             self._write_block(BLOCK_BYTES)
 
     def __enter__(self) -> ShardWriter:
-        """The writer itself."""
+        """Return this writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Completes the file, or only closes it where an error is on its way out."""
+        """Complete the file, or only close it if an error is on its way out."""
         with self._file:
             if kind is None:
                 if self._pending:
@@ -91,7 +91,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class _Frame:
-    """All of a shard but its items."""
+    """All of a shard except its items."""
 
     itemsize: int
     count: int
@@ -102,7 +102,7 @@ class _Frame:
 
 
 def seal(path: Path) -> str:
-    """Hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
+    """Return the hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
     with readable(path), open_input(path) as file:
         return _frame(file, path).seal
 
@@ -111,8 +111,8 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
     """Map an array read-only, after checking every byte of it (about 1 s per GB).
 
     Raises:
-        InputRefused: missing, damaged (names the first bad block), of unexpected size, made with another tokenizer, or
-            not the array that has this `seal`.
+        InputRefused: missing, damaged (names the first bad block), of an unexpected size, made with another tokenizer,
+            or not the array with this `seal`.
     """
     try:
         with readable(path), open_input(path) as file:

@@ -1,4 +1,4 @@
-"""What a `source` means: its files in a fixed order, each hashed, with the weight that it was given."""
+"""Resolve a `source` to its files in a fixed order, each hashed and with its weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monograph.storage.reading import exists, resolved
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))
-# Read as plain text these would train on their syntax or on nothing.
+# Read as plain text, these would teach their syntax or nothing.
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
@@ -26,16 +26,16 @@ _LIGHTEST, _HEAVIEST = 1e-3, 1e3
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file: a text, or records.
+    """A file that holds a text or records.
 
     Attributes:
-        name: what it is called in the corpus: relative to the folder or pattern it was found by, so that moving the
-            data changes nothing.
+        name: its name in the corpus, relative to the folder or pattern that it comes from, so that moving the data
+            changes nothing.
         path: where it is read from.
-        size: bytes of a text, decompressed; bytes of a file of records as it lies there.
+        size: bytes of a text, decompressed; bytes on the disk for a file of records.
         modified_ns: time of its last change, taken before it was hashed.
-        sha256: of these bytes, hex.
-        group: files of one group are never separated by the held-out split (a package; copies of one content).
+        sha256: hex digest of these bytes.
+        group: the held-out split never separates files of one group (a package; copies of one content).
         has_near_copies: near copies of the group's text are in other groups, so it is not held out (`near_duplicates`).
         weight: how many times an epoch sees it.
     """
@@ -51,18 +51,18 @@ class SourceFile:
 
     @property
     def suffix(self) -> str:
-        """What kind of file it is: the last part of its name, or the one before .gz and .zst, in lower case."""
+        """Return the kind of file: the last part of its name, or the one before .gz and .zst, in lower case."""
         return kind_of(self.path)
 
     @property
     def has_records(self) -> bool:
-        """Whether it holds many documents, each a record."""
+        """Return whether it holds many documents, each a record."""
         return self.suffix in LINES | TABLES
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a source turned out to be: its files in a fixed order, and what was passed over as (path, reason)."""
+    """The files of a source in a fixed order, and what was passed over as (path, reason)."""
 
     name: str
     files: tuple[SourceFile, ...]
@@ -70,12 +70,12 @@ class Found:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def sha256(self) -> str:
-        """Hex digest of names, sizes and contents, in order."""
+        """Return the hex digest of names, sizes and contents, in order."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{len(file.name.encode())}:{file.name}:{file.size}:{file.sha256}\n".encode())
@@ -83,19 +83,19 @@ class Found:
 
 
 def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Found:
-    """The files of `source`, hashed.
+    """Find and hash the files of `source`.
 
     Args:
-        source: "stdlib", "-" (standard input), a file, a folder (searched recursively, hidden entries left out), a glob
-            pattern, "hf://OWNER/NAME", or a list of these, each with "@WEIGHT" behind it or not. A file called "-" or
-            "stdlib" is meant by "./-", "./stdlib".
-        spool: a folder for standard input's bytes; must live as long as the result.
+        source: "stdlib", "-" (standard input), a file, a folder (searched recursively, without hidden entries), a glob
+            pattern, "hf://OWNER/NAME", or a list of these, each with or without "@WEIGHT" at its end. A file called "-"
+            or "stdlib" is written "./-" or "./stdlib".
+        spool: a folder for standard input's bytes; it must live as long as the result.
         progress: see `monograph.data.progress`.
 
     Raises:
         UsageError: a weight out of range, or two weights for one file.
-        InputRefused: nothing there, an unsupported kind of file, an empty or binary file named one by one, a damaged
-            compressed text, or no text at all.
+        InputRefused: nothing is there, a kind of file is not supported, a file named one by one is empty or binary, a
+            compressed text is damaged, or there is no text at all.
     """
     items = [source] if isinstance(source, str | Path) else list(source)
     if not items:
@@ -115,7 +115,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
 
 
 def weighted(item: str) -> tuple[str, float]:
-    """("books/", 2.0) of "books/@2"; the weight is 1 where none is given, or where there is a file of the whole name.
+    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name.
 
     Raises:
         UsageError: a weight out of range.
@@ -134,7 +134,7 @@ def weighted(item: str) -> tuple[str, float]:
 
 
 def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
-    # A file reached by two ways is one document: twice would double its weight, or put it on both sides of the held-out
+    # A file reached in two ways is one document: twice would double its weight, or put it on both sides of the held-out
     # split.
     unique: dict[Path, Candidate] = {}
     for candidate in candidates:
@@ -149,7 +149,7 @@ def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candid
 
 
 def kind_of(path: Path) -> str:
-    """The last part of a file's name, or the one before .gz and .zst, in lower case."""
+    """Return the last part of a file's name, or the one before .gz and .zst, in lower case."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     return inner.suffix.lower()
 
@@ -175,7 +175,7 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
 
 
 def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
-    """One pass over a file: what it is, and why it cannot be text, if so."""
+    """Read a file once; return what it is, and why it cannot be text, if so."""
     path, digest, size, has_nul = candidate.path, hashlib.sha256(), 0, False
     records = kind_of(path) in LINES | TABLES
     modified_ns = status_of(path).st_mtime_ns

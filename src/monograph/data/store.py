@@ -1,6 +1,6 @@
-"""Keeps tokenised corpora in a cache folder: built next to their place, moved there whole, checked whenever opened.
+"""Keep tokenised corpora in a cache folder: built next to their place, moved there whole, checked at each opening.
 
-What decides the tokens of a corpus is its `Request`, and so the name by which they are kept.
+A corpus's `Request` decides its tokens, and so the name by which they are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What decides the tokens: the text, how it is read and split, and a tokenizer or the size of the one to train."""
+    """The inputs that decide the tokens: the text, how it is read and split, and a tokenizer or the size to train."""
 
     found: Found
     held_out: float
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def sources(self) -> list[Any]:
-        """What decides the documents: files and, where some have records, how these are read."""
+        """Return what decides the documents: the files and, where some have records, how these are read."""
         records = any(file.has_records for file in self.found.files)
         reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
         if reading and self.reading.answering:
@@ -62,14 +62,14 @@ class Request:
 
     @property
     def _template(self) -> list[Any]:
-        """What beside the tokenizer decides the tokens of conversations."""
+        """Return what decides the tokens of conversations in addition to the tokenizer."""
         assert isinstance(self.tokenizer, Tokenizer)
         template = template_of(self.tokenizer)
         return [template.source, sorted(template.tokens.items()), sorted(stops_of(self.tokenizer)), DAY]
 
     @property
     def key(self) -> str:
-        """Hex name of the folder; equal requests have equal keys."""
+        """Return the folder's name in hex; equal requests have equal keys."""
         asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
         return hashlib.sha256(json.dumps([*self.sources, asked]).encode()).hexdigest()[:32]
 
@@ -85,11 +85,11 @@ class Side:
         tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or a row of a conversation.
         starts: int64 [D + 1], memory-mapped: first token of each document, and the end.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text.
-        bytes: UTF-8 bytes of all texts, or of what is trained on of conversations.
+        bytes: UTF-8 bytes of all texts; with conversations, of what is trained on.
         files: names of the files [F].
         first: int64 [F + 1], first document of each file, and the end.
-        answers: int64 [2 S], memory-mapped, rising: of conversations, where each trained stretch of tokens begins and
-            ends; None of texts, all of which are trained on.
+        answers: int64 [2 S], memory-mapped, rising: begin and end of each trained stretch of tokens in conversations;
+            None for texts, which are trained on whole.
     """
 
     tokens: NDArray[Any]
@@ -102,14 +102,14 @@ class Side:
 
     @property
     def conversations(self) -> int:
-        """How many there are; a document is a row of one."""
+        """Return the number of conversations; a document is a row of one."""
         if self.answers is None:
             return 0
         begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
-        """What a document is called: its file, and its line or row there."""
+        """Return a document's name: its file, and its line or row there."""
         file = self.files[int(np.searchsorted(self.first, document, side="right")) - 1]
         record = int(self.records[document])
         return f"{file}:{record}" if record else file
@@ -128,18 +128,18 @@ class Stored:
 
 
 def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
-    """The tokenised corpus, from the cache where it is there and whole, else built.
+    """Return the tokenised corpus from the cache if it is there and whole, else build it.
 
     Args:
         request: what to tokenise, and how.
-        cache: where to keep it; without it $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
-            the last two cannot be written, a temporary folder that goes away at exit, which a note says.
+        cache: where to keep it; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
+            the last two cannot be written, it is a temporary folder that vanishes at exit, and a note says so.
         progress: see `monograph.data.progress`.
 
     Raises:
-        UsageError: a share to hold out that is out of range.
+        UsageError: the share to hold out is out of range.
         InputRefused: the text cannot be read or has a bad record, or the chosen cache cannot be written.
-        DiskFull: no room in the cache.
+        DiskFull: the cache has no room.
     """
     check_fraction(request.held_out)
     root, chosen = cache_root(cache)
@@ -179,7 +179,7 @@ def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
 
 @contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Holds a lock that the system frees when the process ends, however it ends."""
+    """Hold a lock that the system frees when the process ends, however it ends."""
     with open(path, "w") as file:
         waiting: Meter | None = None
         while True:
@@ -195,7 +195,7 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
 
 def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
     building = folder.with_suffix(".building")
-    # What an earlier process left when it was killed: only the holder of the lock gets here.
+    # A killed process may have left these behind; only the holder of the lock gets here.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -271,11 +271,11 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _open(folder: Path, request: Request, progress: Progress | None, notes: tuple[str, ...] = ()) -> Stored:
-    """Reads and verifies every file of a corpus folder.
+    """Read and verify every file of a corpus folder.
 
     Raises:
-        InputRefused: a file is missing, damaged, or another corpus's; names it.
-        Unreadable: nobody knows, and so nothing is made anew.
+        InputRefused: a file is missing, damaged, or another corpus's; the message names it.
+        Unreadable: a file cannot be read, so nobody knows whether it is sound, and nothing is built anew.
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)

@@ -1,4 +1,4 @@
-"""The columns of a .parquet or .arrow file, row by row, read by pyarrow; and folders of saved datasets."""
+"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of saved datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
-# A compressed batch is unpacked whole before a row of it is seen. A page of Parquet has this bound by its format.
+# A compressed batch is unpacked whole before any row of it is seen. Parquet's format sets this bound for a page.
 _MOST_BATCH_BYTES = (1 << 31) - 1
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # kinds of Arrow's messages
 _MAGIC = b"ARROW1\0\0"
@@ -25,25 +25,25 @@ _AGAIN = "; save the dataset again"
 
 
 def table_rows(path: Path, key: str) -> Iterator[Record]:
-    """(row number from 1, text of column `key` or what is wrong) of every row.
+    """Yield (row number from 1, text of column `key` or its fault) for every row.
 
     Raises:
         Damaged: the file is damaged, or has no column `key` of strings.
-        InputRefused: not readable, or pyarrow is not installed.
+        InputRefused: the file cannot be read, or pyarrow is not installed.
     """
     columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
     with _read_by_pyarrow(path) as pa:
         values = (value for column in columns(pa, path, key) for value in column)
-        # A text of a dictionary is stored once for all of its rows.
+        # With a dictionary, a text is stored once for all of its rows.
         sized = ((len(text), text) for text in (_text(value, key) for value in values))
         yield from enumerate(unpacked(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """(row number from 1, the columns of these that there are, without nulls, or what is wrong) of every row.
+    """Yield (row number from 1, these columns as far as they exist, without nulls, or the row's fault) for every row.
 
     Raises:
-        Damaged, InputRefused: as `table_rows`.
+        Damaged, InputRefused: as in `table_rows`.
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
@@ -57,14 +57,14 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
 
 
 def table_columns(path: Path) -> list[str]:
-    """The names of a table's columns; raises as `table_rows`."""
+    """Return the names of a table's columns; raises the errors of `table_rows`."""
     with _read_by_pyarrow(path) as pa:
         return list(_schema(pa, path).names)
 
 
 @contextmanager
 def _read_by_pyarrow(path: Path) -> Iterator[Any]:
-    """Pyarrow, whose errors are the file's."""
+    """Read with pyarrow, and turn its errors into the file's."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -72,7 +72,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
     try:
         open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
-    # What pyarrow raises for damage is any of these; its own exceptions derive from them or from ArrowException.
+    # Pyarrow raises any of these for damage; its own exceptions derive from them or from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error_number(error):
             raise unreadable(path, error) from None
@@ -80,7 +80,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
-    """A row as JSON has it; where some rows have no value, tables have nulls."""
+    """Return a row as JSON has it, without the nulls that tables hold where a row has no value."""
     try:
         found: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text(value: Any, key: str) -> str | Fault:
-    """The text of a pyarrow scalar."""
+    """Return the text of a pyarrow scalar."""
     value = value.value if hasattr(value, "dictionary") else value
     if value is None or not value.is_valid:
         return checked(None, key)
@@ -120,7 +120,7 @@ def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> 
 
     options |= {"pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        # Of groups only: asked about a column whose metadata is damaged, pyarrow ends the process.
+        # Ask groups only: asked about a column whose metadata is damaged, pyarrow ends the process.
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         stored, rows = sum(unpacked(path, zip(sizes, sizes, strict=True))), file.metadata.num_rows
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
@@ -146,7 +146,7 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
-            # Each row's UTF-8 is looked at on its own; what is left to verify are the offsets: pyarrow trusts them.
+            # Each row's UTF-8 is checked separately; what is left to verify are the offsets, which pyarrow trusts.
             column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
         column.validate(full=True)
         yield column
@@ -156,7 +156,7 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
         seen, said = 0, getattr(reader, "num_record_batches", None)
         with open_input(path) as file, pa.OSFile(str(path)) as again:
-            # A footer may name any place as a batch; what is checked and read here is what lies before it.
+            # A footer may name any place as a batch; only what lies before it is checked and read here.
             again.seek(0 if said is None else len(_MAGIC))
             for _ in unpacked(path, _claims(path, file, again.tell())):
                 pass
@@ -169,7 +169,7 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
 
 
 def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]]:
-    """How many bytes each compressed batch of Arrow's stream says it becomes, read without unpacking anything.
+    """Yield the bytes that each compressed batch of Arrow's stream claims to become, without unpacking anything.
 
     Source: https://arrow.apache.org/docs/format/Columnar.html; the tables are those of FlatBuffers.
     """
@@ -204,7 +204,7 @@ def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]
 
 
 def _fields(data: bytes, table: int) -> Callable[[int], int]:
-    """Where a table of FlatBuffers has its fields, by their numbers; 0: it lacks this one."""
+    """Return where a table of FlatBuffers has its fields, by number; 0 where it lacks one."""
     names = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     size = _number(data, names, 2)
 
@@ -249,7 +249,7 @@ def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
 
 
 def saved_tables(folder: Path) -> list[Path] | None:
-    """The .arrow files, in order, of a folder that Hugging Face's `save_to_disk` wrote; None if it is no such folder.
+    """Return the .arrow files, in order, of a folder that `save_to_disk` wrote; None if it is not such a folder.
 
     Raises:
         InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
@@ -278,13 +278,13 @@ def saved_tables(folder: Path) -> list[Path] | None:
 
 
 def hub_tables(name: str) -> list[Path]:
-    """The .arrow files of the training split of a dataset of the Hugging Face hub, fetched by `datasets` if need be.
+    """Return the .arrow files of the training split of a Hugging Face hub dataset, fetched by `datasets` if need be.
 
     Args:
         name: hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION.
 
     Raises:
-        InputRefused: datasets is not installed, or what it says is wrong (no network, no such dataset).
+        InputRefused: datasets is not installed, or reports an error (no network, no such dataset).
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")
@@ -295,7 +295,7 @@ def hub_tables(name: str) -> list[Path]:
     try:
         loaded = load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
         return [Path(each["filename"]) for each in loaded.cache_files]
-    except Exception as error:  # the library and the network raise whatever they like
+    except Exception as error:  # the library and the network may raise anything
         said = " ".join(str(error).split())[:160] or type(error).__name__
         raise InputRefused(
             f"{name}: cannot be fetched: {said}; or save it to a folder elsewhere, and give that"

@@ -1,4 +1,4 @@
-"""How a run can be trained on a device: every way, what it takes, and why one is chosen."""
+"""Plan how a run can be trained on a device: every way, what it takes, and why one is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which a run could be trained, and what each would take: in closed form, microseconds a candidate."""
+"""List the ways in which a run could be trained, with the needs of each in closed form, microseconds a candidate."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputati
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be trained, and what of the way is given.
+    """What is to be trained, and what is given about the way.
 
     Attributes:
         config: the model's shape.
         length: tokens of a row.
-        tokens_per_update: what no choice changes.
+        tokens_per_update: tokens of an update, which no choice changes.
         optim: the optimizer.
-        optimizer: its name; it decides the bytes of its state.
-        micro_batch: rows, None if the plan chooses.
-        precisions: what may be chosen, best first; likewise the rest.
-        scopes: of "whole", "blocks" and "none".
-        remats: of "none", "pointwise", shares, "full" and "offload".
+        optimizer: its name, which decides the bytes of its state.
+        micro_batch: rows of a micro-batch; None if the plan chooses.
+        precisions: the choices, best first; likewise for the scopes and remats.
+        scopes: choices among "whole", "blocks" and "none".
+        remats: choices among "none", "pointwise", shares, "full" and "offload".
         packed: whether rows hold several documents.
-        clip: the largest norm of the gradient.
+        clip: the largest gradient norm.
         lora: the adapters that are trained instead of the model.
     """
 
@@ -54,12 +54,12 @@ class Asked:
 
     @property
     def rows(self) -> int:
-        """Rows of an update."""
+        """Return the rows of an update."""
         return max(1, self.tokens_per_update // self.length)
 
     @property
     def micro_batches(self) -> list[int]:
-        """Rows of a micro-batch: those that were asked for, or each number that divides those of an update."""
+        """Return the row counts of a micro-batch: the one asked for, or all that divide those of an update."""
         if self.micro_batch is not None:
             return [min(self.micro_batch, self.rows)]
         small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
@@ -72,13 +72,13 @@ class Candidate:
 
     Attributes:
         work: micro-batch, precision, compile scope and recomputation.
-        peak_memory_bytes: predicted.
-        update_s: seconds of an update, predicted.
-        tokens_per_s: likewise.
-        mfu: of the datasheet's rate, None on a device without one.
+        peak_memory_bytes: predicted bytes at the peak.
+        update_s: predicted seconds of an update.
+        tokens_per_s: predicted tokens per second.
+        mfu: share of the datasheet's rate; None on a device without one.
         by_origin: the peak in parts, where it was traced.
-        residual_bytes: of the workspace, what earlier runs on the device took beyond their traces.
-        why: it was not chosen; empty for the one that was.
+        residual_bytes: the part of the workspace that earlier runs on the device took beyond their traces.
+        why: why it was not chosen; empty for the one that was.
     """
 
     work: Work
@@ -92,13 +92,13 @@ class Candidate:
 
     @property
     def traced(self) -> Mapping[str, int] | None:
-        """`by_origin` as it was traced."""
+        """Return `by_origin` without the residual bytes: as it was traced."""
         if not (self.by_origin and self.residual_bytes):
             return self.by_origin
         return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
 
     def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> Candidate:
-        """The same with its memory traced, and as many bytes more of workspace."""
+        """Return the candidate with its memory traced, and `residual_bytes` added to its workspace."""
         if residual_bytes:
             by_origin = {**by_origin, "workspace": by_origin["workspace"] + residual_bytes}
         needed = sum(by_origin.values())
@@ -106,9 +106,10 @@ class Candidate:
 
 
 def ways(asked: Asked) -> list[Ways]:
-    """All combinations, but with something recomputed only in smaller graphs if there is a choice.
+    """Return all combinations, but recomputation only with smaller graphs if there is a choice.
 
-    In what order one graph of the whole step then computes is not predicted well; offloading crosses between graphs.
+    The order in which one graph of the whole step computes is then hard to predict, and offloading happens between
+    graphs.
     """
     every = itertools.product(asked.precisions, asked.scopes, asked.remats)
     in_whole = {"none"} if len(asked.scopes) > 1 else {*asked.remats} - {"offload"}
@@ -116,7 +117,7 @@ def ways(asked: Asked) -> list[Ways]:
 
 
 def way_of(work: Work) -> Ways:
-    """The combination that it is."""
+    """Return the combination that a work uses."""
     return work.precision, work.compile, work.remat
 
 
@@ -129,7 +130,7 @@ _RECOMPUTED = {
 
 
 def described(work: Work) -> str:
-    """A combination in words."""
+    """Describe a combination in words."""
     graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[work.compile]
     recomputed = _RECOMPUTED.get(str(work.remat)) or f"recomputed but for {work.remat:.0%} of the activations"
     return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
@@ -144,7 +145,7 @@ def of_way(
     peaks: Mapping[str, float],
     slowness: Mapping[str, float],
 ) -> list[Candidate]:
-    """The largest micro-batch that fits and the next larger one, or the smallest if none fits."""
+    """Return the largest micro-batch that fits and the next larger one, or the smallest if none fits."""
     works = [_work(asked, policy, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
     fits = sum(each <= limit for each in needed)
@@ -162,7 +163,7 @@ def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
 
 
 def closed_form(asked: Asked, work: Work) -> int:
-    """Bytes at the peak."""
+    """Return the bytes at the peak."""
     return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
 
 

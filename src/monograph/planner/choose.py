@@ -1,7 +1,7 @@
-"""Which micro-batch, recomputation, compile scope and precision a run gets, and why each other combination lost.
+"""Choose micro-batch, recomputation, compile scope and precision of a run, and say why each other combination lost.
 
-The search is in closed form (`planner.candidates`); the winner's memory is then traced (`predict.footprint`), and where
-the trace finds that it does not fit after all, the next one's. If nothing fits, the search is for the least memory.
+The search is in closed form (`planner.candidates`); the winner's memory is then traced (`predict.footprint`), and if
+the trace shows that it does not fit, the next one's is. If nothing fits, the search is for the least memory.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from monograph.predict.footprint import Work, footprint
 from monograph.predict.roofline import Calibration
 from monograph.report.quantities import gibibytes
 
-# Of a card's memory, what tensors may have: the rest is lost between them. The context is outside of the allocator.
+# The share of a card's memory for tensors; gaps between them take the rest. The context is outside of the allocator.
 FILLED, CONTEXT_BYTES = 0.97, 600 * 2**20
-# Of a host's free memory: the process has libraries and text to hold, and is not alone.
+# The share of a host's free memory: the process also holds libraries and text, and other programs run.
 FILLED_HOST = 0.5
-# The closed form has been seen to be wrong by so much: nearer to the limit than this a candidate is traced.
+# The closed form has been wrong by this factor, so a candidate nearer to the limit is traced.
 DOUBT = 2.0
 MOST_TRACES = 4
-# A candidate that may need less than the least that was traced, but by no more than this, is not worth a trace.
+# A candidate that may need less than the least traced one, but by no more than this factor, is not worth a trace.
 NEAR = 1.01
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice.
+    """A choice among the candidates.
 
     Attributes:
-        device: what it is for.
-        budget_bytes: what tensors may take there.
-        chosen: None if nothing fits.
-        candidates: all, the chosen one or else the nearest first.
-        calibrated: whether their times are as earlier runs on the device took them.
-        not_streamed: why streaming would not do either, where it was tried.
+        device: the device that it is for.
+        budget_bytes: bytes that tensors may take there.
+        chosen: the choice; None if nothing fits.
+        candidates: all candidates, the chosen one or else the nearest first.
+        calibrated: whether times are corrected by those of earlier runs on the device.
+        not_streamed: why streaming would not fit either, where it was tried.
     """
 
     device: Device
@@ -51,12 +51,12 @@ class Plan:
 
     @property
     def nearest(self) -> Candidate:
-        """The chosen one, or the one that misses by least."""
+        """Return the chosen candidate, or the one that misses by least."""
         return self.candidates[0]
 
     @property
     def refusal(self) -> str:
-        """One line: what would fit if there were more memory, and how much more."""
+        """Return one line on what would fit if there were more memory, and how much more."""
         if not self.candidates:
             return self.not_streamed
         best, short = self.nearest, self.nearest.peak_memory_bytes - self.budget_bytes
@@ -69,10 +69,10 @@ class Plan:
 
 
 def budget(device: Device) -> int:
-    """Bytes that tensors may take.
+    """Return the bytes that tensors may take.
 
     Raises:
-        UsageError: the device has none to give.
+        UsageError: the device has no memory to give.
     """
     free = device.free_memory_bytes
     found = int(FILLED * (free - CONTEXT_BYTES) if device.type == "cuda" else FILLED_HOST * free)
@@ -82,13 +82,13 @@ def budget(device: Device) -> int:
 
 
 def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None) -> Plan:
-    """The fastest combination that fits, numerics as asked.
+    """Return the fastest combination that fits and has the numerics asked for.
 
     Args:
         asked: what is to be trained.
-        device: where.
-        peak_flops: FLOP/s by precision: the datasheet's, or of a CPU measured ones.
-        calibration: what earlier runs on the device took, time and memory.
+        device: where it is trained.
+        peak_flops: FLOP/s by precision, from the datasheet, or measured for a CPU.
+        calibration: time and memory of earlier runs on the device.
 
     Raises:
         UsageError: the device has no memory to give.
@@ -113,7 +113,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         best = _wanted(found, traced, limit)
         if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
-        if len(traced) == MOST_TRACES - 1:  # the last hope: of the smallest micro-batches what needs least
+        if len(traced) == MOST_TRACES - 1:  # the last try: of the smallest micro-batches, what needs least
             smallest = sorted(candidates(0), key=lambda each: closed_form(asked, each.work))
             best = next((each for each in smallest if each.work not in traced), best)
         found_in = footprint(best.work).by_origin
@@ -128,7 +128,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
 
 
 def _wanted(found: list[Candidate], traced: Mapping[Work, Candidate], limit: int) -> Candidate:
-    """The fastest that fits; if none does, the nearest, which is a traced one if no other can be much nearer."""
+    """Return the fastest that fits; if none does, the nearest, which is a traced one if no other can be much nearer."""
     if fitting := [each for each in found if each.peak_memory_bytes <= limit]:
         return min(fitting, key=lambda each: each.update_s)
     least = min(found, key=_memory)
@@ -161,15 +161,15 @@ def streamed_or_resident(
     memory: Literal["auto", "device", "stream"] = "auto",
     limits: Limits | None = None,
 ) -> Plan:
-    """The fastest way that fits, with its weights on the device or streamed to it.
+    """Return the fastest way that fits, with its weights on the device or streamed to it.
 
     Args:
         asked: what is to be trained.
-        device: where.
+        device: where it is trained.
         peak_flops: FLOP/s by precision.
-        calibration: what earlier runs on the device took; streamed ones are not among them.
-        memory: where weights may live; "auto": they are streamed only if nothing fits otherwise.
-        limits: what there is to stream with; by default this machine's host and disk.
+        calibration: what earlier runs on the device took; it does not cover streamed runs.
+        memory: where weights may live; with "auto" they are streamed only if nothing fits otherwise.
+        limits: memory, disk and link for streaming; by default this machine's.
 
     Raises:
         UsageError: the device has no memory to give.

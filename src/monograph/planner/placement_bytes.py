@@ -1,10 +1,10 @@
-"""How much of a streamed model lies where: on the device, in the host's memory, in files; and what stays on the device.
+"""Count a streamed model's bytes on the device, in the host's memory and in files, and choose what stays on the device.
 
 device = resident buffers + slots + desks + boundaries + masks + max(one stage's passes, an update's intermediates)
 host   = all other buffers + boundaries that are offloaded
 
-It is in closed form, from the planes of a model's first, one middle and its last stage. The planes are made by the code
-that makes those of a run, on tensors without data.
+It is in closed form, from the planes of a model's first, one middle and its last stage. A run's own code makes these
+planes, on tensors without data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
 
 Names = frozenset[str]
 META = torch.device("meta")
-ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # of all others: moments
+ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # all others are moments
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class PlaneShape:
     """A plane without its data.
 
     Attributes:
-        place: which of the model's planes it is a stretch of; those of one place share a slot's memory.
-        numbers: how many parameters.
-        whole: of them, what is updated at once.
+        place: index of the model's plane that it is a stretch of; planes of one place share a slot's memory.
+        numbers: number of parameters.
+        whole: numbers that are updated at once.
         buffers: (numbers, dtype) by name.
     """
 
@@ -53,16 +53,16 @@ class PlaneShape:
     buffers: Mapping[str, tuple[int, torch.dtype]]
 
     def size_bytes(self, name: str) -> int:
-        """Of one buffer."""
+        """Return the bytes of one buffer."""
         numbers, dtype = self.buffers.get(name, (0, torch.int8))
         return numbers * dtype.itemsize
 
     def stays(self, resident: Names) -> bool:
-        """Whether none of its buffers is on the device, where those of these names are."""
+        """Return whether none of its buffers is among the `resident` ones on the device."""
         return not resident & self.buffers.keys()
 
     def pieces(self) -> Iterable[tuple[int, int]]:
-        """(begin, end) of what is brought to a desk."""
+        """Return (begin, end) of the distinct pieces that are brought to a staging buffer."""
         step = max(1, MOST // self.whole) * self.whole
         most = range(0, self.numbers, step)
         return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
@@ -74,10 +74,10 @@ class Stages:
 
     Attributes:
         first: planes of what comes before the blocks.
-        middle: of some blocks.
-        last: of what comes after them.
-        count: how many stages, these two included.
-        tied: whether the last reads weights of the first.
+        middle: planes of some blocks.
+        last: planes of what comes after the blocks.
+        count: number of stages, with these two.
+        tied: whether the last stage reads weights of the first.
     """
 
     first: tuple[PlaneShape, ...]
@@ -87,29 +87,29 @@ class Stages:
     tied: bool
 
     def planes(self, index: int) -> tuple[PlaneShape, ...]:
-        """Of one stage."""
+        """Return the planes of one stage."""
         return self.first if index == 0 else self.last if index == self.count - 1 else self.middle
 
     @property
     def names(self) -> list[str]:
-        """Of all buffers."""
+        """Return the names of all buffers."""
         every = (*self.first, *self.middle, *self.last)
         return list(dict.fromkeys(name for plane in every for name in plane.buffers))
 
     def size_bytes(self, index: int, name: str) -> int:
-        """Of a stage's buffers of that name."""
+        """Return the bytes of a stage's buffers of that name."""
         kind = 0 if index == 0 else 2 if index == self.count - 1 else 1
         return self._sizes[kind].get(name, 0)
 
     @functools.cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """By buffers' names: of the first stage, of one in the middle, of the last. A search asks millions of times."""
+        """Return bytes by buffer name for the first, a middle and the last stage; searches ask millions of times."""
         kinds = self.first, self.middle, self.last
         return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
 
 
 def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:
-    """The stages of a model; `blocks_per_stage` divides its blocks."""
+    """Return the stages of a model; `blocks_per_stage` divides its blocks."""
     short = replace(config, num_hidden_layers=blocks_per_stage, layer_types=config.layer_types[:blocks_per_stage])
     with META:
         model = Llama(short)
@@ -132,7 +132,7 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
 
 
 def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
-    """What a `monograph.stream.slots.DeviceBuffer` for these takes."""
+    """Return the bytes of a `monograph.stream.slots.DeviceBuffer` for these tensors."""
     sizes: dict[tuple[Any, torch.dtype], int] = {}
     for guest in guests:
         for key, (numbers, dtype) in guest.items():
@@ -141,7 +141,7 @@ def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
 
 
 def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
-    """What `monograph.stream.slots.Slots` take; `resident`: names of each stage's buffers on the device."""
+    """Return the bytes of `monograph.stream.slots.Slots`; `resident` names each stage's buffers on the device."""
     kinds = _kinds(stages, resident)
     first, middle, last = ([each for each in kinds if each[0] == kind] for kind in ("first", "middle", "last"))
     ends = [first, last] if stages.tied else [first + last]
@@ -149,9 +149,9 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
 
 
 def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
-    """What the desks take, whose guests have gradients with them unless these never leave a slot.
+    """Return the bytes of the staging buffers, with `gradient` including the gradients that leave their slots.
 
-    `on_host`: what is all at home is updated there, and is no guest.
+    With `on_host`, planes entirely off the device are updated by the host and need no staging buffer.
     """
     guests = []
     for _, planes, names in _kinds(stages, resident):
@@ -162,7 +162,7 @@ def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on
 
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
-    """What gradients take at home, where stages take turns with it."""
+    """Return the host bytes of gradients, whose memory stages use in turns."""
     every = enumerate(resident)
     guests = [
         (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
@@ -180,7 +180,7 @@ def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torc
 
 
 def _kinds(stages: Stages, resident: Sequence[Names]) -> list[tuple[str, tuple[PlaneShape, ...], Names]]:
-    """What there is to bring: stages that are alike, and of which the same buffers are on the device, once."""
+    """Return the stages to bring, once for those that are alike and have the same buffers on the device."""
     ends = {0: "first", stages.count - 1: "last"}
     every = Counter((ends.get(index, "middle"), names) for index, names in enumerate(resident))
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
@@ -196,10 +196,10 @@ def _slot_bytes(kinds: Sequence[tuple[str, tuple[PlaneShape, ...], Names]]) -> i
     )
 
 
-Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, of "device", "host" and "disk"
-# What passes take is estimated; what stays on the device leaves so much more room for it.
+Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, for "device", "host" and "disk"
+# The memory of passes is estimated; what stays on the device leaves this factor more room for it.
 MARGIN = 1.25
-GOLDEN = 0.618033988749895  # multiples of it, modulo 1, are spread evenly, however many there are
+GOLDEN = 0.618033988749895  # multiples of it, modulo 1, are spread evenly, whatever their number
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,15 @@ class Way:
     """One way to stream a model.
 
     Attributes:
-        work: of a micro-batch.
-        stages: of the model.
-        blocks_per_stage: of which they are made.
-        when: weights are updated.
+        work: its micro-batch.
+        stages: the model's stages.
+        blocks_per_stage: blocks in each of them.
+        when: when weights are updated.
         offload: whether boundaries are kept on the host.
-        where: weights are updated, if they are at home.
+        where: where weights off the device are updated.
         on_disk: names of buffers in files.
-        files_first: whether these are the first to stay on the device, as a disk is slow, or the last, as there is room
-            on a disk.
+        files_first: whether buffers in files are the first to stay on the device, as a disk is slow, or the last, as it
+            has room.
     """
 
     work: Work
@@ -229,26 +229,26 @@ class Way:
 
     @property
     def micro_batches(self) -> int:
-        """Of an update."""
+        """Return the micro-batches of an update."""
         return -(-self.work.window_rows // self.work.rows)
 
     @property
     def number_bytes(self) -> int:
-        """Of a number that is computed with."""
+        """Return the bytes of a number that is computed with."""
         return 4 if self.work.precision == "fp32" else 2
 
     @property
     def state_bytes(self) -> int:
-        """Of what goes from stage to stage of a micro-batch."""
+        """Return the bytes that pass from stage to stage of a micro-batch."""
         return self.work.rows * self.work.length * self.work.config.hidden_size * self.number_bytes
 
     @cached_property
     def order(self) -> list[list[tuple[int, str]]]:
-        """What stays on the device first, as (stage, name), in groups of a name: what saves the most copies a byte.
+        """Return what stays on the device first, as (stage, name) in groups of a name: what saves most copies per byte.
 
-        Files first or last; weights, which come up to three times an update, then gradients, which go in the backward
-        pass and come in the forward pass. Where weights are updated at home a stage stays there as a whole, or on the
-        device.
+        Files come first or last; weights, which are copied up to three times an update, come before gradients, which
+        leave in the backward pass and return in the forward pass. Where the host updates weights, a stage is entirely
+        on the host or on the device.
         """
         stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
         names = [WEIGHTS, GRADIENT, REST, *(n for n in self.stages.names if n not in (WEIGHTS, GRADIENT, REST))]
@@ -261,16 +261,16 @@ class Way:
 
     @property
     def at_once(self) -> bool:
-        """Whether gradients never leave a slot."""
+        """Return whether gradients never leave a slot."""
         return self.when == "backward"
 
     def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
-        """A stage's planes that are updated at home."""
+        """Return a stage's planes that the host updates."""
         return [plane for plane in self.stages.planes(index) if self.where == "host" and plane.stays(resident[index])]
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes on the device in addition to planes, by origin; estimates but for boundaries and masks."""
+        """Bytes on the device in addition to planes, by origin; estimates except for boundaries and masks."""
         work, number = self.work, self.number_bytes
         config, tokens = work.config, work.rows * work.length
         inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
@@ -286,7 +286,7 @@ class Way:
             update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
         passes = inside + max(2 * block, loss - inside, 4 * head - inside, update - inside)
         every = work.window_rows * work.length
-        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense ones, cosine and sine
+        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense masks, cosine and sine
         return {
             "boundaries": self._states * self.state_bytes,
             "activations": int(inside),
@@ -295,21 +295,21 @@ class Way:
 
     @property
     def _states(self) -> int:
-        """The most that are on the device: all inputs and a gradient, or what is read, what is made, and the rings."""
+        """Return the most states on the device: all inputs and a gradient, or those read, those made, and the rings."""
         inner = self.stages.count - 1
         if not self.offload:
             return inner * self.micro_batches + 1
         return (2 + min(RINGS, inner - 1)) * self.micro_batches
 
     def resident(self, count: int) -> list[Names]:
-        """The names of each stage's buffers on the device, if so many of `order` are."""
+        """Return the names of each stage's buffers on the device, if the first `count` of `order` are."""
         found: list[set[str]] = [set() for _ in range(self.stages.count)]
         for index, name in [each for group in self.order for each in group][:count]:
             found[index].add(name)
         return [frozenset(names) for names in found]
 
     def device(self, resident: Sequence[Names]) -> dict[str, int]:
-        """Bytes on the device by origin."""
+        """Return the bytes on the device by origin."""
         found = dict.fromkeys(("weights", "gradients", "moments"), 0)
         for index, names in enumerate(resident):
             for name in names:
@@ -320,7 +320,7 @@ class Way:
         return found | {"slots": slots, "desks": desks} | self.passing
 
     def filled(self, limit: int) -> list[Names]:
-        """What stays on the device, as much as its memory holds."""
+        """Return what stays on the device, as much as its memory holds."""
         passing = self.passing
         spare = limit - int(MARGIN * (passing["activations"] + passing["workspace"])) - passing["boundaries"]
 
@@ -330,7 +330,7 @@ class Way:
         ends = [0]
         for group in self.order:
             ends.append(ends[-1] + len(group))
-        # Inside of a group memory only grows; at its end slots may vanish.
+        # Within a group memory only grows; at its end slots may vanish.
         whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
         if self.where == "host":
             return self.resident(ends[whole])
@@ -341,7 +341,7 @@ class Way:
         return self.resident(low)
 
     def tiers(self, resident: Sequence[Names]) -> Tiers:
-        """Bytes by origin, tier by tier."""
+        """Return the bytes by origin, tier by tier."""
         tiers = {"device": self.device(resident), "host": dict[str, int](), "disk": dict[str, int]()}
         for index in range(self.stages.count):
             for name in self.stages.names:
@@ -358,7 +358,7 @@ class Way:
         return tiers
 
     def placement(self, resident: Sequence[Names]) -> Placement:
-        """The same for the engine; its device and folder are the caller's."""
+        """Return the placement for the engine; its device and folder are the caller's."""
         return Placement(
             when=self.when,
             where=self.where,

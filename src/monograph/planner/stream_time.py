@@ -1,4 +1,4 @@
-"""How long an update of a streamed model takes: in closed form for the search, and by the clock for its best few."""
+"""Predict the time of an update of a streamed model: in closed form for the search, by the clock for its best few."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
-MOST_PLAYED = 16  # micro-batches; of more, several are played as one
+MOST_PLAYED = 16  # micro-batches; with more, several are played as one
 
 
 class Seconds(NamedTuple):
-    """How long each stage is computed with, all micro-batches of it.
+    """Seconds for each stage, over all micro-batches.
 
     Attributes:
-        there: forward.
-        back: forward again, and back.
-        device: updated on the device.
-        host: updated at home.
+        there: the forward pass.
+        back: the forward pass again, and the backward pass.
+        device: the update on the device.
+        host: the update by the host.
     """
 
     there: list[float]
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_in_backward_s(self) -> float:
-        """Return the same where the host updates a stage as soon as its gradient is there, the last stage first."""
+        """Return how long it waits if the host updates a stage once its gradient is there, the last stage first."""
         done = ready = 0.0
         for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
             done += back_s
@@ -58,7 +58,7 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds:
-    """Those of a way."""
+    """Return the seconds of each stage for a way to stream."""
     stages, count, blocks = way.stages, way.micro_batches, way.blocks_per_stage
     numbers = [sum(plane.numbers for plane in stages.planes(index)) for index in range(stages.count)]
     at_home = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
@@ -79,7 +79,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     at_home = [way.on_host(index, resident) for index in range(way.stages.count)]
 
     def away(names: Iterable[str], *, home: bool) -> int:
-        """Bytes that are not on the device, of planes that are updated at home, or of the others."""
+        """Return the bytes off the device, of planes that the host updates or else of the others."""
         return sum(
             plane.size_bytes(name)
             for index, here in enumerate(resident)
@@ -98,7 +98,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
-    came = 0 if way.at_once else gradients  # at home, and comes for the update
+    came = 0 if way.at_once else gradients  # off the device, so they come for the update
     renewed = max(renew_s, disk_s), renewed_bytes + came, renewed_bytes
     there = there_s + late_there_s, weights + weights_home, boundaries
     back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
@@ -115,7 +115,7 @@ def _beside(one: tuple[float, int, int], other: tuple[float, int, int]) -> tuple
 
 
 def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timing:
-    """An update as the clock has it, which runs the walk over the whole depth."""
+    """Return an update's timing by the clock, which walks over the whole depth."""
     work = way.work
     with META:
         model = Llama(work.config)

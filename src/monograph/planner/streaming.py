@@ -1,4 +1,4 @@
-"""What there is to stream with: memory of the device and of the host, a disk, and how fast bytes go between them."""
+"""Search the ways to stream, given the memory of device and host, a disk, and how fast bytes go between them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
-# Of a host's free memory, what pinned buffers may take; of a disk's free space, what files may.
+# The shares of a host's free memory for pinned buffers, and of a disk's free space for files.
 HOST_SHARE, DISK_SHARE = 0.9, 0.95
-DISK_BYTES_PER_S = 2e9  # a solid-state disk's; no disk was measured
+DISK_BYTES_PER_S = 2e9  # a solid-state disk's rate; no disk was measured
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is.
+    """The memory, the disk and the link that streaming may use.
 
     Attributes:
-        device_bytes: that tensors may take on the device.
-        host_bytes: that buffers may take in the host's memory.
-        disk_bytes: that files may take in the folder.
+        device_bytes: bytes that tensors may take on the device.
+        host_bytes: bytes that buffers may take in the host's memory.
+        disk_bytes: bytes that files may take in the folder.
         link: how fast copies are.
-        host_bytes_per_s: of the host's memory; None: measured where it is asked for.
-        shared: whether device and host have one memory, `host_bytes`.
+        host_bytes_per_s: rate of the host's memory; if None, it is measured when asked for.
+        shared: whether device and host share one memory of `host_bytes`.
         folder: where files are.
     """
 
@@ -63,12 +63,12 @@ class Limits:
 
     @cached_property
     def host_rate(self) -> float:
-        """Bytes/s of the host's memory."""
+        """Return the bytes/s of the host's memory."""
         return self.host_bytes_per_s or measured_memory_bytes_per_s()
 
     @classmethod
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
-        """Those of this machine's host and disk, with a device of which so much may be taken."""
+        """Return the limits of this machine's host and disk, with `device_bytes` to take on the device."""
         host = describe(torch.device("cpu"))
         disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
@@ -78,12 +78,12 @@ class Limits:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or of those that it will be made in the one that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(each for each in (folder, *folder.absolute().parents) if exists(each))
 
 
 BLOCKS_PER_STAGE = 1, 2, 4
-TIMED = 3  # candidates that the clock times, of each place of the update; no two alike but for their micro-batch
+TIMED = 3  # candidates timed by the clock per place of the update; they differ in more than their micro-batch
 LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "host": "host", "disk": "disk"}
 
 
@@ -92,10 +92,10 @@ class StreamCandidate(Candidate):
     """One way to stream, and what is expected of it.
 
     Attributes:
-        placement: what lies where, how many blocks a stage has, and when weights are updated.
-        tiers: bytes by origin, of the device, the host and the disk.
-        bottleneck: what was busy for the longest, None where it was not timed by the clock.
-        disk_moved_bytes: to and from files, of an update.
+        placement: the place of each buffer, the blocks of a stage, and when weights are updated.
+        tiers: bytes by origin for the device, the host and the disk.
+        bottleneck: what was busy for the longest; None where the clock did not time it.
+        disk_moved_bytes: bytes to and from files in an update.
     """
 
     placement: Placement = field(default_factory=Placement)
@@ -104,12 +104,12 @@ class StreamCandidate(Candidate):
     disk_moved_bytes: int = 0
 
     def total(self, tier: str) -> int:
-        """Bytes of a tier."""
+        """Return the bytes of a tier."""
         return sum(self.tiers[tier].values())
 
     @property
     def device_share(self) -> float:
-        """Of all weights, gradients and moments, what stays on the device."""
+        """Return the share of all weights, gradients and moments that stays on the device."""
         planes = {tier: sum(v for k, v in of.items() if k in _PLANES) for tier, of in self.tiers.items()}
         return planes["device"] / max(1, sum(planes.values()))
 
@@ -118,10 +118,10 @@ _PLANES = ("weights", "gradients", "moments")
 
 
 def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
-    """The ways to stream that fit, best first, each but the first with why it was not chosen.
+    """Return the ways to stream that fit, best first; each except the first says why it was not chosen.
 
     Raises:
-        OutOfDeviceMemory: nothing fits: which tier is too small, by how much, and what would fit.
+        OutOfDeviceMemory: nothing fits; says which tier is too small, by how much, and what would fit.
     """
     fitting = _fitting(asked, device, limits)
     if not fitting:
@@ -142,7 +142,7 @@ Fitting = list[tuple[Way, list[Names]]]
 
 
 def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
-    """All ways that fit, with what stays on the device; with files only if none does without."""
+    """Return all ways that fit, with what stays on the device; with files only if none fits without."""
     every = list(ways(asked, device))
     found = _that_fit(every, limits)
     for files_first in (True, False):
@@ -154,20 +154,20 @@ def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
 
 
 def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
-    # Where device and host have one memory nothing is gained by keeping a buffer on the one.
+    # If device and host share one memory, nothing is gained by keeping a buffer on the device.
     filled = [(way, way.resident(0) if limits.shared else way.filled(limits.device_bytes)) for way in every]
     return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
 
 
 def ways(asked: Asked, device: Device) -> Iterator[Way]:
-    """All combinations; where an update need not be clipped also those that make it in the backward pass."""
+    """Yield all combinations; without clipping, also those that update weights in the backward pass."""
     layers = asked.config.num_hidden_layers
     sizes = asked.micro_batches
     scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
     remats = [each for each in asked.remats if each != "offload"] or ["none"]
     whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
-    # At home a sweep is the same as before the next forward pass, and only AdamW's exact moments are bound by memory.
+    # On the host a sweep equals updating before the next forward pass, and only AdamW's exact moments are memory-bound.
     captured = scope != "none" and compiler_obstacle() is None
     if device.type != "cpu" and captured and isinstance(asked.optim, AdamW) and asked.optim.state == "fp32":
         updates += [(when, "host") for when in whens if when != "sweep"]
@@ -188,7 +188,7 @@ def _moments(stages: Stages) -> Names:
 
 
 def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
-    """By how many bytes each tier is too small."""
+    """Return by how many bytes each tier is too small."""
     needed = {tier: sum(of.values()) for tier, of in tiers.items()}
     if limits.shared:
         needed["host"] += needed["device"]
@@ -233,7 +233,7 @@ def _timed(
 
 
 def _distinct(found: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
-    """The best one of those that differ in more than their micro-batch and recomputation."""
+    """Return the best of those that differ in more than their micro-batch and recomputation."""
     first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
     for each, way in found:
         first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (each, way))
@@ -241,7 +241,7 @@ def _distinct(found: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[Stream
 
 
 def _rank(candidate: StreamCandidate) -> tuple[bool, float]:
-    """What the clock has timed before what it has not, whose closed form is never longer than the clock's."""
+    """Sort candidates that the clock timed first, as a closed form is never longer than the clock's time."""
     return candidate.bottleneck is None, candidate.update_s
 
 
@@ -287,7 +287,7 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
 
 
 def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
-    """What would fit: the optimizer's state in fewer bytes, or fewer tokens between the stages."""
+    """Return what would fit: the optimizer's state in fewer bytes, or fewer tokens between the stages."""
     rule, narrow = asked.optimizer.partition(":")[0], ["bf16", "8bit"]
     narrow = narrow[narrow.index(asked.optim.state) + 1 :] if asked.optim.state in narrow else narrow
     for tokens in (asked.tokens_per_update, *(asked.length * rows for rows in _fewer(asked.rows))):
@@ -306,12 +306,12 @@ def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
 
 
 def _fewer(rows: int) -> list[int]:
-    """A quarter of the rows, and one."""
+    """Return a quarter of the rows, and one row."""
     return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)
 
 
 def describe_way(candidate: StreamCandidate) -> str:
-    """How stages are cut, and when and where they are updated."""
+    """Describe how stages are cut, and when and where they are updated."""
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
     when = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}[
@@ -322,7 +322,7 @@ def describe_way(candidate: StreamCandidate) -> str:
 
 
 def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
-    """(label, text) of what lies on the host and in files, and of the way."""
+    """Yield (label, text) for what is on the host and in files, and for the way."""
     for tier in ("host", "disk"):
         if parts := candidate.tiers[tier]:
             each = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())

@@ -1,1 +1,1 @@
-"""What is known of a step before it runs: its operations, bytes, lifetimes of buffers, and time."""
+"""Predict a step before it runs: its operations, bytes, lifetimes of buffers, and time."""

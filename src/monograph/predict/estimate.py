@@ -1,8 +1,8 @@
-"""Peak memory of a training step in closed form: microseconds, for a search; `footprint` has the verdict.
+"""Estimate the peak memory of a training step in closed form: microseconds, for a search; `footprint` decides.
 
-static     = P (bytes of weights + 4 gradients + bytes of optimizer state); beside frozen weights of adapters alone
+static     = P (bytes of weights + 4 gradients + bytes of optimizer state); with adapters, P counts these, plus the base
 stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`); captured in a low
-             precision, a block that recomputes nothing keeps its weights, rounded, as well
+             precision, a block that recomputes nothing also keeps its weights, rounded
 head       = the hidden states' gradient, and the larger of: logits of a chunk and their gradient, the head's gradient,
              and its weights, rounded, or in fp32 what a chunk adds to it; the head's gradient twice
 peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
@@ -29,25 +29,26 @@ from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.predict.footprint import ON_THEIR_WAY, Work
 
-# Of a parameter: AdamW keeps two moments; Muon one of a matrix in a block, and of the rest, an eighth, two.
+# For a parameter, AdamW keeps two moments; Muon keeps one for a block's matrix, and two for the rest, an eighth.
 MOMENTS = {"adamw": 2, "muon": 1.125}
-FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # of a number of a linear layer that is kept in fewer bits
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes for a number of a linear layer that is kept in fewer bits
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
-SCORE_NUMBERS = 3  # of bf16, for a score: its probability in fp32 and rounded
-# Bytes that an eager update has alive for a number of its largest plane: seven copies and what is unpacked; where it
-# rounds at random the random words, integers of 8 bytes.
+SCORE_NUMBERS = 3  # in bf16 numbers, for a score: its probability in fp32 and rounded
+# Bytes alive in an eager update for each number of its largest plane: seven copies and the unpacked state; with random
+# rounding also the random words, 8-byte integers.
 EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 132, "all-bf16": 136}
-ORTHOGONAL_NUMBERS = 3  # of the compute dtype, that a captured Muon has alive for a number of its largest plane
+ORTHOGONAL_NUMBERS = 3  # of the compute dtype, alive in a captured Muon for each number of its largest plane
 
 
 def stored_numbers(work: Work, remat: str | float) -> float:
-    """What a block keeps for its backward pass, in numbers of the compute dtype per token, its input included.
+    """Return what a block keeps for its backward pass, in numbers of the compute dtype per token, with its input.
 
-    With r = key-value width and q = query width over d, phi = d_ff / d: captured d (4 + 2q + 2r + 3 phi), which is the
-    closed form of a Llama block with fused elementwise code; eager what each operation keeps, d (7 + 2q + 2r + 4 phi),
-    and in bf16 the norms' fp32 copies, d more each three times. Recomputed pointwise: the products alone,
-    d (2 + 2q + 2r + 2 phi); a share: so much of it; in full the input, d; 0 if that is on the host. Where attention is
-    made of matrix products (`monograph.ops.attention`) there are its probabilities, in fp32 and in bf16.
+    Let r be the key-value width and q the query width over d, and phi = d_ff / d. Captured it is d (4 + 2q + 2r + 3
+    phi), the closed form of a Llama block with fused elementwise code. Eager it is what each operation keeps, d (7 + 2q
+    + 2r + 4 phi), and in bf16 the norms' fp32 copies, three times d more. Recomputed pointwise it is the products
+    alone, d (2 + 2q + 2r + 2 phi); recomputed by a share, that much of it; in full the input, d, or 0 if that is on the
+    host. Where attention is made of matrix products (`monograph.ops.attention`) its probabilities are added, in fp32
+    and in bf16.
     """
     config = work.config
     width, query, key_value = _widths(config)
@@ -63,7 +64,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
 
 def score_numbers(work: Work) -> int:
-    """Scores of a token in a block that are in memory: none where a fused kernel computes attention."""
+    """Return a token's scores in a block that are in memory: none where a fused kernel computes attention."""
     in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
     if not in_products or work.length > MOST_KEYS:
         return 0
@@ -73,13 +74,13 @@ def score_numbers(work: Work) -> int:
 
 
 def recomputed_flops(work: Work) -> tuple[int, int]:
-    """FLOPs per token and layer that the backward pass computes again: in matrix products, and in attention."""
+    """Return the FLOPs per token and layer that the backward pass repeats: in matrix products, and in attention."""
     products = _products(work)
     if work.remat in ("none", "pointwise"):
         return 0, 0
     kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
     again = [each for each in products if each.name not in kept]
-    # Whatever is recomputed as a whole computes its last product too, though nobody reads it.
+    # Whatever is recomputed as a whole also computes its last product, though nobody reads it.
     last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
     attention = sum(each.flops for each in again if each.name in (_SCORES, _ATTENTION))
     return sum(each.flops for each in again) - attention + last, attention
@@ -94,11 +95,11 @@ def _widths(config: LlamaConfig) -> tuple[int, int, int]:
 
 
 def _products(work: Work) -> tuple[Product, ...]:
-    """Of a token in a block: how many numbers each product gives, and of how many FLOPs."""
+    """Return, for each product in a block, how many numbers it gives per token, and from how many FLOPs."""
     (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
     linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
-    attending = query * work.length  # FLOPs of the scores, and again of mixing; causal: half of the pairs
+    attending = query * work.length  # FLOPs of the scores, and again of mixing; causal attention sees half of the pairs
     if scores := score_numbers(work):
         attention = [Product(_SCORES, scores, attending), Product(_ATTENTION, query, attending)]
     else:
@@ -108,7 +109,7 @@ def _products(work: Work) -> tuple[Product, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _kept(work: Work, remat: str | float) -> Choice:
-    """What a policy between `none` and `full` keeps of a token in a block: `stored_bytes` are numbers here."""
+    """Return what a policy between `none` and `full` keeps per token in a block; `stored_bytes` are numbers here."""
     curve = Recording(0, 0, 0, _products(work)).curve()
     if remat == "pointwise":
         return curve[-1]
@@ -117,7 +118,7 @@ def _kept(work: Work, remat: str | float) -> Choice:
 
 
 def _rounded(work: Work) -> int:
-    """A captured block's weights that its products read in another dtype than they are kept in."""
+    """Return the numbers of a captured block's weights that products read in another dtype than the stored one."""
     as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
     return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
 
@@ -141,19 +142,19 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
 
 
 def trained_adapters(work: Work) -> int:
-    """Parameters of the adapters, 0 where the model itself is trained."""
+    """Return the parameters of the adapters; 0 if the model itself is trained."""
     return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
 
 
 def dense_bytes(work: Work) -> float:
-    """Read and written in one pass over all blocks, to make linear weights dense that are kept in fewer bits."""
+    """Return the bytes moved in one pass over all blocks to make linear weights dense that are kept in fewer bits."""
     if work.lora is None or work.lora.base not in FROZEN_BYTES:
         return 0.0
     return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
 
 
 def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
-    """The closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
+    """Return the closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
     assert work.lora is not None
     config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
     rule, _, state = optimizer.partition(":")
@@ -174,7 +175,7 @@ def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
 
 
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
-    """The closed form above, for a device of `work.device_type`."""
+    """Return the closed form above, for a device of `work.device_type`."""
     if work.lora:
         return _beside_frozen(work, optimizer, ema)
     config, number = work.config, 4 if work.precision == "fp32" else 2
@@ -199,7 +200,7 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
 
 
 def _largest_stack(config: LlamaConfig) -> int:
-    """Numbers of the largest plane of block matrices of one shape, which Muon updates at once."""
+    """Return the numbers of the largest plane of block matrices of one shape, which Muon updates at once."""
     sizes: Counter[tuple[int, int]] = Counter()
     for shape in _shapes(config):
         sizes[shape] += config.num_hidden_layers * math.prod(shape)
@@ -213,4 +214,4 @@ def _matrices(config: LlamaConfig) -> int:
 def _shapes(config: LlamaConfig) -> list[tuple[int, int]]:
     (width, query, key_value), inner = _widths(config), config.intermediate_size
     sides = [(query, width), (key_value, width), (width, query), (inner, width), (width, inner)]
-    return [*sides, sides[1], sides[3]]  # values as keys, gate as up
+    return [*sides, sides[1], sides[3]]  # values have the shape of keys, gate that of up

@@ -1,7 +1,7 @@
-"""Bytes that code would have alive, by origin, counted on tensors that have a shape and no data.
+"""Count the bytes that code would have alive, by origin, on tensors that have a shape and no data.
 
-Whatever runs inside a `FakeMemory` runs as it is, on a CPU and in no memory worth mentioning: eager operations are
-counted as they are dispatched, captured graphs by walking their nodes (`monograph.predict.lifetimes`).
+Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory: eager operations are counted as they are
+dispatched, captured graphs by walking their nodes (`monograph.predict.lifetimes`).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from monograph import compat
 from monograph.predict.lifetimes import Kernel, Name, inner_bytes, kernels
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
-PASSING = ORIGINS[3:]  # what a micro-step allocates and frees
+PASSING = ORIGINS[3:]  # the origins that a micro-step allocates and frees
 Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
-UNIT_BYTES = {"cpu": 64, "cuda": 512}  # an allocation is a multiple of it
+UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to multiples of it
 
 
 class Graphs:
-    """Graphs that tallies one after another share: what two models have in common is traced for the first alone.
+    """Graphs that several `FakeMemory` share in turn, so that code common to two models is traced once.
 
     Attributes:
-        mode: in which tensors have no data.
-        memory: the one that counts now.
+        mode: the mode in which tensors have no data.
+        memory: the `FakeMemory` that counts now.
     """
 
     memory: FakeMemory
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random numbers have a state
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random generators have real state
         self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-        """`function`, whose graphs `memory` counts as those of a device."""
+        """Return `function` compiled so that `memory` counts its graphs as those of a device."""
 
         def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
             plan = kernels(graph, device_type, backward)
@@ -59,21 +59,21 @@ class Graphs:
 
 
 class FakeMemory:
-    """Counts storages from the moment an operation makes them until the last tensor that sees them is gone.
+    """Counts storages from the operation that makes them until the last tensor that uses them is gone.
 
         with FakeMemory(vocabulary=4096) as memory:
             ...
         memory.curve
 
     Attributes:
-        origin: what is made now counts as this, but for what has an axis as long as the vocabulary.
+        origin: the origin of new storages, except those with an axis as long as the vocabulary.
         curve: a sample after each operation and each kernel of a graph that changed it, while everything it read is
             still alive.
         walked: how many samples there were at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
-        """Count for "cpu" or "cuda", which differ in how sizes are rounded up; `graphs` may be an earlier one's."""
+        """Count for "cpu" or "cuda", which round sizes up differently; `graphs` may be an earlier memory's."""
         self.vocabulary, self.device_type = vocabulary, device_type
         self._graphs = graphs or Graphs()
         self.origin = "weights"
@@ -93,7 +93,7 @@ class FakeMemory:
         self._modes.close()
 
     def assign(self, origin: str, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors' storages as of this origin from now on."""
+        """Count these tensors' storages under this origin from now on."""
         for tensor in tensors:
             before, size_bytes = self._known[id(tensor.untyped_storage())]
             self._live[before] -= size_bytes
@@ -101,13 +101,13 @@ class FakeMemory:
             self._known[id(tensor.untyped_storage())] = origin, size_bytes
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as one graph, as `graph.capture.compiled` makes it, whose kernels are counted and not built."""
+        """Return `function` as one graph, like `graph.capture.compiled`, whose kernels are counted and not built."""
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
         graph = self._graphs.of(function, self.device_type)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if torch.compiler.is_compiling():  # in a look at what blocks keep, which counts nothing
+            if torch.compiler.is_compiling():  # a look at what blocks keep counts nothing
                 return function(*arguments, **keywords)
             with compat.without_modes():
                 return graph(*arguments, **keywords)
@@ -173,7 +173,7 @@ class FakeMemory:
         self._live = kept
 
     def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
-        """Origin and bytes of what a step frees, under the argument that is read last of those that share a storage."""
+        """Return origin and bytes of what a step frees, by the argument read last among those that share a storage."""
         read_at = {name: at for at, kernel in enumerate(plan) for name in kernel.last_reads}
         latest: dict[int, int] = {}
         for index, value in enumerate(arguments):

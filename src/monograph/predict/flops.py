@@ -1,4 +1,4 @@
-"""Floating-point operations per trained token, from a model's shape, and the share of a device's peak they make."""
+"""Count floating-point operations per trained token from a model's shape, and their share of a device's peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def matmul_parameters(config: LlamaConfig) -> int:
-    """Parameters that every token is multiplied with: all matrices of the blocks and the head, tied or not.
+    """Count the parameters that every token is multiplied with: all matrices of the blocks and the head, tied or not.
 
         N_matmul = L · (2·d·d_q + 2·d·d_kv + 3·d·d_ff) + V·d,     d_q = heads · head_dim,   d_kv = kv_heads · head_dim
 
@@ -21,7 +21,7 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
 
 def training_flops(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int) -> int:
-    """Operations of one token's forward and backward pass in any decoder with causal attention over whole rows.
+    """Count the operations of a token's forward and backward pass in any decoder with causal attention over whole rows.
 
         6 · N_matmul + 6 · L · d_attn · T
 
@@ -36,10 +36,10 @@ def training_flops(matmul_parameters: int, layers: int, attention_width: int, se
 
 
 def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
-    """`training_flops` of `config` on rows of `sequence_length` tokens. Unit: operations per token.
+    """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: operations per token.
 
-    With A parameters of adapters beside frozen weights 4 · N_matmul + 6 · A stand for 6 · N_matmul: a weight that is
-    not trained has no gradient of its own, whose product costs as much as the forward pass.
+    With A parameters of adapters next to frozen weights, 4 · N_matmul + 6 · A replace 6 · N_matmul: a frozen weight has
+    no gradient, whose product costs as much as the forward pass.
 
     A layer whose window is w < T sees w · (1 - w / 2T) positions on average, as causal attention over rows of
     w · (2 - w / T) tokens would: that length counts for it instead of T, rounded down.
@@ -54,9 +54,9 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation, tokens_per_s · flops_per_token / peak_flops: a fraction, not per cent.
+    """Return the model FLOPs utilisation, tokens_per_s · flops_per_token / peak_flops: a fraction, not per cent.
 
-    State which `peak_flops` it is of: a datasheet's (`device.Device.peak_flops`) or a measured one
+    State which `peak_flops` was used: a datasheet's (`device.Device.peak_flops`) or a measured one
     (`device.measured_matmul_flops`). Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
     """
     return tokens_per_s * flops_per_token / peak_flops

@@ -1,7 +1,7 @@
-"""Peak memory of a training step by origin, before anything of it exists: the step's own code, traced for two depths.
+"""Predict a training step's peak memory by origin before any part of it exists, by tracing its own code at two depths.
 
-The trace is of models of two and of three blocks. What a block adds at each moment is their difference, so that a model
-of any depth costs the same few seconds to predict. Nothing is computed and no device is needed.
+The traced models have two and three blocks. The difference of the traces is what a block adds at each moment, so that a
+model of any depth costs the same few seconds to predict. Nothing is computed and no device is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from monograph.step import Clip, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
 DEPTHS = 2, 3
-ON_THEIR_WAY = 3  # inputs of blocks that are on the device where all others wait on the host
+ON_THEIR_WAY = 3  # inputs of blocks that are on the device while all others wait on the host
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Work:
 
     Attributes:
         config: the model's shape.
-        rows: of a micro-batch.
+        rows: rows of a micro-batch.
         length: tokens of a row.
-        optim: the optimizer.
-        precision: compute dtype.
+        optim: the optimizer's state and rule.
+        precision: the compute dtype.
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
         remat: which activations the backward pass recomputes, as in the settings: "none", "pointwise", a share, "full",
             "offload".
-        window_rows: rows of an update, whose tokens are on the device at once.
+        window_rows: rows of an update, all of whose tokens are on the device at once.
         packed: whether rows hold several documents.
-        clip: the largest norm of the gradient, None for no bound.
+        clip: the largest gradient norm; None for no bound.
         device_type: "cpu" or "cuda".
-        lora: the adapters that are trained beside the frozen model, None where the model itself is.
+        lora: the adapters that are trained next to the frozen model; None if the model itself is trained.
     """
 
     config: LlamaConfig
@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes at the moment at which a step needs the most.
+    """The bytes at the moment at which a step needs most.
 
     Attributes:
         stage: "forward", "backward" or "update".
@@ -83,23 +83,23 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """Their sum."""
+        """Return the sum over origins."""
         return sum(self.by_origin.values())
 
 
 class Curve(NamedTuple):
-    """Samples of a part of a step, and the stage that it belongs to."""
+    """Samples of a part of a step, and the stage that the part belongs to."""
 
     stage: str
     samples: list[Sample]
 
 
 def footprint(work: Work) -> Footprint:
-    """The peak of one update, the gradients of earlier micro-batches on the device."""
+    """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)
     found = _of_update(apart)
     before, after = work.config, apart.config
-    # Of what depends on the vocabulary; gradients and moments of adapters do not.
+    # These origins depend on the vocabulary; gradients and moments of adapters do not.
     of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
     ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
     ratios["loss head"] = before.vocab_size / after.vocab_size
@@ -107,9 +107,9 @@ def footprint(work: Work) -> Footprint:
 
 
 def _apart(work: Work) -> Work:
-    """The same with a vocabulary of no other axis's length, by which the trace knows what belongs to the loss head.
+    """Return the work with a vocabulary as long as no other axis, so that the trace can tell the loss head apart.
 
-    A few entries more, if any: their bytes are taken off again.
+    It may have a few more entries; their bytes are subtracted again.
     """
     config, tokens = work.config, work.rows * work.length
     heads = config.num_attention_heads, config.num_key_value_heads
@@ -136,7 +136,7 @@ def _of_update(work: Work) -> Footprint:
 
 
 def _deep(work: Work) -> list[Curve]:
-    """The step's samples at its full depth."""
+    """Return the step's samples at its full depth."""
     layers = work.config.num_hidden_layers
     if layers <= DEPTHS[1]:
         return _curves(work)
@@ -152,7 +152,7 @@ def _deep(work: Work) -> list[Curve]:
 
 
 def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
-    """The samples less the blocks' inputs that wait on the host, but for those on their way."""
+    """Subtract the blocks' inputs that wait on the host from the samples; those in transit stay."""
     number = 4 if work.precision == "fp32" else 2
     an_input = work.rows * work.length * work.config.hidden_size * number
     away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * an_input
@@ -165,18 +165,19 @@ def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
 
 
 def footprint_of(curves: list[Curve]) -> Footprint:
-    """The largest of a step's samples."""
+    """Return the largest of a step's samples."""
     peaks = [(sample, curve.stage) for curve in curves for sample in curve.samples]
     sample, stage = max(peaks, key=lambda peak: sum(peak[0]))
     return Footprint(stage, dict(zip(ORIGINS, sample, strict=True)))
 
 
 def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
-    """Samples of a model that has `beyond` blocks more than that of `low`; that of `high` has one more.
+    """Extend samples to a model with `beyond` blocks more than that of `low`; the model of `high` has one block more.
 
     Curves of the same length correspond sample by sample. Otherwise the model of `high` does one block more somewhere
-    in the middle: seen from the beginning both do the same up to there, seen from the end likewise. By what a sample
-    differs in the two is what each further block adds to it. None: the two views leave a part of `low` uncovered.
+    in the middle. Both do the same up to there when read from the beginning, and again when read from the end. The
+    difference between two corresponding samples is what each further block adds. None means that the two views leave a
+    part of `low` uncovered.
     """
     if len(low) == len(high):
         return _along(low, high, beyond)
@@ -187,10 +188,10 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
 
 
 def corners(samples: list[Sample]) -> list[Sample]:
-    """The samples but for those within a run of equal steps, which lie between its ends.
+    """Return the samples except those within a run of equal steps, which lie between its ends.
 
-    An update has a number for each part of each plane, one after another, in several places: runs as long as the model
-    is deep. What is left is as many samples at any depth.
+    An update has a number for each part of each plane, in sequence and in several places: runs as long as the model is
+    deep. Without them there are as many samples at any depth.
     """
     steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(samples)]
     turns = [True, *(before != after for before, after in itertools.pairwise(steps)), True]
@@ -198,7 +199,7 @@ def corners(samples: list[Sample]) -> list[Sample]:
 
 
 def _alike(one: list[Sample], other: list[Sample]) -> int:
-    """For how many samples two curves do the same, wherever they begin."""
+    """Count the samples for which two curves change alike, wherever they begin."""
     pairs = zip(one, other, strict=False)
     same = (all(a - b == c - d for a, b, c, d in zip(x, one[0], y, other[0], strict=True)) for x, y in pairs)
     return sum(1 for _ in itertools.takewhile(bool, same))
@@ -216,7 +217,7 @@ def _cut(work: Work, layers: int) -> Work:
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
-        # On CUDA the fused attention stands for flex.
+        # On CUDA the fused attention stands in for flex.
         on_cuda = work.device_type == "cuda"
         model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
         if work.lora:
@@ -249,7 +250,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         accumulate(step, [batch])
         begins.append(("update", len(memory.curve)))
         update(step)
-        if work.compile == "whole":  # what follows a graph has samples of its own for each block
+        if work.compile == "whole":  # what follows a graph has its own samples for each block
             begins = sorted(
                 [*zip(("forward", "backward"), memory.walked, strict=False), *begins], key=lambda begin: begin[1]
             )
@@ -258,7 +259,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
 
 
 class _Loss(TokenLoss):
-    """`token_loss` in as many chunks as the device would take, wherever the trace runs, by the `head` that is given."""
+    """`token_loss` in as many chunks as the device would take, wherever the trace runs, with the given `head`."""
 
     def __init__(self, head: Callable[..., tuple[Tensor, Tensor]], device_type: str) -> None:
         super().__init__()

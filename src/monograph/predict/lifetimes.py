@@ -1,12 +1,12 @@
-"""Which nodes of a captured graph a compiler writes to memory, in which order, and until when it keeps them.
+"""Find which nodes of a captured graph a compiler writes to memory, in which order, and how long it keeps them.
 
-A compiler computes elementwise nodes where they are read, so that only what a product, an operator of its own or the
-graph's caller reads is ever written to memory, and reductions, whose readers need all of them (`kernels`).
+A compiler computes elementwise nodes where they are read. Only values read by a product, an extern operator or the
+graph's caller are written to memory, and reductions, whose readers need all of them (`kernels`).
 
-In which order, and how long (`scheduled`), are the rules of torch._inductor, as far as they decide about memory: nodes
-are ordered for a low peak (`reorder_for_peak_memory`); loops that are connected or read the same become one, for which
-what they need is computed first (`fuse_nodes`); and results are written over what they alone of their loop are the last
-to read.
+The order and the lifetimes (`scheduled`) follow torch._inductor's rules as far as they decide about memory: nodes are
+ordered for a low peak (`reorder_for_peak_memory`); loops that are connected or read the same values become one, whose
+inputs are computed first (`fuse_nodes`); and results are written over buffers that only they in their loop read, and
+read last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.fx import GraphModule, Node
 from monograph.graph.matmul import workspace_bytes
 from monograph.ops.cross_entropy import BLOCK_BYTES
 
-Name = int | str  # of a buffer: an argument's index or a node's name
+Name = int | str  # a buffer's: an argument's index or a node's name
 
-# Loops are not joined over more nodes than this, nor if memory that each alone reads, and that the one could leave to
-# the other, is so many times what both read: `are_long_distant_nodes`, `can_fusion_increase_peak_memory`.
+# Loops farther apart than this many nodes are not joined, nor loops whose separate reads, where one could reuse the
+# other's, are this many times what both read: `are_long_distant_nodes`, `can_fusion_increase_peak_memory`.
 FAR, REUSED = 64, 32
 
 
@@ -36,18 +36,18 @@ class Kernel:
     """One buffer that a graph writes.
 
     Attributes:
-        name: the node's.
-        output: the first, of shape and dtype alone.
-        size_bytes: of all its outputs.
-        reads: arguments and earlier kernels.
-        fused: elementwise, a reduction, or a write at computed places: it may be written over an argument of the same
-            size that dies with it, if no other of its loop reads that.
-        changes: it works in place: it is written over what it changes, and what reads it is not written over it.
-        beside: what it reads and is not written over all the same.
-        within_bytes: of values between, for which the compiler expects memory and then needs none.
-        hidden: memory inside of the operator that follows, of which the compiler does not know.
-        over: the argument or kernel that it is written over, whose memory becomes its own.
-        last_reads: the others whose memory is given back after it.
+        name: the node's name.
+        output: the first output, with shape and dtype alone.
+        size_bytes: bytes of all its outputs.
+        reads: the arguments and earlier kernels that it reads.
+        fused: whether it is elementwise, a reduction, or a write at computed places: it may be written over an argument
+            of the same size that dies with it, if nothing else in its loop reads that.
+        changes: what it changes in place and is written over; what reads the kernel is not written over it.
+        beside: what it reads and is nevertheless not written over.
+        within_bytes: bytes of values between, for which the compiler expects memory and then needs none.
+        hidden: bytes inside the operator that follows, which the compiler does not know.
+        over: the argument or kernel that it is written over, whose memory it takes.
+        last_reads: the other values whose memory is returned after it.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Kernel:
 
 
 def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
-    """Put kernels in order and say when memory is given back; it fills in `last_reads`.
+    """Put kernels in order and say when memory is returned; fills in `last_reads`.
 
     Args:
-        written: in the order of the graph's nodes.
-        returned: what the caller keeps.
-        arguments: bytes of each that the graph may free.
+        written: kernels in the order of the graph's nodes.
+        returned: names that the caller keeps.
+        arguments: bytes of each argument that the graph may free.
     """
     ordered = _early(written, returned, arguments)
     loops = _loops(ordered)
@@ -96,7 +96,7 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
 def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
     """Keep dead buffers for later ones of the same kind, where that does not raise the peak that the compiler expects.
 
-    It does not know what operators need inside, so that the real peak may be higher for it: `should_reuse_buffer`.
+    It does not know what operators need inside, so the real peak may rise: `should_reuse_buffer`.
     """
     most, freed = max(expected, default=0), dict[tuple[object, int], list[tuple[int, Name]]]()
     kinds = {kernel.name: (kernel.output.dtype, kernel.size_bytes) for kernel in ordered if not kernel.hidden}
@@ -116,7 +116,7 @@ def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
 
 
 def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]) -> list[int]:
-    """Bytes alive at each kernel in the compiler's eyes: nothing is written over anything, nor needed by operators."""
+    """Return the bytes alive at each kernel for the compiler: nothing is written over, and operators need no memory."""
     begins: dict[Name, int] = dict.fromkeys(arguments, 0)
     begins |= {kernel.name: at + (kernel.changes is not None) for at, kernel in enumerate(ordered) if not kernel.hidden}
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
@@ -129,10 +129,11 @@ def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mappin
 
 
 def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
-    """The kernels in the order in which a compiler runs them.
+    """Return the kernels in the order in which a compiler runs them.
 
-    What frees no less memory than it takes is computed at once, after the last kernel that it reads; and what reads the
-    same as an earlier loop of its size in that loop, which waits for what it reads, unless that needs the loop itself.
+    A kernel that frees at least as much memory as it takes is computed at once, after the last kernel that it reads.
+    One that reads the same values as an earlier loop of its size joins that loop, which waits for its inputs unless
+    they need the loop itself.
     """
     last = {name: at for at, kernel in enumerate(written) for name in kernel.reads}
     sizes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
@@ -142,9 +143,9 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
     ordered: list[Kernel] = []
 
     def may_join(loop: Kernel, kernel: Kernel) -> bool:
-        """Whether it is near, and what both read is worth keeping what each alone reads and could be reused.
+        """Return whether it is near, and common reads outweigh what each alone reads and could be reused.
 
-        Of a caller's own tensor they may read different parts, as chunks of a loss do, so that it does not count.
+        Different parts of a caller's tensor may be read, as by chunks of a loss, so it does not count.
         """
         shared = sum(known.get(name, 0) for name in loop.reads & kernel.reads)
         alone = ({known.get(name, 0) for name in each.reads if users[name] == 1} for each in (loop, kernel))
@@ -165,7 +166,7 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
 
 
 def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> None:
-    """Move what a kernel reads ahead of the first of these loops that it belongs to, unless it needs their results."""
+    """Move a kernel's inputs ahead of the first loop in `near` that it belongs to, unless they need its results."""
     ends = _loops(ordered) if near else []
     for place in map(ordered.index, near):
         begin, end = ends.index(ends[place]), ends[place] + 1
@@ -181,13 +182,13 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
 
 
 def _beside(loop: Kernel, kernel: Kernel) -> bool:
-    """Whether one loop computes both, as they are as long and read the same."""
+    """Return whether one loop computes both, because they are as long and read the same."""
     alike = loop.fused and not loop.reads.isdisjoint(kernel.reads)
     return alike and loop.output.shape.numel() == kernel.output.shape.numel()
 
 
 def _loops(ordered: list[Kernel]) -> list[int]:
-    """For each kernel, the last one of the same loop, to whose end the loop's inputs are needed."""
+    """Return for each kernel the last one of the same loop, to whose end the loop's inputs are needed."""
     ends = list(range(len(ordered)))
     for at in range(len(ordered) - 2, -1, -1):
         this, following = ordered[at], ordered[at + 1]
@@ -196,23 +197,23 @@ def _loops(ordered: list[Kernel]) -> list[int]:
     return ends
 
 
-# Elementwise in a compiler's eyes though torch does not tag them so: reads at computed places, casts, constants.
+# A compiler treats these as elementwise though torch does not tag them: reads at computed places, casts, constants.
 _ELEMENTWISE = {
     "arange", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "full", "full_like", "gather",
     "index", "iota", "lift_fresh_copy", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "_unsafe_index",
     "cat", "repeat",
 }  # fmt: skip
-# Of our operators' results the first argument, changed; a compiler writes over it.
+# These operators return their first argument, changed; a compiler writes over it.
 _WRITES_AT_PLACES = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
 _REDUCTIONS = {"amax", "amin", "any", "argmax", "linalg_vector_norm", "logsumexp", "mean", "prod", "sum", "var_mean"}
-# What is not computed twice on a CPU, and from how many buffers nothing is: torch._inductor's
+# Values that a CPU does not compute twice, and the number of buffers from which nothing is: torch._inductor's
 # `should_realize_on_reuse`, and `config.realize_reads_threshold`.
 _DEAR = {"exp", "sigmoid"}
 MOST_LOADS = 4
 
 
 def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel]:
-    """The buffers of a partitioned graph of aten operators, in the order in which a compiler writes them.
+    """Return the buffers of a partitioned graph of aten operators, in the order in which a compiler writes them.
 
     A backward graph frees its arguments.
     """
@@ -222,10 +223,10 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel
 
 
 def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Name]]:
-    """The kernels in the order of the graph's nodes, and what the caller keeps."""
+    """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
     reads: dict[Node, frozenset[Name]] = {}
-    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # of an elementwise node: buffers, and the views between
-    behind: dict[Node, dict[Name, set[int]]] = {}  # of what it reads: bytes of the dear values between, 0 for none
+    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # for an elementwise node: buffers, and the views between
+    behind: dict[Node, dict[Name, set[int]]] = {}  # for what it reads: bytes of the dear values between, 0 for none
     found: list[Kernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
@@ -271,20 +272,20 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
 
 
 def _written_here(node: Node) -> tuple[frozenset[Name], frozenset[tuple[Name, ...]], dict[Name, set[int]]]:
-    """What a reader of a written node reads: itself."""
+    """Return what a reader of a written node reads: the node itself."""
     return frozenset([node.name]), frozenset([(node.name,)]), {node.name: {0}}
 
 
 def _only(names: frozenset[Name], node: Node) -> Name:
-    """The one of these names, which a node changes; where it changes a value of several, itself."""
+    """Return the one of these names, which a node changes; if it changes a value of several, the node itself."""
     return next(iter(names)) if len(names) == 1 else node.name
 
 
 def _behind(node: Node, behind: dict[Node, dict[Name, set[int]]]) -> dict[Name, set[int]]:
-    """For what a node reads, the bytes of each value of its own that lies between, 0 where it is read directly.
+    """Return for each value that a node reads the bytes of the separate values between, 0 where it is read directly.
 
-    A value that is dear and read twice is a buffer of its own until its loop is made, and the reader of what lies
-    behind it: only where all are of one size is a result written over the first.
+    A dear value that is read twice is a separate buffer until its loop is made, and it reads what lies behind it. A
+    result is written over the first only if all are of one size.
     """
     if len(node.users) > 1 and _name(node) in _DEAR and _on_cpu(node):
         [value] = _tensors(node)
@@ -301,7 +302,7 @@ def _on_cpu(node: Node) -> bool:
 
 
 def _copied_bytes(node: Node, device_type: str) -> int:
-    """What a matrix product needs beside its result."""
+    """Return the bytes that a matrix product needs in addition to its result."""
     if _name(node) != "mm" or device_type != "cpu":
         return 0
     left, right = (each.meta["val"] for each in node.all_input_nodes[:2])
@@ -315,9 +316,9 @@ def _is_written(node: Node) -> bool:
 
 
 def _is_passed_twice(node: Node, loads: int) -> bool:
-    """Whether an elementwise node is written, as a reduction needs all of it before another reader reads it again.
+    """Return whether an elementwise node is written, as a reduction needs it whole before another reader reads it.
 
-    A CPU does not compute it again where that is dear. On a GPU a kernel holds the row.
+    A CPU does not compute it again if it is dear. On a GPU a kernel holds the row.
     """
     if len(node.users) < 2 or not _on_cpu(node):
         return False
@@ -330,7 +331,7 @@ def _needs_memory(reader: Node) -> bool:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Who reads a node, directly or through views of it."""
+    """Return the nodes that read a node, directly or through views of it."""
     return [each for user in node.users for each in (_readers(user) if _is_view(user) else [user])]
 
 
@@ -346,9 +347,9 @@ def _is_store(node: Node) -> bool:
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """What `add_product_` of `monograph.ops.cross_entropy`, the one operator that works in place, needs beside.
+    """Return the extra bytes of `add_product_` of `monograph.ops.cross_entropy`, the one in-place operator.
 
-    A part of the product; and where a CPU adds it to numbers of another dtype, a copy of it in theirs.
+    They are a part of the product, and where a CPU adds it to numbers of another dtype, a copy in that dtype.
     """
     rows = min(total_VD.shape[-2], max(1, BLOCK_BYTES[device_type] // (4 * total_VD.shape[-1])))
     numbers = rows * total_VD.shape[-1]
@@ -357,7 +358,7 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
 
 
 def _changed(node: Node) -> list[Node]:
-    """The tensors that an operator of our own writes in place, which a traced graph holds as a call by another name."""
+    """Return the tensors that our operator writes in place; a traced graph holds it as a call by another name."""
     if not str(node.target).startswith("auto_functionalized"):
         return []
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
@@ -376,7 +377,7 @@ def _name(node: Node) -> str:
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """What a node gives, but for random numbers' states, whose size is not known before the graph runs: some kB."""
+    """Return a node's tensors, except random generators' states: some kB, whose size is known only when it runs."""
     value = node.meta.get("val")
     found = [each for each in (value if isinstance(value, tuple | list) else [value]) if isinstance(each, Tensor)]
     return [each for each in found if all(isinstance(size, int) for size in each.shape)]

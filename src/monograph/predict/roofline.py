@@ -1,7 +1,7 @@
-"""How long an update takes on a device, from its datasheet and from how much of it real code reaches.
+"""Predict an update's time on a device, from its datasheet and from how much of it real code reaches.
 
-How updates on this machine differed from their prediction, in time and memory, is kept, so that the next plan is right
-(`Calibration`).
+`Calibration` keeps how updates on this machine differed from their prediction, in time and memory, so that the next
+plan is right.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from monograph.predict.flops import matmul_parameters
 from monograph.predict.footprint import Work
 from monograph.storage.reading import contents, parse_json
 
-# Bytes that an update reads and writes per parameter: gradient, weights and two moments in fp32, and the gradient
-# zeroed, in one pass; eager every intermediate goes through memory.
+# Bytes that an update reads and writes per parameter. Captured, one pass over gradient, weights and two moments in
+# fp32, and the zeroed gradient; eager, every intermediate goes through memory.
 UPDATE_BYTES = {True: 36, False: 132}
-# The same on the host, where norm and zeros stay on the device: what is read and written, in one pass; eager as many
-# bytes more as it took longer (docs/log.md).
+# The same on the host, without norm and zeros, which stay on the device. Captured, one pass; eager, as many bytes more
+# as it took longer (docs/log.md).
 HOST_UPDATE_BYTES = {True: 28, False: 1700}
-# And where weights are two halves: how many times as long, as generated code has no vectors of 16-bit integers.
+# The factor where weights are two halves, as generated code has no vectors of 16-bit integers.
 HOST_HALVES = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them.
 KERNELS = {True: 40, False: 160}
-# The host's time for one call of a block's own graph, forward or backward (16 layers, a CPU, torch 2.13).
+# The host's time for one call of a block's separate graph, forward or backward (16 layers, a CPU, torch 2.13).
 CALL_S = 0.13e-3
-# And for a micro-step: guards, the window's rows, autograd, Inductor's wrappers (docs/log.md).
+# The host's time for a micro-step: guards, the window's rows, autograd, Inductor's wrappers (docs/log.md).
 MICRO_STEP_S = 1e-3
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which share of the datasheet code reaches.
+    """The shares of the datasheet's rates that code reaches.
 
     Attributes:
-        products: of FLOP/s, in large matrix products.
-        attention: of FLOP/s, in the fused kernels.
-        traffic: of memory bytes/s, in elementwise code.
-        launch_s: between the beginnings of two kernels that do nothing.
-        saturating_tokens: of a micro-batch at which products reach half of their share.
-        measured: on this very card; what is not is a guess from cards that were.
+        products: share of FLOP/s in large matrix products.
+        attention: share of FLOP/s in the fused kernels.
+        traffic: share of memory bytes/s in elementwise code.
+        launch_s: seconds between the beginnings of two kernels that do nothing.
+        saturating_tokens: tokens of a micro-batch at which products reach half of their share.
+        measured: whether it was measured on this very card; otherwise it is a guess from other cards.
     """
 
     products: float = 0.75
@@ -69,12 +69,12 @@ class Efficiency:
     measured: bool = False
 
 
-# H200: products of 8192^3 at 788 of 989 TFLOP/s, a copy at 4.3 of 4.8 TB/s; the rest as for any card.
+# H200: products of 8192^3 at 788 of 989 TFLOP/s, a copy at 4.3 of 4.8 TB/s; other values are the defaults.
 EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896, measured=True)}
-# Of a CPU, whose FLOP/s are measured ones and whose bandwidth nobody tells.
+# For a CPU, whose FLOP/s are measured ones and whose bandwidth no datasheet gives.
 CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
 CPU_BYTES_PER_S = 20e9
-# To and from the host where nobody tells (PCIe 4.0 with 16 lanes), and the share of a link that copies reach.
+# The host's link where its rate is unknown (PCIe 4.0 with 16 lanes), and the share of a link that copies reach.
 LINK_BYTES_PER_S, LINK_SHARE = 32e9, 0.8
 
 
@@ -88,8 +88,8 @@ class UpdateTime:
         traffic_s: elementwise code.
         launch_s: starting kernels, where that takes longer than running them.
         update_s: clipping and the optimizer.
-        transfer_s: blocks' inputs to the host and back, which goes on beside all that but the update.
-        beside: whether the host launches beside the device's work; a CPU does both.
+        transfer_s: blocks' inputs to the host and back, which overlaps with everything except the update.
+        beside: whether the host launches while the device works; a CPU does both.
     """
 
     products_s: float
@@ -102,7 +102,7 @@ class UpdateTime:
 
     @property
     def total_s(self) -> float:
-        """Their sum; launches and transfers hide behind work, whichever is longer."""
+        """Return the sum; launches and transfers overlap with work, whichever is longer."""
         work_s = self.products_s + self.attention_s + self.traffic_s
         if not self.beside:
             work_s += self.launch_s
@@ -110,21 +110,21 @@ class UpdateTime:
 
 
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
-    """Seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
+    """Return the seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
 
-    products = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch; beside
+    products = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)),   m tokens a micro-batch; with
                adapters of A parameters 4 N_matmul + 6 A
     attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
-    traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      once written, twice read; a third more of
-              recomputed blocks, eagerly of any that recompute something; and in each pass of a micro-batch the weights
-              that are made dense from fewer bits
+    traffic = 3 (numbers stored per token and layer) bytes / bandwidth,      written once, read twice; a third more for
+              recomputed blocks, or eagerly for any that recompute something; plus, in each pass of a micro-batch, the
+              weights that are made dense from fewer bits
     """
     config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
     again, attended_again = recomputed_flops(work)
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
     bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
     tokens, micro = work.window_rows * work.length, work.rows * work.length
-    adapters = trained_adapters(work)  # beside weights that have no gradient of their own
+    adapters = trained_adapters(work)  # next to weights without gradients
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
@@ -133,7 +133,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         "none",
         "full",
         "offload",
-    ):  # probabilities are made again from the scores where they are read
+    ):  # probabilities are recomputed from the scores where they are read
         numbers -= (SCORE_NUMBERS - 1) * score_numbers(work)
     if again if captured else work.remat != "none":
         numbers *= 4 / 3
@@ -156,16 +156,16 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of what a model in stages computes for one micro-batch.
+    """Seconds that a model in stages takes for one micro-batch, pass by pass.
 
     Attributes:
         first_s: the embedding.
         forward_s: one block's forward pass.
-        again_s: its forward pass once more, and its backward pass.
-        loss_s: the head and the loss, there and back.
+        again_s: one block's forward pass once more, and its backward pass.
+        loss_s: the head and the loss, forward and backward.
         first_again_s: the embedding's gradient.
         number_s: the update of one number.
-        host_number_s: the same on the host.
+        host_number_s: the update of one number on the host.
     """
 
     first_s: float
@@ -178,9 +178,9 @@ class PassTimes:
 
 
 def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> PassTimes:
-    """The same roofline pass by pass, where every block is computed again from its input.
+    """Apply the same roofline pass by pass, where every block is computed again from its input.
 
-    With what `work.remat` computes a second time besides, inside of a stage. `host_bytes_per_s`: of the host's memory.
+    Included is what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the host's memory.
     """
     config, captured = work.config, work.compile != "none"
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
@@ -206,32 +206,32 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
         forward_s=passed(2 * of_block, attended, 1),
         again_s=passed(6 * of_block + again, 3 * attended + attended_again, 4 if again else 3),
         loss_s=6 * head * tokens / products + (0.0 if device.type != "cpu" else MICRO_STEP_S),
-        first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled, and added
+        first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled and added
         number_s=UPDATE_BYTES[captured] / bandwidth,
         host_number_s=HOST_UPDATE_BYTES[captured] * halves / (host_bytes_per_s * CPU.traffic),
     )
 
 
 SCHEMA = "monograph.calibration/1"
-MOST = 9  # of what was seen, the newest of a kind; their median counts
-# What an allocator takes beyond a trace is partly the same for all steps and partly grows with them, and nobody knows
-# how much of each: it tells of steps whose activations and workspace are as large within this factor.
+MOST = 9  # measurements kept of a kind, the newest; their median counts
+# An allocator's memory beyond a trace is partly the same for all steps and partly grows with them, in unknown shares:
+# it is applied to steps whose activations and workspace are as large within this factor.
 ALIKE = 2.0
-# What passes in a step is believed to be smaller than its trace by this share of it at most (law 12).
+# What a step allocates and frees is corrected downwards by at most this share of its trace (law 12).
 LEAST = 0.05
 
 
 class Calibration:
     """Ratios of measured to predicted time, by device and precision, and bytes beyond a traced peak, by scope as well.
 
-    The file is a convenience: one that cannot be read is none, what cannot be written is forgotten, and nothing fails.
+    The file is a convenience: an unreadable one counts as empty, a failed write is forgotten, and nothing fails.
     """
 
     def __init__(self, file: Path) -> None:
-        """Of a file, which need not be there."""
+        """Read a file, which need not exist."""
         self._file = file
         self._seen: dict[str, list[float]] = {}
-        self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and what passes of the trace
+        self._beyond: dict[str, list[tuple[int, int]]] = {}  # bytes beyond the trace, and those that pass in it
         self._unread = False
         with suppress(InputRefused, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
             try:
@@ -245,27 +245,28 @@ class Calibration:
                     self._beyond[kind] = [(int(more), int(passing)) for more, passing in beyond]
 
     def slowness(self, device: Device, precision: str) -> float | None:
-        """The median ratio on this device in this precision; None if there was none."""
+        """Return the median ratio on this device in this precision; None if there was none."""
         seen = [ratio for ratio in self._seen.get(_kind(device, precision), ()) if 0 < ratio < float("inf")]
         return statistics.median(seen) if seen else None
 
     def note(self, device: Device, work: Work, seconds: float, peak_flops: float) -> None:
-        """Keep what an update took."""
+        """Keep the time of an update."""
         seen = self._seen.setdefault(_kind(device, work.precision), [])
         seen.append(seconds / update_time(work, device, peak_flops).total_s)
         del seen[:-MOST]
         self._write()
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
-        """Bytes by which such a step's peak differs from its trace on this device: the median of those alike, else 0.
+        """Return by how many bytes the peaks of like steps differ from their traces on this device: the median, else 0.
 
-        Alike are steps of the same precision and scope that pass, within a factor of two, as many bytes: the traced
-        activations, loss head and workspace. Negative by no more than the workspace and a twentieth of what passes.
+        Steps are alike if they have the same precision and scope, and within a factor of two as many bytes that pass:
+        the traced activations, loss head and workspace. A negative value is at most the workspace and a twentieth of
+        what passes.
 
         Args:
-            device: where.
+            device: the device that it runs on.
             work: the step.
-            traced: its peak by origin.
+            traced: the step's peak by origin.
         """
         passing = _passing(traced)
         seen = self._beyond.get(_kind(device, work.precision, work.compile), ())
@@ -274,7 +275,7 @@ class Calibration:
         return max(-least, int(statistics.median(alike))) if alike else 0
 
     def note_memory(self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int) -> None:
-        """Keep how far the measured peak of a step is from its trace; more than all that passes is something else's."""
+        """Keep how far a step's measured peak is from its trace; more than all that passes has another cause."""
         more, passing = measured_bytes - sum(traced.values()), _passing(traced)
         if abs(more) > passing:
             return
@@ -284,7 +285,7 @@ class Calibration:
         self._write()
 
     def _write(self) -> None:
-        if self._unread:  # it would lose what was seen before
+        if self._unread:  # a write would lose what was seen before
             return
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
@@ -300,13 +301,13 @@ def _passing(traced: Mapping[str, int]) -> int:
 
 
 def _kind(device: Device, *way: str) -> str:
-    """Of times one for all ways to train in a precision: what was seen of one does not change their order."""
+    """Return the key of measurements; times share one for all ways in a precision, so that their order stays."""
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return ", ".join((device.name + threads, *way))
 
 
 def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, float]:
-    """FLOP/s by precision: the datasheet's; where it says nothing what this machine's default device is measured at."""
+    """Return FLOP/s by precision: the datasheet's, or what this machine's default device was measured at."""
     known = dict(device.peak_flops)
     if "bf16" in known:
         known.setdefault("fp16", known["bf16"])
@@ -315,9 +316,9 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
 
 
 def measured_memory_bytes_per_s(seconds: float = 0.1) -> float:
-    """Bytes/s of the host's memory: two vectors of 64 MiB added to a third, measured for about `seconds` after a call.
+    """Return the bytes/s of the host's memory: two vectors of 64 MiB are added to a third for about `seconds`.
 
-    What this machine reaches now, other load included, with the threads that torch has.
+    It is what this machine reaches now, other load included, with the threads that torch has.
     """
     one, other, out = (torch.zeros(2**24) for _ in range(3))
     torch.add(one, other, out=out)

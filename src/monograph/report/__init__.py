@@ -1,1 +1,1 @@
-"""What a person is shown of a run, a sweep, a ladder or a profile: quantities, figures, pages."""
+"""Present a run, a sweep, a ladder or a profile to a person: quantities, figures, pages."""

@@ -1,4 +1,4 @@
-"""Figures of a run: held-out curve among its yardsticks, loss, learning rate, gradient norm, speed and memory.
+"""Draw a run's figures: held-out curve among its yardsticks, loss, learning rate, gradient norm, speed and memory.
 
 A metrics row is a dictionary; the figures read `tokens` (seen so far), `train_loss` (nats per token), `lr`,
 `grad_norm`, `tokens_per_s`, `skipped` (true when the update was left out), `eval_bits_per_byte` and `memory`
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
-_SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the rest are smaller
-_POINTS = 1200  # per line: more than a figure has pixels
+_SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the other figures are smaller
+_POINTS = 1200  # points of a line: more than a figure has pixels
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One finished figure as an SVG element, and as a PNG file where there is one."""
+    """A finished figure as an SVG element, with its PNG file if there is one."""
 
     name: str
     svg: str
@@ -39,7 +39,7 @@ class Drawing:
 def draw(
     metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
 ) -> tuple[bytes, list[Drawing]]:
-    """The sheet of all figures as PNG, under `title` and `subtitle`, and each figure that `metrics` has rows for."""
+    """Return all figures on one PNG sheet under `title` and `subtitle`, and each figure that `metrics` has rows for."""
     panels: dict[str, Callable[[Axes], None]] = {
         "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
         "loss": lambda axes: _loss(axes, metrics),
@@ -153,7 +153,7 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
 
 
 def _memory(axes: Axes, metrics: Sequence[Row]) -> None:
-    """What was planned above what was measured, each as a bar of its parts."""
+    """Draw the planned memory above the measured memory, each as a bar of its parts."""
     ledger = _ledger(metrics)
     assert ledger is not None
     axes.set_title("Peak memory, GiB")
@@ -188,12 +188,12 @@ def _set_up(axes: Axes, title: str, tokens: Floats) -> None:
 
 
 def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float], str]) -> None:
-    """Every value, pale, and their moving median, whose last value is written above the line's end."""
+    """Draw every value, pale, and their moving median, whose last value is written above the line's end."""
     step = _thinning(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
     at, medians = _moving_median(values)
     axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
-    # The label is about as wide as the panel's last fifth: it stands above all that the lines reach there
+    # The label is about as wide as the panel's last fifth, and goes above all lines there
     begin = 0.8 * tokens[-1]
     near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
@@ -208,14 +208,14 @@ def _thinning(values: Floats) -> int:
 
 
 def _moving_median(values: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Medians over a fortieth of the run at up to 300 places: unlike a mean, one spike leaves no plateau."""
+    """Return medians over a fortieth of the run at up to 300 places; unlike means, they give a spike no plateau."""
     half = len(values) // 80
     at = np.unique(np.linspace(0, len(values) - 1, min(len(values), 300)).round().astype(np.int64))
     return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
 
 
 def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Texts beside their levels (level, text, colour, weight), moved apart where they would touch."""
+    """Write (level, text, colour, weight) at the right of each level, moved apart where texts would touch."""
     low, high = axes.get_ylim()
     gap = 0.062 * (high - low)
     place = -np.inf

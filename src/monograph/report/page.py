@@ -1,4 +1,4 @@
-"""The HTML page of a report, which loads nothing from anywhere: light and dark, tables that sort, all by keyboard."""
+"""Build a report's HTML page, which loads nothing: light and dark, tables that sort, all usable by keyboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monograph.report.figures import Drawing
 from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN
 from monograph.storage.reading import contents
 
-# A cell's words and what it is sorted by; None: nothing is known, which is always last. Text is sorted by itself.
+# A cell's words and its sort value; None is unknown, and always last. Plain text is its own sort value.
 Cell = str | tuple[str, float | None]
 
 _COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--rule", ACCENT: "--accent", WARN: "--warn"}
@@ -97,7 +97,7 @@ $sections
 </html>
 """)
 
-# A click or the enter key on a column's name: rising, falling, as it was.
+# A click or the enter key on a column's name sorts it rising, falling, and then in the original order.
 _SCRIPT = """
 <script>
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -127,15 +127,16 @@ def page(
     drawings: Iterable[Drawing],
     sections: Iterable[str],
 ) -> str:
-    """A report as a page.
+    """Return a report as a page.
 
     Args:
-        title: what it is of, such as a folder's name; this, the headline, `standing` and the figures are plain text.
-        headline: what came of it.
-        standing: a sentence that says how good that is.
-        figures: quantities by name that a person reads first.
+        title: what the report is about, such as a folder's name; like headline, `standing` and figures it is plain
+            text.
+        headline: the result in a few words.
+        standing: a sentence that says how good the result is.
+        figures: (name, quantity) pairs to read first.
         drawings: pictures.
-        sections: markup made by `section`; empty ones are left out.
+        sections: markup from `section`; empty ones are left out.
     """
     known = "\n".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures)
     body = "\n".join(filter(None, sections))
@@ -151,18 +152,18 @@ def page(
 
 
 def section(heading: str, *parts: str) -> str:
-    """Markup under a heading; nothing where all parts are empty."""
+    """Return markup under a heading; an empty text if all parts are empty."""
     body = "\n".join(filter(None, parts))
     return f"<section><h2>{escaped(heading)}</h2>\n{body}\n</section>" if body else ""
 
 
 def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table with a line of names over its rows, which sorts by the column whose name is pressed.
+    """Return a table with a line of names over its rows; pressing a name sorts by its column.
 
     Args:
-        name: what it holds, for who does not see it.
-        heads: of the columns.
-        rows: a cell for each column; a column of numbers has pairs of text and number.
+        name: what the table holds, for readers who do not see it.
+        heads: the columns' names.
+        rows: a cell for each column; cells in a column of numbers are pairs of text and number.
     """
     if not rows:
         return ""
@@ -179,7 +180,7 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
 
 
 def number(value: float | None, form: str) -> Cell:
-    """A cell of a number, written by `form` such as "{:.3f}"; an empty one of None."""
+    """Return a cell for a number, written by `form` such as "{:.3f}"; an empty one for None."""
     return ("", None) if value is None else (form.format(value), value)
 
 
@@ -194,28 +195,28 @@ def _cell(cell: Cell, number: bool) -> str:
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
-    """A table of names and values, in one order."""
+    """Return a table of names and values, in the given order."""
     lines = "\n".join(f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(text)}</td></tr>' for name, text in rows)
     return f"<table>{lines}</table>" if lines else ""
 
 
 def folded(name: str, text: str) -> str:
-    """A text that unfolds; nothing of an empty one."""
+    """Return a text that unfolds; nothing for an empty one."""
     return f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>" if text else ""
 
 
 def config_of(folder: Path) -> str:
-    """A run's config.toml, folded up; nothing where it has none."""
+    """Return a run's config.toml, folded up; nothing if there is none."""
     config = folder / "config.toml"
     return folded(config.name, (contents(config) or b"").decode("utf-8"))
 
 
 def _inline(drawing: Drawing) -> str:
-    """The figure as SVG inside the page, its colours replaced by the page's, which know light and dark."""
+    """Return the figure as SVG inside the page, with the page's colours, which know light and dark."""
     svg = drawing.svg.replace("DejaVu Sans", "system-ui")
     for colour, variable in _COLOURS.items():
         svg = svg.replace(colour, f"var({variable})")
-    # Files share the names of their clip paths; on one page each needs its own
+    # Files share the names of their clip paths; on one page each figure needs its own
     for old in ('id="', "url(#", 'href="#'):
         svg = svg.replace(old, f"{old}{drawing.name}-")
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{drawing.name.replace("_", " ")}" ', 1)
@@ -223,5 +224,5 @@ def _inline(drawing: Drawing) -> str:
 
 
 def escaped(text: str) -> str:
-    """Safe inside HTML; control characters, which HTML forbids, become a dot."""
+    """Return the text made safe inside HTML; control characters, which HTML forbids, become a dot."""
     return html.escape("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))

@@ -1,4 +1,4 @@
-"""How figures look, in a reader's light or dark theme, and how they become files."""
+"""Style figures for a reader's light or dark theme, and turn them into files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Distinct colours, each one role, so that a page can put its own colour in an SVG's place
+# Each role has a distinct colour, so that a page can put its own colour in its place in an SVG
 INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -51,25 +51,25 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """In the block figures are drawn as all of this project's are."""
-    import matplotlib  # here, as it takes a good part of a second, and most commands draw nothing
+    """Draw the figures of the block in this project's style."""
+    import matplotlib  # imported here, as it takes a good part of a second, and most commands draw nothing
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a person's own matplotlibrc is not for these pages
+        matplotlib.rcdefaults()  # a person's own matplotlibrc must not change these pages
         matplotlib.rcParams.update(STYLE)
         yield
 
 
 @contextmanager
 def _tight() -> Iterator[None]:
-    """A run of a few updates has labels that leave no room for a panel: the figure is cramped, and says so itself."""
+    """Silence the warning that a panel has no room: after a few updates, labels cramp the figure, as one sees."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         yield
 
 
 def png(figure: Figure, dpi: int) -> bytes:
-    """A figure as a PNG file."""
+    """Return a figure as a PNG file."""
     buffer = io.BytesIO()
     with _tight():
         figure.savefig(buffer, format="png", dpi=dpi)
@@ -77,7 +77,7 @@ def png(figure: Figure, dpi: int) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an SVG element, with a transparent background and no metadata."""
+    """Return a figure as an SVG element, with a transparent background and no metadata."""
     buffer = io.StringIO()
     with _tight():
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -86,7 +86,7 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-# The colour that is drawn with, its name, and what stands for it on a dark page.
+# The colour in a drawing, its name, and its replacement on a dark page.
 _COLOURS = (
     (INK, "ink", "#e9eaee"),
     (MUTED, "muted", "#9a9da8"),
@@ -97,7 +97,7 @@ _COLOURS = (
 
 
 def themed(svg: str) -> str:
-    """A figure drawn by matplotlib in the colours of `monograph.report.plot_style`, with a transparent background."""
+    """Return an SVG drawn in this file's colours with variables in their place, and a transparent background."""
     there = [each for each in _COLOURS if each[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)

@@ -1,6 +1,6 @@
-"""The pictures and pages of a profile and of a ladder.
+"""Draw the pictures and write the pages of a profile and of a ladder.
 
-A profile shows where an update's time goes, what binds it and what to change. A ladder is drawn from the object that
+A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn from the object that
 `monograph profile --ladder --json` prints.
 """
 
@@ -20,7 +20,7 @@ from monograph.report.quantities import count
 
 
 def draw_profile(found: Verdict, title: str) -> Drawing:
-    """A bar for each part, a mark at its floor, its share beside it."""
+    """Draw a bar for each part, with a mark at its floor and its share next to it."""
     from matplotlib.figure import Figure
 
     parts = [part for part in reversed(PARTS) if found.spent.parts[part] > 0]
@@ -41,13 +41,13 @@ def draw_profile(found: Verdict, title: str) -> Drawing:
 
 
 def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         title: the folder's name.
-        found: what was seen.
-        tokens_per_s: of the run.
-        drawing: of it.
+        found: the profile.
+        tokens_per_s: the run's speed.
+        drawing: the profile's picture.
         config: the run's settings as TOML.
     """
     judged, faster = found.verdict, found.update_s / max(found.verdict.floor_s, 1e-12)
@@ -75,7 +75,7 @@ def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawi
 
 
 def said(found: Profile) -> str:
-    """What binds the run and how much of its time that is, and how much of it nobody can judge; without a full stop."""
+    """Return what limits the run, its share of the time, and the share that cannot be judged; without a full stop."""
     judged = found.verdict
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
     unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
@@ -88,7 +88,7 @@ def said(found: Profile) -> str:
 
 
 def mostly(bounds: Mapping[Bound, float]) -> str:
-    """What most of the seconds are bound by; "" of none."""
+    """Return the bound of the most seconds; "" if there is none."""
     return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
 
 
@@ -113,12 +113,12 @@ def _changes(found: Profile) -> str:
 
 
 Found = Mapping[str, Any]
-# What ratios are of: on a CPU of its own time, as other programs take a share of the clock's.
+# The basis of ratios; on a CPU it is CPU time, as other programs take a share of the clock's.
 SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
 def draw_ladder(found: Found) -> Drawing:
-    """Two bars for each rung: tokens per second and peak memory, each with its number; the fastest is blue."""
+    """Draw two bars for each rung: tokens per second and peak memory, each with its number; the fastest is blue."""
     from matplotlib.figure import Figure
 
     rungs, best = found["rungs"], fastest(found)
@@ -153,12 +153,12 @@ def _said(rung: Found, key: str) -> str:
 
 
 def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         title: the folder's name.
         found: the ladder.
-        drawing: of it.
+        drawing: the ladder's picture.
         config: the settings that all rungs share, as TOML.
     """
     first, best = found["rungs"][0], fastest(found)
@@ -183,20 +183,20 @@ def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
 
 
 def fastest(found: Found) -> Found:
-    """The rung with the most tokens per second."""
+    """Return the rung with the most tokens per second."""
     best: Found = max(found["rungs"], key=lambda rung: rung[SPEED[found["ratios_of"]]] or 0)
     return best
 
 
 def gain(found: Found) -> float:
-    """How many times as fast as the first rung the fastest is."""
+    """Return how many times as fast as the first rung the fastest is."""
     speed = SPEED[found["ratios_of"]]
     times: float = fastest(found)[speed] / found["rungs"][0][speed]
     return times
 
 
 def standing(found: Found) -> str:
-    """What was done, in a sentence without a full stop."""
+    """Return what was done, in a sentence without a full stop."""
     of = {"wall": "", "cpu": " (in CPU time)"}
     return (
         f"Each rung changes one thing of another one, over which its ratios are{of[found['ratios_of']]}: the same text "
@@ -209,7 +209,7 @@ HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "me
 
 
 def rows(rungs: Sequence[Found]) -> list[list[Cell]]:
-    """The table's cells under `HEADS`; of a rung that could not be climbed its name and the reason."""
+    """Return the table's cells under `HEADS`; for a rung that could not be climbed, its name and the reason."""
     made: list[list[Cell]] = []
     for rung in rungs:
         update_s, size = rung["update_s"], rung["peak_memory_bytes"]

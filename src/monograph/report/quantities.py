@@ -1,4 +1,4 @@
-"""How quantities are written for people: each with its unit, in as few characters as carry the information."""
+"""Write quantities for people: each with its unit, in as few characters as carry the information."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float, unit: str = "") -> str:
-    """Three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; with a unit "15.8 k tok/s"."""
+    """Write three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; unit: "15.8 k tok/s"."""
     for scale, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * scale:
             return f"{_three_digits(value / scale)} {prefix}{' ' if unit else ''}{unit}"
@@ -16,37 +16,37 @@ def count(value: float, unit: str = "") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: (1, "file") -> "1 file", (1024, "file") -> "1,024 files"."""
+    """Return a number with its noun: (1, "file") -> "1 file", (1024, "file") -> "1,024 files"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def gibibytes(value_bytes: float) -> str:
-    """Bytes as GiB, as device memory is counted: 225_485_783 -> "0.21 GiB"."""
+    """Return bytes as GiB, as device memory is counted: 225_485_783 -> "0.21 GiB"."""
     size = value_bytes / 2**30
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
 def memory(value_bytes: float) -> str:
-    """Bytes as GiB, and in MiB below one: a small model's are a few. 22_020_096 -> "21.0 MiB"."""
+    """Return bytes as GiB, or as MiB below one GiB, as for small models: 22_020_096 -> "21.0 MiB"."""
     return gibibytes(value_bytes) if value_bytes >= 2**30 else f"{value_bytes / 2**20:.1f} MiB"
 
 
 def megabytes(value_bytes: float) -> str:
-    """Bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or bytes."""
+    """Return bytes as MB (10^6), as files are counted: 10_100_000 -> "10.1 MB"; small ones in kB or bytes."""
     if value_bytes < 1e3:
         return f"{value_bytes:.0f} bytes"
     return f"{value_bytes / 1e6:.1f} MB" if value_bytes >= 1e6 else f"{value_bytes / 1e3:.1f} kB"
 
 
 def clock_time(seconds: float) -> str:
-    """A countdown: 161 -> "2:41", 4000 -> "1:06:40"."""
+    """Return a countdown: 161 -> "2:41", 4000 -> "1:06:40"."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def duration(seconds: float) -> str:
-    """A length of time: 0.4 -> "0.4 s", 19.2 -> "19 s", 186 -> "3 min 06 s", 8000 -> "2 h 13 min"."""
+    """Return a length of time: 0.4 -> "0.4 s", 19.2 -> "19 s", 186 -> "3 min 06 s", 8000 -> "2 h 13 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The report of a run: figures as PNG files and one HTML page that needs nothing but itself."""
+"""Write a run's report: figures as PNG files and one HTML page that needs nothing but itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from monograph.report.page import config_of, escaped, number, page, pairs, secti
 
 Summary = Mapping[str, Any]
 
-# Keys of a summary that a person reads first, with their name and how their value is written
+# The keys of a summary that a person reads first, with their name and how their value is written
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("params", "parameters", quantities.count),
     ("tokens", "tokens", quantities.count),
@@ -44,9 +44,9 @@ def write_report(
 ) -> None:
     """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
 
-    summary: what `monograph train --json` prints; keys it lacks are left out, keys unknown here go into the table.
+    summary: what `monograph train --json` prints; missing keys are left out, unknown keys go into the table.
     metrics: rows as `monograph.report.figures` describes them.   yardsticks: bits per byte by name.
-    samples: (share of the run, 0 to 1; text the model wrote then), shown side by side.
+    samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
 
     Raises DiskFull.
     """
@@ -82,7 +82,7 @@ def _headline(summary: Summary) -> str:
 
 
 def _standing(summary: Summary, yardsticks: Mapping[str, float]) -> str:
-    """One sentence: which yardsticks the run is below, and which it is not."""
+    """Return one sentence on which yardsticks the run is below, and which it is not."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
         return ""
@@ -110,14 +110,14 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
 
 
 def _rest(summary: Summary) -> list[tuple[str, str]]:
-    known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # a program's concern, and the title
+    known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # the schema is for programs, the run is the title
     if not summary.get("compile_s"):
         known.add("compile_s")
     return [_named(key, value) for key, value in summary.items() if key not in known and value is not None]
 
 
 def _named(key: str, value: Any) -> tuple[str, str]:
-    """A key and its value in words; the key's ending says the unit."""
+    """Return a key and its value in words; the key's ending tells the unit."""
     if isinstance(value, Mapping):
         name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
     elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -132,7 +132,7 @@ def _named(key: str, value: Any) -> tuple[str, str]:
 
 
 def _evaluations(metrics: Sequence[Row]) -> str:
-    """The points of the curve, for who wants the numbers."""
+    """Return a table of the curve's points, for readers who want the numbers."""
     scored = [row for row in metrics if row.get("eval_loss") is not None]
     heads = ("update", "tokens", "nats per token", "bits per byte", "rows")
     keys = {

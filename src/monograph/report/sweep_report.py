@@ -1,7 +1,7 @@
-"""The report of a sweep: its figures as PNG files and one HTML page that needs nothing but itself.
+"""Write a sweep's report: its figures as PNG files and one HTML page that needs nothing but itself.
 
 The figures show the held-out score against each knob, with error bars, and the curves of all members. A setting is a
-mapping with `knobs`, `mean` and `standard_error` (null for one seed), `values` (of its members; null for one that
+mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values` (one per member; null for one that
 diverged), and `standing` ("best", "tied" or ""). A curve has its member's `knobs` and rows of metrics.
 """
 
@@ -29,13 +29,13 @@ MOST_TICKS = 10
 
 
 def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Drawing]:
-    """One figure for each knob that has several values, and one of all members' curves.
+    """Return a figure for each knob that has several values, and one with the curves of all members.
 
     Args:
-        settings: as above.
-        curves: of the members.
-        key: of the score in a row of metrics.
-        unit: of the score.
+        settings: settings as described above.
+        curves: the members' curves.
+        key: the score's key in a row of metrics.
+        unit: the score's unit.
     """
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
     varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
@@ -61,7 +61,7 @@ def _against_panel(settings: Sequence[Setting], name: str, unit: str) -> Callabl
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
-    """Every member a dot, every setting its mean and standard error; where a member diverged, a mark on top."""
+    """Draw a dot for every member, mean and standard error for every setting, and a mark where a member diverged."""
     places, labels, is_log = _places([setting["knobs"].get(name) for setting in settings])
     axes.set_title(f"Held out, {unit}, by {name}")
     if is_log:
@@ -98,7 +98,7 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
 
 
 def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
-    """Where values stand on an axis: at themselves where they are numbers above 0 of different sizes, else in order."""
+    """Return where values go on an axis: at themselves if numbers above 0 of different sizes, else in order."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     distinct = list(dict.fromkeys(values))
     if len(numbers) == len(values):
@@ -111,7 +111,7 @@ def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """What the scores span, but not what lies so far off that the rest would be one flat line."""
+    """Return the span of the scores, without those so far off that the rest would be one flat line."""
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low, high = finite[0], min(finite[-1], 1.6 * finite[0])
     margin = max(0.08 * (high - low), 0.005)
@@ -119,7 +119,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
-    """Held-out scores of every member while it learned, all of the same rows; settings shade from pale to dark."""
+    """Draw held-out scores of every member over training, all on the same rows; settings shade from pale to dark."""
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
     ends = []
@@ -151,14 +151,14 @@ def write_sweep_report(
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
     Args:
-        folder: the sweep's.
+        folder: the sweep's folder.
         found: what `monograph sweep --json` prints.
-        settings: as `monograph.report.sweep_report` describes them.
-        curves: of the members.
+        settings: settings as this file's docstring describes them.
+        curves: the members' curves.
         how: a sentence that says what "tied" means.
 
     Raises:
-        DiskFull: no space for them.
+        DiskFull: there is no space for them.
     """
     best = found["best"]
     unit = best["unit"] if best else "nats"
@@ -199,7 +199,7 @@ def _key_figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settings(settings: Sequence[Setting], unit: str) -> str:
-    """Means over seeds, and how each stands to the best."""
+    """Return a table of means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for each in settings:
         lost, of = each["values"].count(None), len(each["values"])
@@ -222,7 +222,7 @@ def _members(members: Sequence[Mapping[str, Any]]) -> str:
 def _with_knobs(
     name: str, knobs: Sequence[Mapping[str, Any]], heads: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> str:
-    """A table whose first columns are the knobs."""
+    """Return a table whose first columns are the knobs."""
     keys = list(dict.fromkeys(key for each in knobs for key in each))
     cells = ([_knob(each.get(key)) for key in keys] for each in knobs)
     whole = [[*of_knobs, *rest] for of_knobs, rest in zip(cells, rows, strict=True)]

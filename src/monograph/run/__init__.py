@@ -1,4 +1,4 @@
-"""A run as a person meets it: its folder, lock and metrics, the signals that stop it, and its progress on screen."""
+"""Manage a run as a person meets it: folder, lock, metrics, the signals that stop it, and progress on screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that a run begins from, found again and compared: its weights for adapters, its tokens for a tokenizer.
+"""Find the model that a run begins from again, and compare it: weights for adapters, tokens for a tokenizer.
 
 Shapes: V rows of the model's embedding.
 """
@@ -28,18 +28,18 @@ LONGEST = 40  # characters of a token in a message
 
 
 class Vocabulary(NamedTuple):
-    """How many tokens there are.
+    """The number of tokens, in a model's tokenizer and in the one used with it.
 
     Attributes:
-        own: in the tokenizer of the model; None where it has none.
-        all: in the tokenizer that is used with it, the first of them the same.
+        own: in the tokenizer of the model; None if it has none.
+        all: in the tokenizer that is used with it, whose first tokens are the same.
     """
 
     own: int | None
     all: int
 
     def new(self, rows: int) -> range:
-        """The ids that a model of V rows was not trained with; where nobody knows, those that it has no row for."""
+        """Return the ids that a model of V rows was not trained with; if nobody knows, those that it has no row for."""
         return range(min(rows if self.own is None else self.own, rows), self.all)
 
 
@@ -47,7 +47,7 @@ def tokenizer_of(folder: str | Path) -> Path:
     """Find the tokenizer.json of a run, of a Hugging Face folder, or in the folder of a weight file.
 
     Raises:
-        InputRefused: there is none.
+        InputRefused: there is no tokenizer.json.
     """
     path = own_file(folder)
     if path is None and adapter.is_adapter(folder):
@@ -61,13 +61,13 @@ def tokenizer_of(folder: str | Path) -> Path:
 
 
 def tokenizer_named(name: str) -> str:
-    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names; of all else the setting."""
+    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names, else the setting itself."""
     run = None if name in ("auto", "bytes") else run_named(name)
     return str(run.tokenizer) if run else name
 
 
 def own_file(folder: str | Path) -> Path | None:
-    """The tokenizer.json that belongs to weights themselves, None where there is none."""
+    """Return the tokenizer.json that belongs to weights themselves; None where there is none."""
     run = run_named(folder)
     return run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
 
@@ -76,7 +76,7 @@ def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> 
     """Compare a tokenizer with that of the model in `base`, token by token.
 
     Raises:
-        InputRefused: an id that both have stands for another text, or the model's file cannot be read.
+        InputRefused: an id of both stands for different texts, or the model's file cannot be read.
     """
     path = own_file(base)
     if path is None or not is_file(path):
@@ -95,12 +95,12 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
     """Give a model the rows that it lacks.
 
     Args:
-        model: as it was loaded.
-        vocabulary: as `compared` found it.
-        base: where the model is from.
+        model: the model as it was loaded.
+        vocabulary: the result of `compared`.
+        base: where the model comes from.
 
     Returns:
-        What `monograph.model.vocabulary.extend` was told, to be told again; None where there was nothing to do.
+        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if there was nothing to do.
 
     Raises:
         InputRefused: rows are missing, and which of the tokens are new cannot be known.
@@ -123,14 +123,14 @@ def _shown(text: str) -> str:
 
 
 def recorded(lora: Lora) -> dict[str, Any]:
-    """The same as JSON gives it back."""
+    """Return the adapters' options as JSON values."""
     values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
     tokens = {"tokens": list(values.pop("tokens"))}
-    return values | (tokens if lora.tokens else {})  # which no run had before rows of tokens were trained
+    return values | (tokens if lora.tokens else {})  # runs from before rows of tokens were trained lack them
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 of a base's weights, in hex: of names, shapes and numbers, which are the same in bf16 and fp32."""
+    """Return the hex SHA-256 of a base's weights: of names, shapes and numbers, which are the same in bf16 and fp32."""
     found = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
         found.update(f"{name} {list(tensor.shape)} ".encode())
@@ -144,10 +144,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """Refuse a base whose weights are not those that a stored adapter was trained with, where its folder says which.
+    """Refuse a base whose weights are not those that a stored adapter was trained with, if the adapter records these.
 
     Raises:
-        InputRefused: it has others.
+        InputRefused: the base has other weights.
     """
     if adapter.weights_sha256 not in (None, base_sha256):
         raise InputRefused(
@@ -157,10 +157,10 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
 
 
 def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:
-    """Refuse a base that is not what a run's adapters were trained with.
+    """Refuse a base that differs from the one that a run's adapters were trained with.
 
     Raises:
-        InputRefused: it is not.
+        InputRefused: the base differs.
     """
     if found != wanted:
         raise InputRefused(

@@ -1,7 +1,7 @@
-"""The run folder: created without races, locked while in use, and its metrics, one JSON object per line.
+"""Handle run folders: created without races, locked while in use, with metrics as one JSON object per line.
 
-`run.lock` makes a folder a run: a JSON record with the run's serial number, and who holds or last held the lock. It has
-begun once `config.toml` is there; before that nothing in it is worth keeping, and the folder is as good as empty.
+`run.lock` makes a folder a run: a JSON record with the run's serial number and the present or last holder of the lock.
+A run has begun once `config.toml` exists; before that it holds nothing worth keeping and counts as empty.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DEFAULT_ROOT = Path("runs")
 _BEFORE_IT_BEGAN = {
     "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
 }  # fmt: skip
-_RECORD = b'{"serial": '  # how run.lock begins
+_RECORD = b'{"serial": '  # the first bytes of run.lock
 
-# Descriptors of the locks this process holds. A forked child inherits them, and with them the locks, which would then
-# outlive us.
+# Descriptors of the locks that this process holds. A forked child inherits them, and so the locks, which would then
+# outlive this process.
 _held: set[int] = set()
 
 
@@ -57,7 +57,8 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 class Run:
     """A run's folder. Make one with `create`, find one with `open`; `lock` it before writing anything.
 
-    `at` is the update of the checkpoint by whose folder the run was named; None: by its own, which means the newest.
+    `at` is the update of the checkpoint whose folder named the run; None if the run's folder did: then the newest is
+    meant.
     """
 
     def __init__(self, folder: Path, at: int | None = None) -> None:
@@ -73,10 +74,10 @@ class Run:
 
     @classmethod
     def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Run:
-        """A new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it when that minute has one already.
+        """Make a new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one.
 
-        Raises InputRefused when `out` holds something or cannot be written, RunInUse when it is a run that another
-        process is writing, and DiskFull. A run in `out` that was killed before it had begun is no hindrance.
+        Raises InputRefused if `out` holds something or cannot be written, RunInUse if another process is writing a run
+        there, and DiskFull. A run in `out` that was killed before it had begun is replaced.
         """
         with explained(Path(root if out is None else out)):
             run = cls(claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out)))
@@ -94,11 +95,11 @@ class Run:
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
-        """The run at path `name`; "last" is the newest one in `root` that has begun, "last/..." what is in it.
+        """Return the run at path `name`; "last" is the newest begun run in `root`, and "last/..." a path inside it.
 
-        The folder of one of its checkpoints names the run as it was then, `Run.at`.
-        Newest is the highest serial number, which a clock that jumps does not change. Raises InputRefused, also for a
-        sweep, of which one run must be named.
+        The folder of one of its checkpoints names the run as it was then, `Run.at`. The newest run has the highest
+        serial number, which does not depend on the clock. Raises InputRefused, also for a sweep, of which one run must
+        be named.
         """
         name = placed(Path(name))
         folder, at = cls.located(name, root), checkpoint_named(name)
@@ -109,7 +110,7 @@ class Run:
 
     @staticmethod
     def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
-        """The folder of the run or sweep of that name; see `open`. Raises InputRefused."""
+        """Return the folder of the run or sweep of that name; see `open`. Raises InputRefused."""
         first, *inner = Path(name).parts or (".",)
         folder = placed(Path(name))
         if first == "last":
@@ -132,18 +133,18 @@ class Run:
 
     @property
     def named(self) -> Path:
-        """What names it: its folder, or that of the checkpoint of update `at`."""
+        """Return the folder that names it: the run's, or that of the checkpoint of update `at`."""
         return self.folder if self.at is None else self.checkpoints / f"step-{self.at:08d}"
 
     @property
     def begun(self) -> bool:
-        """Whether its settings are written: from then on it can be resumed."""
+        """Return whether its settings are written: from then on it can be resumed."""
         return is_file(self.config)
 
     @property
     def handle(self) -> str:
-        """How to name this run on a command line: "last" while it is the newest in ./runs, otherwise its path."""
-        with suppress(Unreadable):  # which run is the newest
+        """Return this run's name on a command line: "last" while it is the newest in ./runs, otherwise its path."""
+        with suppress(Unreadable):  # of the file that says which run is the newest
             runs = runs_in(DEFAULT_ROOT)
             return "last" if runs and without_links(runs[-1]) == without_links(self.folder) else str(self.folder)
         return str(self.folder)
@@ -153,7 +154,7 @@ class Run:
         """Hold the run for the `with` block; the kernel frees it when the process ends, however it ends (flock(2)).
 
         Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new` run that another
-        process began since it was created here.
+        process began after it was created here.
         """
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
@@ -162,10 +163,10 @@ class Run:
             yield
 
     def _sign(self, descriptor: int, number: int) -> None:
-        """Write the run's number into its lock, and who holds it.
+        """Write the run's number and the holder into its lock.
 
-        Bytes that stand there already are not written again, so that not even a power cut takes the number; what is
-        left over is cut off last, so that a reader never finds the file empty.
+        Bytes that are there already are not written again, so that not even a power cut takes the number; leftover
+        bytes are cut off last, so that a reader never finds the file empty.
         """
         holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
         content = json.dumps(holder).encode()
@@ -177,7 +178,7 @@ class Run:
             os.fsync(descriptor)
 
     def log(self, *rows: Mapping[str, Any]) -> None:
-        """Append each row to metrics.jsonl as one line; it is with the kernel when this returns, so a kill keeps it.
+        """Append each row to metrics.jsonl as one line; the kernel has it when this returns, so a kill keeps it.
 
         NaN and infinities are written as null, since JSON has neither. Raises DiskFull, leaving no half line behind.
         """
@@ -197,13 +198,13 @@ class Run:
                 os.close(descriptor)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows so far, but for a last line cut by a power failure; raises InputRefused where one is damaged."""
+        """Return the rows so far, except a last line that was cut off; raises InputRefused where one is damaged."""
         content = self._metrics()
         return self._parsed(content[: content.rfind(b"\n") + 1])
 
     def _metrics(self) -> bytes:
         try:
-            return read_input(self.metrics, None)  # however long it is, a run that wrote it must go on
+            return read_input(self.metrics, None)  # of any length, or a run that wrote it could not go on
         except FileNotFoundError:
             return b""
         except OSError as error:
@@ -218,25 +219,25 @@ class Run:
 
     @property
     def metrics_offset(self) -> int:
-        """Length of metrics.jsonl in bytes, for a checkpoint to record."""
+        """Return the length of metrics.jsonl in bytes, for a checkpoint to record."""
         found = status(self.metrics)
         return found.st_size if found else 0
 
     def sync_metrics(self) -> int:
-        """Make the rows logged so far survive a power failure; returns `metrics_offset`. Call before a checkpoint."""
+        """Make the rows logged so far survive a power failure; return `metrics_offset`. Call before a checkpoint."""
         if exists(self.metrics):
             with explained(self.metrics), open_input(self.metrics) as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
-        """Hex sha256 of the rows before byte `offset`, without it of all."""
+        """Return the hex sha256 of the rows before byte `offset`, or of all rows without it."""
         return hashlib.sha256(self._metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Drop the rows after byte `offset`; raises InputRefused, nothing changed, where one that stays is damaged.
+        """Drop the rows after byte `offset`; raises InputRefused, changing nothing, if a remaining row is damaged.
 
-        With `sha256`, what stays must have that digest.
+        With `sha256`, the remaining rows must have that digest.
         """
         instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
@@ -255,7 +256,7 @@ class Run:
 
 @contextmanager
 def _exclusive(lock_file: Path) -> Iterator[int]:
-    """The lock file's descriptor, held for the `with` block; raises RunInUse."""
+    """Yield the lock file's descriptor, held for the `with` block; raises RunInUse."""
     with explained(lock_file):
         descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
     _held.add(descriptor)
@@ -274,7 +275,7 @@ def _exclusive(lock_file: Path) -> Iterator[int]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write `path` into the error a person can act on."""
+    """Turn the system's refusal to write `path` into an error that a person can act on."""
     try:
         yield
     except OSError as error:
@@ -286,7 +287,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def claim_new_folder(root: Path) -> Path:
-    """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it when that minute has one already."""
+    """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one already."""
     root.mkdir(parents=True, exist_ok=True)
     folder = wanted = root / datetime.now().strftime("%Y-%m-%d-%H%M")
     attempt = 1
@@ -309,14 +310,14 @@ def _claim_given_folder(folder: Path) -> Path:
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
-    """Whether nothing is in `folder` but what a run that was killed before it began leaves."""
+    """Return whether `folder` holds only what a run leaves that was killed before it began."""
     found = contents(folder / "run.lock")
     ours = found is not None and _RECORD.startswith(found.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
     return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _drop_text(folder: Path) -> None:
-    """Remove what a run had of standard input when it was killed before it had begun; of a living one the lock says."""
+    """Remove standard input's text that a run kept before it was killed unbegun; the lock shows whether it lives."""
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
         if exists(folder / "stdin") and not run.begun:
@@ -332,7 +333,7 @@ def _already_a_run(folder: Path) -> InputRefused:
 
 def _in_use(folder: Path) -> RunInUse:
     holder: dict[str, Any] = {}
-    with suppress(Unreadable):  # it is in use all the same
+    with suppress(Unreadable):  # the run is in use even if its record is unreadable
         holder = record(folder)
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
@@ -354,27 +355,27 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 class Follower(Run):
-    """A run that is read and never written."""
+    """A run that this process reads and never writes."""
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
-        """Nothing: rank 0 holds it."""
+        """Do nothing, since rank 0 holds the lock."""
         yield
 
     def log(self, *rows: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """None: rank 0 may be writing them."""
+        """Return no rows, since rank 0 may be writing them."""
         return []
 
     def sync_metrics(self) -> int:
-        """Nothing."""
+        """Return `metrics_offset` without writing."""
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
-        """Nothing: rank 0 records it."""
+        """Return an empty string, since rank 0 records the digest."""
         return ""
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""

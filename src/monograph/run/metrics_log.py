@@ -1,4 +1,4 @@
-"""What happened, written down: updates, evaluations and samples as rows of metrics.jsonl, of one run or of many."""
+"""Write updates, evaluations and samples as rows of metrics.jsonl, for one run or for many."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PATIENCE = 20
 
 
 class MetricsLog:
-    """Collects updates and writes them `every` updates, so that the device is waited for that often only."""
+    """Collects updates and writes them every `every` updates, so that it waits for the device only that often."""
 
     def __init__(self, run: Run, every: int):
-        """The log of `run`; what a resumed run's metrics hold already is read back."""
+        """Open the log of `run`, and read back the metrics that a resumed run has already."""
         self.run, self.every = run, every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         rows = [row for row in run.rows() if "skipped" in row]
@@ -29,7 +29,7 @@ class MetricsLog:
         self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Note an update; True if the rows were written now."""
+        """Note an update; return whether the rows were written now."""
         self.pending.append((update, extra))
         if len(self.pending) < self.every:
             return False
@@ -37,7 +37,7 @@ class MetricsLog:
         return True
 
     def flush(self) -> None:
-        """Write what is pending: the one place where the training loop reads tensors."""
+        """Write pending rows: the one place where the training loop reads tensors."""
         if not self.pending:
             return
         self.write(
@@ -47,11 +47,11 @@ class MetricsLog:
 
     @property
     def is_lost(self) -> bool:
-        """Whether so many updates in a row were skipped that it is no accident."""
+        """Return whether more updates in a row were skipped than an accident explains."""
         return self.streak >= PATIENCE
 
     def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
-        """Write rows of updates, whose `skipped` counts since the start, and what else is known of each."""
+        """Write rows of updates, whose `skipped` counts since the start, with the extra values of each."""
         written = []
         for row, extra in zip(rows, extras, strict=True):
             was_skipped = row["skipped"] > self.skipped
@@ -62,12 +62,12 @@ class MetricsLog:
         self.run.log(*written)
 
     def has_lost(self, updates: int) -> bool:
-        """Whether a run that ends now, after so many updates, ends without learning."""
+        """Return whether a run that ends now, after `updates` updates, ends without learning."""
         loss = self.last.get("train_loss")
         return self.streak > 0 and (loss is None or not math.isfinite(loss) or 2 * self.streak >= updates)
 
     def note(self, row: dict[str, Any]) -> None:
-        """Write a row that is no update: an evaluation or a sample."""
+        """Write a row for an evaluation or a sample rather than for an update."""
         self.flush()
         self.run.log(row)
 
@@ -76,20 +76,20 @@ class MetricsLogs:
     """The logs of models that train at once: their tensors are read together."""
 
     def __init__(self, runs: Sequence[Run], every: int):
-        """MetricsLogs of `runs`, in the order of the members; see `MetricsLog`. `ended` is read back too."""
+        """Open the logs of `runs`, in the order of the members; see `MetricsLog`. `ended` is read back too."""
         self.logs, self.every = [MetricsLog(run, every) for run in runs], every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         self.ended = {i: row["diverged"] for i, run in enumerate(runs) for row in run.rows() if "diverged" in row}
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Note an update; True if the rows were written now."""
+        """Note an update; return whether the rows were written now."""
         self.pending.append((update, extra))
         if len(self.pending) >= self.every:
             self.flush()
         return not self.pending
 
     def flush(self) -> None:
-        """Write what is pending, but of a member that ended nothing more."""
+        """Write pending rows, except for members that have ended."""
         if not self.pending:
             return
         found, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
@@ -99,13 +99,13 @@ class MetricsLogs:
                 log.write([members[index] for members in found], extras)
 
     def diverged(self, of: int | None = None) -> list[int]:
-        """Members of which many updates in a row were not finite, each told once; nothing of them is written any more.
+        """Return members with too many non-finite updates in a row, each once; no more of their rows are written.
 
-        `ended` has the update after which each of them learned nothing more.
+        `ended` holds the update after which each of them learned nothing more.
 
         Args:
-            of: at the end of their run, how many updates it had. There is no other update to wait for: members whose
-                loss is not finite, or that learned nothing in half of the run or more, have diverged as well.
+            of: the number of updates, at the end of a run. As no further update will come, members whose loss is not
+                finite or that learned nothing in at least half of the run count as diverged, too.
         """
         going = [i for i in range(len(self.logs)) if i not in self.ended]
         lost = [i for i in going if self.logs[i].is_lost or (of and self.logs[i].has_lost(of))]
@@ -117,7 +117,7 @@ class MetricsLogs:
 
 
 def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
-    """What each update did to each member, in one read of the device; an engine of one model has one."""
+    """Return what each update did to each member, in one read of the device; an engine of one model has one member."""
     columns = [
         torch.stack([torch.atleast_1d(each).double() for each in (u.loss, u.grad_norm, u.tokens, u.skipped)])
         for u in updates

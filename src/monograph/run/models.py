@@ -1,4 +1,4 @@
-"""Models by name: build one from settings, load one from a run, a Hugging Face folder or a weight file."""
+"""Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight file."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Trained(NamedTuple):
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
-    """The module a run starts from, and its loss.
+    """Return the module that a run starts from, and its loss.
 
-    Weights of a folder or file are mapped and become fp32 (`monograph.graph.mmap_weights`): `materialize_` reads what
-    is no plane, narrower or quantised by then.
+    Weights of a folder or file are mapped and become fp32 (`monograph.graph.mmap_weights`); `materialize_` later reads
+    those that are not in a plane, narrower or quantised by then.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    # A function that takes no seed draws its weights from torch's own generator.
+    # A function that takes no seed draws its weights from torch's global generator.
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
@@ -68,27 +68,27 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
 
 
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
-    """A language model and its tokenizer, from a run ("last", a run's folder), a Hugging Face folder or a weight file.
+    """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face folder or a weight file.
 
-    Of a run the newest checkpoint that passes verification is taken, or the one whose folder is named, and where the
-    run kept an average of its weights (`optim.ema`) the average. A file of torch.save has its tokenizer.json in its
-    folder. Nothing is fetched from the network.
+    From a run it takes the newest checkpoint that passes verification, or the one whose folder is named, and the
+    average of its weights if the run kept one (`optim.ema`). A file of torch.save has its tokenizer.json in its folder.
+    Nothing is fetched from the network.
 
     Raises:
-        InputRefused: none of these, or damaged; names what is wrong.
-        NoValidCheckpoint: a run without one.
+        InputRefused: the name is none of these, or the files are damaged; the message says what is wrong.
+        NoValidCheckpoint: the run has no valid checkpoint.
     """
     run = run_named(folder)
     if run is None:
         model = materialize_(_merged(_load(folder, warn, None, {})))
-        require_all_finite(model, folder)  # a run's are saved only where they are finite
+        require_all_finite(model, folder)  # a run saves only finite weights
         return model, Tokenizer.from_file(tokenizer_of(folder))
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     return materialize_(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
-    """Look at every weight of a folder's model. Raises InputRefused for the first that holds NaN or an infinity."""
+    """Refuse a folder's model that has NaN or an infinity in any weight. Raises InputRefused for the first of them."""
     for name, weight in model.named_parameters():
         require_finite(weight, f"{folder}: {name}")
 
@@ -96,11 +96,11 @@ def require_all_finite(model: nn.Module, folder: str | Path) -> None:
 def load_to_export(
     folder: str | Path, warn: Callable[[str], None] = lambda line: None
 ) -> tuple[Llama, Tokenizer, Packed | None]:
-    """The same for `save`: weights still in their files, adapters not merged yet; and the adapters that a run trained.
+    """Load a model for `save`, weights still in their files and adapters unmerged, and the adapters that a run trained.
 
     Raises:
-        InputRefused: as `load`.
-        NoValidCheckpoint: likewise.
+        InputRefused: as in `load`.
+        NoValidCheckpoint: as in `load`.
     """
     run = run_named(folder)
     if run is None:
@@ -116,7 +116,7 @@ def load_to_export(
 
 
 def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
-    """A run's model, with adapters on its base where it has some, and the shape of the base as it is stored."""
+    """Return a run's model, with adapters on its base if it has some, and the shape of the base as it is stored."""
     config = checkpoint.state["model_config"]
     if config is None:
         init = checkpoint.state["recipe"]["init"]
@@ -140,7 +140,7 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
 
 
 def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
-    """The Llama that a checkpoint holds whole: its tensors themselves, no copies."""
+    """Return the Llama that a checkpoint holds whole, with its own tensors rather than copies."""
     config = LlamaConfig.from_hf(checkpoint.state["model_config"])
     with torch.device("meta"):
         expected = dict(Llama(config).named_parameters())
@@ -150,15 +150,15 @@ def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
 
 
 def _merged(model: Llama) -> Llama:
-    """The same, its adapters merged, to be trained whole."""
+    """Return the model with its adapters merged, to be trained whole."""
     merge(model)
     return model.requires_grad_(True)
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
-    """None where a model's weights are stored in one dtype, else fp32; of a run fp32, in which it was a base."""
+    """Return None if a model's weights are stored in one dtype, else fp32; fp32 for a run, as when it was a base."""
     if run_named(init):
-        return torch.float32  # adapters of its own, merged in fewer bits, would give other weights
+        return torch.float32  # merged in fewer bits, its adapters would give other weights
     if is_weight_file(init):
         return None
     return torch.float32 if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1 else None
@@ -167,7 +167,7 @@ def _one_dtype(init: str) -> torch.dtype | None:
 def _load(
     folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None, sizes: Mapping[str, Any]
 ) -> Llama:
-    """A model whose weights may lie in their files still, and whose adapters are not merged yet."""
+    """Return a model whose weights may still be in their files, and whose adapters are not merged yet."""
     if run := run_named(folder):
         return _of_run(run, checkpointing.newest(run.checkpoints, warn, at=run.at), dtype)[0]
     if adapter.is_adapter(folder):
@@ -191,16 +191,17 @@ def _load(
 
 
 def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | None = None) -> Trained:
-    """A run's newest sound model of any kind; a module of its own is built anew by its file.
+    """Load a run's newest sound model of any kind; a module from a Python file is built anew by that file.
 
     Args:
         run: the run.
         warn: called with each line that a person should read.
-        precision: in which a model with adapters will be computed; where that is 16 bits, its base is kept in them.
+        precision: the precision in which a model with adapters will compute; if it has 16 bits, its base is kept in
+            them.
 
     Raises:
-        InputRefused: the file changed since, or what it builds does not take the weights.
-        NoValidCheckpoint: a run without one.
+        InputRefused: the file changed since, or its module does not take the weights.
+        NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
     recipe = Recipe.recorded(checkpoint.state["recipe"], run)
@@ -221,26 +222,26 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """A checkpoint's tensors of the model by name, averaged ones where the run kept an average."""
+    """Return a checkpoint's tensors of the model by name, averaged ones where the run kept an average."""
     average = averages(checkpoint)
     return {name: average[name] if name in average else checkpoint.model[name] for name in checkpoint.model}
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The averaged weights of a run that kept an average, by the parameters' names; of another run none."""
+    """Return the averaged weights by the parameters' names; none for a run that kept no average."""
     kept = [name for name in checkpoint.optimizer if name.startswith("ema.")]
     return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
 
 
 def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
-    """A run's tokenizer.
+    """Return a run's tokenizer.
 
     Args:
         run: the run.
-        state: of its checkpoint, which records the tokenizer's digest; empty where there is none.
+        state: the state of its checkpoint, which records the tokenizer's digest; empty where there is none.
 
     Raises:
-        InputRefused: its file is damaged or another one; says where to find a copy.
+        InputRefused: the file is damaged or another one; the message says where to find a copy.
     """
     recorded = state.get("tokenizer")
     try:
@@ -260,7 +261,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into a module, by name; tied weights are stored once.
 
     Raises:
-        InputRefused: a tensor is missing, left over or has another shape.
+        InputRefused: a tensor is missing, left over or of another shape.
     """
     own = kept_state(model)
     _require_fit(own, tensors)
@@ -289,9 +290,9 @@ def save(
     """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
 
     Raises:
-        UsageError: another format or dtype, or a package that is missing.
-        InputRefused: the folder exists and holds something, or the model is none that the format can express.
-        DiskFull: no space left; nothing of this export remains.
+        UsageError: an unknown format or dtype, or a missing package.
+        InputRefused: the folder exists and holds something, or the format cannot express the model.
+        DiskFull: there is no space left; nothing of this export remains.
     """
     check(format, dtype)
     model = unwrapped(model)
@@ -311,10 +312,10 @@ def save(
 
 
 def check(format: str, dtype: str | None) -> None:
-    """Refuse, before anything is loaded, what no model can be written as.
+    """Refuse, before anything is loaded, a format or dtype in which no model can be written.
 
     Raises:
-        UsageError: another format or dtype, or a package that is missing.
+        UsageError: an unknown format or dtype, or a missing package.
     """
     if format not in ("hf", "gguf"):
         raise UsageError(f"--format {format}: expected hf or gguf")

@@ -1,4 +1,4 @@
-"""What a person sees of a run on standard error: stages as aligned lines, and the training block with its curve."""
+"""Show a run on standard error: stages as aligned lines, and the training block with its curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
 
 
 class Progress:
-    """Speaks for a run, from its first line to its last; nothing here is ever silent for long.
+    """Reports on a run, from its first line to its last, and is never silent for long.
 
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
@@ -39,23 +39,23 @@ class Progress:
         self.screen = Screen(stream)
 
     def header(self, text: str) -> None:
-        """A line without a label, with an empty one after it."""
+        """Print a line without a label, followed by an empty one."""
         rows = textwrap.wrap(text, self.screen.width)
         self.screen.print(*(Text(row, style="bold") for row in rows), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
-        """`texts`, each on a line of its own and wrapped, after `label` in its column."""
+        """Print each of `texts` on its own line, wrapped, after `label` in its column."""
         width = self.screen.width - LABEL_WIDTH
         wrapped = [row for text in texts for row in textwrap.wrap(text, width, drop_whitespace=True) or [""]]
         self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(wrapped)))
 
     def gap(self) -> None:
-        """An empty line."""
+        """Print an empty line."""
         self.screen.print(Text(""))
 
     @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
-        """A stage of work: its elapsed time ticks while it runs, and its line with the time stays."""
+        """Show a stage of work: its elapsed time ticks while it runs, and its line with the time stays."""
         stage = Stage(label, text)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running):
@@ -67,7 +67,7 @@ class Progress:
             self.screen.print(*stage.ended(self.screen.width))
 
     def training(self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0) -> TrainingBlock:
-        """The block of a training run of `updates` updates and `tokens` tokens, going on from update `start`."""
+        """Return the block of a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
         return TrainingBlock(self.screen, updates, tokens, yardsticks, start)
 
 
@@ -80,16 +80,16 @@ class Stage:
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
-        """How far the work inside the stage is."""
+        """Report how far the work inside the stage is."""
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
 
     def running(self) -> Text:
-        """The line while the stage runs."""
+        """Return the line shown while the stage runs."""
         elapsed = quantities.duration(int(monotonic() - self._start_s))
         return _labelled(self.label, f"{self.text}{self._detail}   {elapsed}")
 
     def ended(self, width: int) -> list[Text]:
-        """The line or lines that stay, for a screen of `width` characters."""
+        """Return the line or lines that stay, for a screen of `width` characters."""
         time = quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
         *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
@@ -102,7 +102,7 @@ class Stage:
 
 
 class TrainingBlock:
-    """The bar, the held-out curve among its yardsticks, and the samples of a run; a context manager.
+    """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
 
     On a terminal it is redrawn in place and its last state stays. Elsewhere there is a line of figures now and then,
     samples as they come, and the curve at the end.
@@ -131,7 +131,7 @@ class TrainingBlock:
     def update(
         self, index: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None, skipped: int = 0
     ) -> None:
-        """Update `index` (counted from 1) is done; cheap enough for every update."""
+        """Report that update `index` (counted from 1) is done; cheap enough for every update."""
         parts = [f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
             parts.append(quantities.memory(memory_bytes))
@@ -140,15 +140,15 @@ class TrainingBlock:
         self._index, self._figures = index, "   ".join(parts)
 
     def note(self, text: str) -> None:
-        """A line under the bar, e.g. what binds the speed."""
+        """Show a line under the bar, such as what limits the speed."""
         self._note = text
 
     def held_out(self, tokens: int, bits_per_byte: float) -> None:
-        """A point of the curve; on a resume, the earlier ones too."""
+        """Add a point to the curve; after a resume, also the earlier ones."""
         self._held_out.append((tokens, bits_per_byte))
 
     def sample(self, share: float, text: str) -> None:
-        """What the model writes after `share` (0 to 1) of the run."""
+        """Show what the model writes after `share` (0 to 1) of the run."""
         self._samples.append((share, text))
         if not self._screen.is_live:
             self._screen.print(self._sample_line(share, text))
@@ -204,9 +204,9 @@ def _labelled(label: str, text: str) -> Text:
 
 
 class SweepDisplay:
-    """A context manager. On a terminal bar and table are redrawn in place; elsewhere there is a line now and then.
+    """A context manager for a sweep's bar and table: redrawn in place on a terminal, elsewhere occasional lines.
 
-    Work is counted in updates of one member; `table` gives the lines as they stand, and is asked only when told so.
+    Work is counted in updates of one member; `table` returns the current lines, and is called only after `retell`.
     """
 
     def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
@@ -226,15 +226,15 @@ class SweepDisplay:
         self._live.__exit__(kind, error, trace)
 
     def update(self, done: int, figures: str) -> None:
-        """So much of the work is done; cheap enough for every update."""
+        """Report that `done` units of the work are finished; cheap enough for every update."""
         self._done, self._figures = done, figures
 
     def retell(self) -> None:
-        """The table changed."""
+        """Report that the table changed."""
         self._lines = list(self._table())
 
     def note(self, text: str) -> None:
-        """A line under the bar."""
+        """Show a line under the bar."""
         self._note = text
         if not self._screen.is_live:
             self._screen.print(Text(f"  {text}"))

@@ -1,4 +1,4 @@
-"""What a module is built from, as a checkpoint records it: a shape, a folder, a file of Python, an adapter."""
+"""Record what a module is built from in a checkpoint: a shape, a folder, a Python file, an adapter."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from monograph.storage.reading import is_file, is_folder, without_links
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
 _TEXTS = ("init", "sha256", "adapter", "base_sha256")
 _MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
-SHAPE_OF_SIZES = "micro"  # whose rope, head and initialisation a shape given by its sizes alone has
+SHAPE_OF_SIZES = "micro"  # the preset whose rope, head and initialisation a shape given by its sizes alone takes
 
 
 class Recipe(NamedTuple):
-    """What a module is built from, as a checkpoint records it.
+    """The inputs from which a module is built, as a checkpoint records them.
 
     Attributes:
         init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder, a file of
             torch.save or a run to start from.
-        preset: the shape of a fresh Llama by name; "auto": `sizes` give it whole.
-        sizes: sizes by their Hugging Face names, over the preset's; offered to `function`; what a file of torch.save
-            leaves open.
-        seed: of fresh weights; torch's generator is seeded with it, and `function` gets it if it takes a `seed`.
-        sha256: of the file that holds the function, None where there is none.
-        lora: the adapters that are trained next to the module, None where the module itself is.
-        adapter: a stored adapter's folder to begin from; `init` is then its base.
-        base_sha256: of the frozen weights as they are stored, where there are adapters.
-        vocabulary: first id that the weights of `init` were not trained with and the number of tokens, where these
-            were given rows (`monograph.model.vocabulary.extend`); None where none were.
-        config: of the run whose checkpoint recorded this recipe, None where a person's settings made it: whose word
-            it is that `function` may run. It is not recorded itself.
+        preset: the name of a fresh Llama's shape; "auto" if `sizes` give it whole.
+        sizes: sizes by their Hugging Face names, which override the preset's, are offered to `function`, and complete a
+            file of torch.save.
+        seed: seed of fresh weights, for torch's generator and for `function` if it takes a `seed`.
+        sha256: digest of the file that holds the function; None where there is none.
+        lora: the adapters that are trained next to the module; None if the module itself is trained.
+        adapter: the folder of a stored adapter to begin from; `init` is then its base.
+        base_sha256: digest of the frozen weights as they are stored, if there are adapters.
+        vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
+            (`monograph.model.vocabulary.extend`); None otherwise.
+        config: the config.toml of the run whose checkpoint recorded this recipe, which decides whether `function` may
+            run; None for a person's own settings. It is not recorded itself.
     """
 
     init: str | None
@@ -64,10 +64,10 @@ class Recipe(NamedTuple):
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any], run: Run) -> Recipe:
-        """The recipe that a run's checkpoint recorded.
+        """Return the recipe that a run's checkpoint recorded.
 
         Raises:
-            InputRefused: it lacks an entry, or one has not the type and range that a run writes.
+            InputRefused: an entry is missing, or has not the type and range that a run writes.
         """
         with suppress(TypeError, ValueError, KeyError, AttributeError, MonographError):
             asked = {name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS} - {"config"}
@@ -76,22 +76,22 @@ class Recipe(NamedTuple):
         raise InputRefused(f"{run.checkpoints}: the recorded recipe is not one that Monograph writes")
 
     def entries(self) -> dict[str, Any]:
-        """What a checkpoint records; without adapters what it did before there were any."""
+        """Return what a checkpoint records; without adapters, the same as before adapters existed."""
         found = self._replace(config=None)._asdict()
         return {key: value for key, value in found.items() if value is not None or key not in _SINCE_ADAPTERS}
 
     @property
     def file(self) -> Path | None:
-        """The Python file that builds the module, if one does."""
+        """Return the Python file that builds the module, if there is one."""
         return code_file(self.init)
 
     def checked(self) -> Recipe:
-        """This recipe with the digest of its file, or of an adapter with its base.
+        """Return this recipe with the digest of its file, or with the base of its adapter.
 
-        It fails early on what can be seen before any text is read.
+        What can be seen to be wrong before any text is read is refused here.
 
         Raises:
-            InputRefused: sizes that do not fit together, or a folder or file that cannot be used.
+            InputRefused: sizes do not fit together, or a folder or file cannot be used.
         """
         if self.init and adapter.is_adapter(self.init):
             stored = adapter.read_adapter(self.init)
@@ -109,17 +109,17 @@ class Recipe(NamedTuple):
         return self
 
     def shape(self, **defaults: Any) -> LlamaConfig:
-        """The shape of a fresh Llama; `defaults` are sizes where the recipe leaves them open."""
+        """Return the shape of a fresh Llama; `defaults` are sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, **sizes)
-        # As many key-value heads as heads, and a feed-forward layer of 8/3 of the width, as in the first Llama.
+        # The first Llama has as many key-value heads as heads, and a feed-forward layer of 8/3 of the width.
         wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
         return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
 
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:
-    """The adapters that a recipe records."""
+    """Return the adapters that a recipe records."""
     targets = saved["targets"]
     changed = {
         "targets": targets if isinstance(targets, str) else tuple(targets),
@@ -129,7 +129,7 @@ def lora_of(saved: Mapping[str, Any]) -> Lora:
 
 
 def _is_written_by_us(saved: Mapping[str, Any]) -> bool:
-    """Whether a recorded recipe has the types and ranges of one that a run writes."""
+    """Return whether a recorded recipe has the types and ranges of one that a run writes."""
     lora, vocabulary = saved.get("lora"), saved.get("vocabulary")
     texts = [saved["preset"]] + [text for name in _TEXTS if (text := saved.get(name)) is not None]
     numbers = [saved["seed"], *saved["sizes"].values()]
@@ -150,10 +150,10 @@ def _is_written_by_us(saved: Mapping[str, Any]) -> bool:
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:
-    """The file that built a run's module must still be what it was.
+    """Require that the file that built a run's module is unchanged.
 
     Raises:
-        InputRefused: it is not, or cannot be read.
+        InputRefused: the file has changed, or cannot be read.
     """
     if recipe.file and recipe.checked().sha256 != recipe.sha256:
         raise InputRefused(
@@ -163,12 +163,12 @@ def require_same_file(recipe: Recipe, run: Run) -> None:
 
 
 def run_named(folder: str | Path) -> Run | None:
-    """The run of that name, or None for a folder that is no run."""
+    """Return the run of that name, or None for a folder that is not a run."""
     return Run.open(folder) if names_run(folder) else None
 
 
 def names_run(folder: str | Path) -> bool:
-    """Whether that names a run, one of its checkpoints or a sweep."""
+    """Return whether a folder is a run, one of its checkpoints or a sweep."""
     path = placed(Path(folder))
     if checkpoint_named(path) is not None:
         path = path.parent.parent
@@ -176,29 +176,29 @@ def names_run(folder: str | Path) -> bool:
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
-    """The shape that a Hugging Face folder's config.json gives; None of anything else, which only loading tells."""
+    """Return the shape in a Hugging Face folder's config.json; None for anything else, which only loading tells."""
     if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
         return None
     return hub.read_config(folder) if is_folder(folder) else None
 
 
 def is_weight_file(name: str | Path) -> bool:
-    """Whether that names a file of torch.save, there or not, and neither a run nor a folder."""
+    """Return whether a name is that of a file of torch.save, existing or not, and neither a run nor a folder."""
     return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
 def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
-    """The module that a Python file's function builds, and the file's loss, or that of tokens.
+    """Return the module that a Python file's function builds, and the file's loss or else the loss of tokens.
 
     Raises:
-        InputRefused: the file or the function cannot be used, or returns no such module; or a run names the file, and
-            nobody here vouches for that run.
+        InputRefused: the file or the function cannot be used, or it returns no such module; or a run names the file,
+            and this user does not vouch for that run.
     """
     where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
     code_digest(str(recipe.init))
     if recipe.config:
         require_trusted(recipe.config, [recipe.init])
-    # Dataclasses and Dynamo look a class's module up in sys.modules, where the file's own name may be taken.
+    # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may be taken.
     file = without_links(file)
     folder, digest = str(file.parent), hashlib.sha256(str(file).encode()).hexdigest()
     name = f"{OTHERS}{digest[:8]}_{file.stem}"
@@ -206,7 +206,7 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if folder not in sys.path:
-        sys.path.append(folder)  # so that it finds its neighbours, as it does when Python runs it
+        sys.path.append(folder)  # the file must find its neighbours, as it does when Python runs it
     try:
         spec.loader.exec_module(module)
         function = getattr(module, function_name, None)
@@ -230,6 +230,6 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
         )
     loss = getattr(module, "loss", token_loss)
     if not hasattr(loss, "fill"):
-        with suppress(AttributeError):  # of what takes no attributes; its short micro-batches stay short
-            loss.fill = token_loss.fill  # what rows of texts without targets hold
+        with suppress(AttributeError):  # a loss that takes no attributes keeps its short micro-batches
+            loss.fill = token_loss.fill  # the content of rows without targets
     return unwrap_(built), loss

@@ -1,4 +1,4 @@
-"""Which runs a folder holds, in the order in which they were made, and what their run.lock says."""
+"""List the runs of a folder in the order in which they were made, and read their run.lock."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
 def checkpoint_named(path: Path) -> int | None:
-    """The update of the checkpoint that a path RUN/checkpoints/step-UPDATE names, None of another path."""
+    """Return the update of the checkpoint that a path RUN/checkpoints/step-UPDATE names; None for any other path."""
     inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
     found = _CHECKPOINT.fullmatch(path.name) if inside else None
     return int(found[1]) if found else None
 
 
 def placed(path: Path) -> Path:
-    """The path; where it leads if only that is called as a checkpoint's folder is: a link to one, or `.` in one."""
+    """Return the path, resolved only if the result names a checkpoint: it is a link to one, or `.` inside one."""
     if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(without_links(path)) is not None:
         return without_links(path)
     return path
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Folders of `root` that are runs which have begun, oldest first."""
+    """Return the folders of `root` that are runs which have begun, oldest first."""
     return [folder for folder in locked_in(root) if is_file(folder / CONFIG)]
 
 
 def locked_in(root: Path) -> list[Path]:
-    """Folders of `root` that have a lock, oldest first; two that were created at the same moment, by name.
+    """Return the folders of `root` that have a lock, oldest first, and by name if created at the same moment.
 
-    Not those of other people, which may not be looked at. Raises Unreadable: which run is the newest is then unknown.
+    Folders that this user may not read are left out. Raises Unreadable for other failures: the newest is then unknown.
     """
     found = []
     for folder in entries(root):
@@ -56,21 +56,21 @@ def locked_in(root: Path) -> list[Path]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which "a-10" comes after "a-9"."""
+    """Return a sort key by which "a-10" comes after "a-9"."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def serial(folder: Path) -> int:
-    """A run's number, from 1, in the order in which the runs of its folder were made; 0 if its run.lock does not say.
+    """Return a run's number, from 1, in the order of creation within its folder; 0 if its run.lock does not say.
 
-    What follows the number is written anew by each process, and may be cut off. Raises Unreadable.
+    Each process rewrites what follows the number, so it may be cut off. Raises Unreadable.
     """
     found = _SERIAL.match(contents(folder / "run.lock") or b"")
     return int(found[1]) if found else 0
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What run.lock says; nothing where it is damaged, or another process is between creating and writing it.
+    """Return the record in run.lock; empty where it is damaged or another process is still writing it.
 
     Raises Unreadable.
     """
@@ -78,7 +78,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def wait_until_free(folder: Path, limit_s: float) -> None:
-    """Wait until no other process holds the run, or so long."""
+    """Wait until no other process holds the run, at most `limit_s` seconds."""
     end = time.monotonic() + limit_s
     with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
@@ -91,7 +91,7 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """The JSON object that a text is; nothing where it is none."""
+    """Return the JSON object in a text; empty where it holds none."""
     with suppress(ValueError, RecursionError):
         found = parse_json(text)
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Where progress is shown: a terminal, with a region redrawn in place, or anything else, as plain lines."""
+"""Show progress on a terminal, with a region redrawn in place, or on anything else, as plain lines."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rich.text import Text
 
 from monograph.terminal import own, takes_colour, takes_escapes, visible
 
-WIDTH = 100  # characters, at most
-NARROWEST = 40  # characters of a printed line, at least: a narrower terminal breaks it, where we could only cut
-REDRAW_S = 0.5  # on a terminal
-SPEAK_S = 10.0  # otherwise: a line at least and, while nothing changes stage, at most this often
+WIDTH = 100  # longest line, in characters
+NARROWEST = 40  # a printed line is never cut shorter; a narrower terminal breaks it
+REDRAW_S = 0.5  # interval on a terminal
+SPEAK_S = 10.0  # elsewhere: print at least a line, and between stages at most one, this often
 
-# What a stream that is not UTF-8 gets instead; anything else it cannot show becomes "?"
+# ASCII for a stream that is not UTF-8; any other character that it cannot show becomes "?"
 _ASCII = str.maketrans(
     {"━": "=", "─": "-", "·": "-", "…": "~", "⏎": "\\", "−": "-", "→": "->", "≤": "<=", "≥": ">=", "×": "x", "±": "+-"}
 )
 
 
 class _Stream:
-    """A text stream that shows what its encoding can and falls silent once it is gone.
+    """A text stream that shows what its encoding allows, and falls silent once it is gone.
 
-    A terminal that was closed, or a pipe nobody reads, must not end a run that has hours of work in it.
+    A closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self.encoding = stream.encoding or "utf-8"  # in-memory streams have none and take any character
+        self.encoding = stream.encoding or "utf-8"  # in-memory streams have no encoding and take any character
         self.is_utf8 = self.encoding.lower().replace("-", "") == "utf8"
 
     def write(self, text: str) -> int:
@@ -68,7 +68,7 @@ class _Stream:
 class Screen:
     """Prints lines to `stream` (default: standard error) and keeps one region live below them.
 
-    Plain lines, without colour and without redrawing, where the stream takes no escapes; no colour with NO_COLOR.
+    Where the stream takes no escapes, lines are plain, without colour or redrawing; NO_COLOR only turns colour off.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -90,12 +90,12 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Characters a line may have; one less than the terminal has, as some wrap when the last one is written."""
+        """Return how many characters fit a line: one less than the terminal has, as some wrap after the last one."""
         return max(NARROWEST, min(WIDTH, self._console.width - 1)) if self._is_terminal else WIDTH
 
     @property
     def height(self) -> int:
-        """Lines the terminal has."""
+        """Return the number of the terminal's lines."""
         return self._console.height
 
     def print(self, *lines: Text) -> None:
@@ -109,7 +109,7 @@ class Screen:
     def live(self, region: Callable[[], list[Text]], status: Callable[[], Text]) -> Iterator[None]:
         """For the `with` block, keep `region()` on the terminal, or print `status()` after SPEAK_S of silence.
 
-        Both are called from a thread of their own, so they speak while the main one is busy; the region vanishes at the
+        Both are called from a separate thread, so progress shows while the main one is busy; the region vanishes at the
         end. Other text sent to standard error appears above it.
         """
         if not self.is_live:
@@ -117,12 +117,12 @@ class Screen:
                 yield
             return
         view = Live(
-            # What wraps would take more rows than are redrawn, so here a narrow terminal has its lines cut.
+            # Wrapped lines would take more rows than are redrawn, so a narrow terminal has its lines cut here.
             get_renderable=lambda: Text("\n").join(_fitted(region(), max(1, min(self.width, self._console.width - 1)))),
             console=self._console,
             auto_refresh=False,
             transient=True,
-            redirect_stdout=False,  # results go there, and not to this stream
+            redirect_stdout=False,  # standard output is for results
             redirect_stderr=False,
         )
         with redirect_stderr(_Above(self._console, sys.stderr)), view, _every(REDRAW_S, view.refresh):
@@ -145,7 +145,7 @@ class _Above(FileProxy):
 
 
 def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
-    # A line that is not visible as it stands loses its colours, whose places are counted in its characters.
+    # A line that must be escaped loses its colours, because they refer to character positions.
     fitted = [line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style) for line in lines]
     for line in fitted:
         line.truncate(width, overflow="ellipsis")
@@ -153,12 +153,12 @@ def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
 
 
 def shown(text: str) -> str:
-    """`text` from a model or a file on one line, its line ends as signs."""
+    """Return `text` from a model or a file on one line, with its line ends as signs."""
     return visible(text.expandtabs(4).replace("\n", "⏎"))
 
 
 def cut(text: str, width: int) -> str:
-    """`text` in at most `width` terminal cells, which a wide character takes two of."""
+    """Return `text` cut to at most `width` terminal cells; a wide character takes two."""
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 

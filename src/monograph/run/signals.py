@@ -1,4 +1,4 @@
-"""Signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at once."""
+"""Handle signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """While its `with` block runs, signals set flags that the loop reads between updates.
+    """Sets flags on signals while its `with` block runs; the loop reads them between updates.
 
         with StopSignal() as stop:
             for update in train(...):
                 if stop.save_requested: save; stop.save_requested = False
                 if stop.requested: save; raise Stopped
 
-    requested: name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
-    save_requested: SIGUSR1 arrived; the loop sets it back once it has saved.
+    requested: the name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
+    save_requested: whether SIGUSR1 arrived; the loop sets it back once it has saved.
 
     A SIGINT after the first stop signal ends the process at once with exit code 130: nothing is lost, because a save
     appears under its name only when complete. `on_request(name)` runs at the first stop signal, between two bytecodes
-    of whatever the main thread does, so it should only print. The former handlers return when the block ends. Only the
-    main thread may enter, as signal(2) handlers in Python belong to it.
+    of the main thread's work, so it should only print. The former handlers return when the block ends. Only the main
+    thread may enter, since Python runs signal(2) handlers there.
     """
 
     def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         for number in _STOP:
-            # What nohup or a shell's & told us to ignore stays ignored
+            # What nohup or a shell's & made this process ignore stays ignored
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._stop)
         self._former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._save)

@@ -1,13 +1,13 @@
-"""Whether the Python file that a run names may run: this user wrote the run on this machine, or says so now.
+"""Decide whether the Python file that a run names may run: this user wrote the run here, or allows it now.
 
 A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names, under a secret that
 only this user can read:
 
     mark = HMAC-SHA256(secret, text, [(model.init, path of its file, SHA-256 of the file), ...])
 
-So a mark that is copied to another run, or whose file was replaced or lies elsewhere, says nothing, and a run that is
-moved as a whole keeps its own. Where no secret can be kept, this process has one that nobody else has: training goes
-on, and a later command asks.
+So a mark proves nothing if it is copied to another run, or if its file was replaced or moved alone; a run that is
+moved as a whole keeps its own. Where no secret can be stored, this process makes a temporary one: training goes on, and
+a later command asks.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from monograph.storage.cache_dir import state_root
 from monograph.storage.reading import contents, exists, read_input, readable, status, without_links
 
 OPTION = "--trust-code"
-MOST_CODE_BYTES = 16 * 1024 * 1024  # no program that a person wrote is longer; a sparse file may be
+MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
 _SECRET_BYTES = 32
 _MARK = "# mark "
 _by_word: set[str] = set()  # holds OPTION once a person has given it to this process
 
 
 def trust_code() -> None:
-    """Let this process run what any run names: the person said --trust-code."""
+    """Let this process run the code that any run names, as the person said with --trust-code."""
     _by_word.add(OPTION)
 
 
 def carries_mark(toml: Path) -> bool:
-    """Whether some user's run wrote the file, by its words."""
+    """Return whether the file's text says that some user's run wrote it."""
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
 def code_file(init: str | None) -> Path | None:
-    """The Python file that `model.init` names, None where it names something else or nothing.
+    """Return the Python file that `model.init` names; None where it names something else or nothing.
 
-    A folder may be called x.py:y, and be what an adapter names as its base: what is there by the whole name is no code.
+    A folder may be called x.py:y and be an adapter's base, so a name that exists as a whole is not code.
     """
     file = (init or "").partition(":")[0]
     return Path(file) if file.endswith(".py") and file != init and status(init or "", follow=False) is None else None
 
 
 def code_digest(init: str) -> str:
-    """SHA-256 of the Python file that `model.init` names, in hex.
+    """Return the hex SHA-256 of the Python file that `model.init` names.
 
     Raises:
-        InputRefused: it cannot be read, or is no file of a program's size.
+        InputRefused: it cannot be read, or is not a file of a program's size.
     """
     file, where = code_file(init) or Path(init), f"model.init = {init!r}"
     try:
@@ -69,11 +69,11 @@ def code_digest(init: str) -> str:
 
 
 def marked(text: str, inits: Collection[str | None]) -> str:
-    """The text of a config.toml with this user's mark; without one where the code that it names cannot be read.
+    """Return the text of a config.toml with this user's mark; without one if the code that it names cannot be read.
 
     Args:
-        text: of the settings.
-        inits: every `model.init` that they name.
+        text: the settings as TOML.
+        inits: every `model.init` that the settings name.
     """
     with suppress(InputRefused):
         return f"{text}{_MARK}{_mark(text, inits, create=True)}\n"
@@ -81,7 +81,7 @@ def marked(text: str, inits: Collection[str | None]) -> str:
 
 
 def is_ours(config: Path, inits: Collection[str | None]) -> bool:
-    """Whether this user wrote that config.toml on this machine, and with that code as it is now; see `marked`."""
+    """Return whether this user wrote that config.toml on this machine, with that code as it is now; see `marked`."""
     try:
         text, _, mark = read_input(config).decode().rpartition(_MARK)
         return hmac.compare_digest(mark.strip().encode(), _mark(text, inits).encode())
@@ -94,11 +94,11 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
 
     Args:
         config: the run's config.toml.
-        inits: every `model.init` that the run names, wherever it does.
-        sha256: of the file that the run says it was trained with, where it says so.
+        inits: every `model.init` that the run names, in any of its files.
+        sha256: the digest of the file that the run records, if it does.
 
     Raises:
-        InputRefused: naming the file that would run.
+        InputRefused: the code is not trusted; the message names the file that would run.
     """
     code = _code(inits)
     if not code or _by_word or is_ours(config, inits):
@@ -116,7 +116,7 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
 
 
 def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
-    """(model.init, path, digest) of each of them that names a Python file."""
+    """Return (model.init, path, digest) of each of them that names a Python file."""
     named = {init: file for init in inits if init and (file := code_file(init))}
     return sorted((init, str(without_links(file)), code_digest(init)) for init, file in named.items())
 
@@ -127,11 +127,11 @@ def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str
 
 
 def _secret(folder: Path, create: bool) -> bytes:
-    """This user's secret in the folder, or, where it cannot be kept or others could know it, that of the process."""
+    """Return this user's secret in the folder, or this process's if it cannot be kept or others could know it."""
     try:
-        return _kept_secret(folder / f"secret-{os.geteuid()}", create)  # several people may share the folder
+        return _kept_secret(folder / f"secret-{os.geteuid()}", create)  # people may share the folder
     except Unreadable as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):  # it is there, and another one would be believed from now on
+        if error.errno not in (errno.EACCES, errno.EPERM):  # a secret is there, and a new one would replace it
             raise
         return _of_this_process()
 
@@ -141,11 +141,11 @@ def _kept_secret(path: Path, create: bool) -> bytes:
     with suppress(OSError):
         if create and not exists(path):
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder) as file:  # which only its owner may read
+            with tempfile.NamedTemporaryFile(dir=folder) as file:  # only its owner may read it
                 file.write(os.urandom(_SECRET_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-                with suppress(FileExistsError):  # another process was faster: its secret is the one
+                with suppress(FileExistsError):  # another process was faster: its secret counts
                     os.link(file.name, path)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with readable(path), open(os.open(path, flags), "rb") as file:

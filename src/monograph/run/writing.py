@@ -1,4 +1,4 @@
-"""Files of a run's folder and folders of results: each there as a whole or not at all."""
+"""Write files of a run's folder and folders of results, each as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is the former one or this one, whole, whatever happens; raises DiskFull."""
+    """Write a file whole or leave the former one, whatever happens; raises DiskFull."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -33,14 +33,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and the files that belong to it, each whole or not at all, itself last."""
+    """Write tokenizer.json and the files that belong to it, each whole or not at all, tokenizer.json last."""
     for name, text in tokenizer.config.files().items():
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
 def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
-    """Write the tokenizer of a run's text again where the run's own file is not it; whether that was so."""
+    """Write the tokenizer of a run's text again if the run's file is not the same; return whether it was written."""
     with suppress(InputRefused):
         if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
             return False
@@ -49,12 +49,12 @@ def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
 
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
-    """Write down where a run branches from, for a process that goes on before its first checkpoint."""
+    """Record where a run branches from, for a process that goes on before its first checkpoint."""
     write_whole(run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
-    """What `record_parent` wrote down, None for a run that branches from none; raises InputRefused if it is damaged."""
+    """Return what `record_parent` wrote; None for a run that branches from none. Raises InputRefused if damaged."""
     content = contents(run.parent_file)
     if content is None:
         return None
@@ -77,11 +77,11 @@ def discard(run: Run) -> None:
 
 @contextmanager
 def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
-    """A folder for the block to write files into: `out`, or `root`/YYYY-MM-DD-HHMM; none is left if the block fails.
+    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM; none is left if the block fails.
 
     Raises:
         InputRefused: `out` is a file, holds something, or cannot be made.
-        DiskFull: it cannot be made for want of space.
+        DiskFull: there is no space to make it.
     """
     if out is not None and (is_file(out) or entries(out)):
         raise InputRefused(f"--out {out}: holds something already; name a new folder")

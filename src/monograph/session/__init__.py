@@ -1,1 +1,1 @@
-"""A training run as a person lives it: made from settings or a checkpoint, told while it goes on, summed up."""
+"""Make a training run from settings or a checkpoint, report its progress, and sum it up at its end."""

@@ -1,4 +1,4 @@
-"""Adapters of a run: what its settings say of them and what they leave open."""
+"""Decide the adapters of a run: read what its settings say about them and fill in what they leave open."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from monograph.model.adapter import is_adapter, read_adapter
 from monograph.storage.reading import exists, without_links
 
 FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
-KEYS = (*FIXED, "lora.tokens")  # which of them are new is known with the text's tokenizer
+KEYS = (*FIXED, "lora.tokens")  # which of them are new is known once the text's tokenizer is
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
 def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
-    """The adapters that the settings ask for, their open values the usual ones; None: the model itself is trained.
+    """Return the adapters that the settings ask for, with the usual values for open ones; None without adapters.
 
     Args:
-        settings: of a run.
-        tokens: ids whose rows are trained with them.
+        settings: the run's.
+        tokens: ids whose rows are trained together with the adapters.
     """
     asked = settings.lora
     if asked.rank is None:
@@ -39,10 +39,10 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
 
 
 def fixed_lora(settings: Settings) -> dict[str, Any]:
-    """The [lora] keys that the settings leave open, and where the base lies; nothing for a run without adapters.
+    """Return the [lora] keys that the settings leave open, and the base's place; nothing for a run without adapters.
 
     Raises:
-        UsageError: adapters of nothing, of a rank that nobody gave, or not those of the folder they are to begin from.
+        UsageError: there is no base or no rank, or the adapters differ from the stored ones they are to begin from.
     """
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):

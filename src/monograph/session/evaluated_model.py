@@ -1,4 +1,4 @@
-"""What is measured: a trained model, how it computes, how it reads, and what was held out of its training."""
+"""Load what is evaluated: a trained model, its precision and tokenizer, and the text held out of its training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model, how it computes and how it reads text; of a run also the text that was held out."""
+    """A model with its precision and its tokenizer; if it comes from a run, also the text that was held out."""
 
     module: nn.Module
     loss: Loss
@@ -37,31 +37,31 @@ class EvaluatedModel:
     precision: Precision
     reading: dict[str, Any]  # arguments of `corpus`
     averaged: bool = False
-    own_text: dict[str, Any] = field(default_factory=dict)  # more of them, where no --data is given
+    own_text: dict[str, Any] = field(default_factory=dict)  # further arguments, used where no --data is given
     fingerprint: str = ""
-    strange: str = ""  # what a person is told before `own_text` is read; nothing of their own run
+    strange: str = ""  # a warning shown before `own_text` is read; empty if the text is the user's own
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses, targets), uncompiled and in the run's own precision."""
+        """Return (sum of losses, number of targets), computed uncompiled and in the run's own precision."""
         with self.precision.context(default_device().type):
             return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
 
 
 def require_finite(loss: float, name: str, text: str) -> None:
-    """Refuse a model's loss on a text that is no number to compare or to rank.
+    """Refuse a loss that is NaN or infinite, since it cannot be compared or ranked.
 
     Raises:
-        InputRefused: it is NaN or infinite.
+        InputRefused: the loss is NaN or infinite.
     """
     if not math.isfinite(loss):
         raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
 
 
 def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
-    """A run's newest sound model; see `load_trained`."""
+    """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run)
-    precision = Precision(settings.train.precision)  # the run's own, or the figures differ
+    precision = Precision(settings.train.precision)  # in another precision the figures would differ
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return EvaluatedModel(
         module,
@@ -77,7 +77,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
 
 
 def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
-    """The model of a Hugging Face folder or weight file."""
+    """Load the model of a Hugging Face folder or weight file."""
     model, tokenizer = load(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
@@ -86,10 +86,10 @@ def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
 def answered(
     subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
 ) -> tuple[list[Answer], Accuracy]:
-    """What a model answers; see `evaluation.choose`.
+    """Return a model's answers and its accuracy; see `evaluation.choose`.
 
     Raises:
-        InputRefused: it cannot be asked.
+        InputRefused: the model is not a Llama, so nothing says how it goes on from a question.
     """
     if not isinstance(subject.module, Llama):
         raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")

@@ -1,4 +1,4 @@
-"""The rungs of a ladder: ways to train one model on one text, each different from another one in one thing."""
+"""Climb a ladder: train one model on one text in several ways, each of which differs from another in one thing."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from monograph.session.setup import build_run, open_corpus, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
 from monograph.step import Layout, Step
 
-FEWER = 4  # times the rows of a micro-batch, where more of them are accumulated
+FEWER = 4  # the rows of an accumulated micro-batch are divided by this
 ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train; the defaults are the first rung's."""
+    """One way to train; the defaults are those of the first rung."""
 
     captured: bool = False
     fused: bool = False
@@ -56,13 +56,13 @@ class Way:
 
 
 class Rung(NamedTuple):
-    """One thing that is changed.
+    """One change to the way of training.
 
     Attributes:
-        name: of the rung.
-        change: what it is, in a few words.
-        fields: of the way.
-        over: the rung whose way is changed; None: the last one before it that could be climbed and has None itself.
+        name: the rung's name.
+        change: the change in a few words.
+        fields: the fields of `Way` that it sets.
+        over: the rung whose way is changed; None means the last rung before it that was climbed and has None itself.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Rung(NamedTuple):
     over: str | None = None
 
     def after(self, way: Way) -> Way:
-        """The way with the change."""
+        """Return the way with this rung's change."""
         return replace(way, **self.fields)
 
 
-# The first ones make training faster, each over the one before; the others save memory, each on its own.
+# The first ones make training faster, each on top of the one before; the others save memory, each by itself.
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
     Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
@@ -95,19 +95,19 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Climbed:
-    """What was measured on a rung.
+    """The measurements of a rung.
 
     Attributes:
-        seconds: of each update that was timed; cpu_seconds: of this process on all cores, which do not count what other
-            programs take.
-        tokens: targets of an update on average.
-        micro_batch: rows.
-        micro_steps: of an update.
-        peak_memory_bytes: of tensors, at the peak of an update: weights, gradients and optimizer state included.
-        train_loss: nats per token, the mean over the last quarter of the updates.
-        held_out: scores after all of them, the same rows on each rung; None where nothing is held out.
-        compile_s: seconds that tracing and compiling took.
-        notes: lines that were announced.
+        seconds: of each timed update; cpu_seconds: CPU time of this process on all cores, so that other programs do not
+            count.
+        tokens: mean number of targets of an update.
+        micro_batch: rows of a micro-batch.
+        micro_steps: micro-batches of an update.
+        peak_memory_bytes: bytes of tensors at the peak of an update, with weights, gradients and optimizer state.
+        train_loss: nats per token, averaged over the last quarter of the updates.
+        held_out: scores after the last update, on the same rows for each rung; None where nothing is held out.
+        compile_s: seconds spent on tracing and compiling.
+        notes: lines that the planner or the trainer announced.
     """
 
     seconds: tuple[float, ...]
@@ -123,27 +123,27 @@ class Climbed:
 
     @property
     def update_s(self) -> float:
-        """Seconds of an update, the median."""
+        """Return the median seconds of an update."""
         return statistics.median(self.seconds)
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of an update, the median."""
+        """Return the median CPU seconds of an update."""
         return statistics.median(self.cpu_seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Targets a second."""
+        """Return the targets per second."""
         return self.tokens / self.update_s
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Targets a second of this process's CPU time."""
+        """Return the targets per second of this process's CPU time."""
         return self.tokens / self.cpu_s
 
 
 def _apart(step: Step) -> list[Plane]:
-    """Make a plane of each parameter."""
+    """Put each parameter into a plane by itself."""
     kinds, made = step.optim.kinds(step.model), list[Plane]()
     for name, parameter in trainable(step.model).items():
         [plane] = planes({name: parameter}, kinds, step.optim.state)
@@ -156,12 +156,12 @@ def _but_the_update(step: Step, scope: str) -> list[tuple[Any, str]]:
     return [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
 
 
-# A step as it is written by hand: each parameter is updated by operators of its own, which no graph holds.
+# A step as one writes it by hand: each parameter is updated by separate operators, which no graph holds.
 UNFUSED = Layout(planes=_apart, captured=_but_the_update)
 
 
 def unfuse(engine: Engine) -> None:
-    """Give an engine that is not captured yet a step whose loss makes all logits at once, and an unfused update."""
+    """Give an engine that is not captured yet a loss that makes all logits at once and an unfused update."""
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
     engine.step = Step(
@@ -170,25 +170,25 @@ def unfuse(engine: Engine) -> None:
     )  # fmt: skip
 
 
-RUNG_S = 20.0  # that the first rung trains for; the others train on as many tokens
-LEAST, MOST, WARM = 8, 1000, 2  # updates of a rung, and those of them that are not timed
+RUNG_S = 20.0  # training time of the first rung; the others train on as many tokens
+LEAST, MOST, WARM = 8, 1000, 2  # bounds of a rung's updates, and how many of them are not timed
 HELD_OUT_ROWS = 64
 GRAPHS = ("whole", "blocks")
-# What the rungs differ in.
+# The settings in which the rungs differ.
 OWN = {"train.compile": "auto", "train.precision": "auto", "train.remat": "auto", "data.packing": "packed"}
 
 
 @dataclass
 class Ladder:
-    """The rungs of one model on one text.
+    """The rungs for one model on one text.
 
     Attributes:
-        plan: every value decided but what rungs change and how long they are.
-        texts: the same text, its documents "packed" into rows or "padded", a row each.
-        params: parameters of the model.
-        folder: the ladder's, in which nothing of a rung is written.
-        most: updates that a rung has at most; None where the settings name none.
-        updates: of each rung; fixed by the first one that is climbed, by the time that one takes.
+        plan: every value decided, except what rungs change and how long they are.
+        texts: the same text with its documents "packed" into rows, or "padded", with a row for each.
+        params: number of the model's parameters.
+        folder: the ladder's folder; no rung writes into it.
+        most: most updates of a rung; None where the settings name none.
+        updates: updates of each rung, fixed by the time that the first climbed one takes.
     """
 
     plan: Plan
@@ -201,7 +201,7 @@ class Ladder:
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, progress: Progress) -> Ladder:
-        """Read the text in both forms and let the planner fix what is open.
+        """Read the text in both forms and let the planner decide what is open.
 
         Raises:
             UsageError: settings that no rung can have.
@@ -223,7 +223,7 @@ class Ladder:
         return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
     def plan_of(self, way: Way) -> Plan:
-        """The plan of a way: an update has as many tokens on each, for which padded rows must be more."""
+        """Return the plan of a way; padded updates have more rows, so that all updates have as many tokens."""
         rows, scope = self.plan.rows, self.plan.compile
         micro = min(self.plan.micro_batch, rows)
         if way.packing == "padded":
@@ -245,7 +245,7 @@ class Ladder:
         return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
-        """Why this machine or text cannot climb the rung, None if nothing is known that hinders it."""
+        """Return why this machine or text cannot climb the rung; None if no reason is known."""
         plan, on_cpu = self.plan, self.machine.type == "cpu"
         hinders: dict[str, tuple[bool, str | None]] = {
             "compiled": (on_cpu, compiler_obstacle()),
@@ -270,7 +270,7 @@ class Ladder:
         """Train and measure one rung.
 
         Returns:
-            The way that the next rung starts from, and what was measured or why nothing was.
+            The way that the next rung starts from, and the measurements or the reason why there are none.
 
         Raises:
             UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be climbed.
@@ -345,7 +345,7 @@ class Ladder:
         return found
 
     def _scored(self, engine: Engine) -> Evaluation | None:
-        """The same held-out rows, whatever was trained on, by the model as it is without its graphs."""
+        """Score the same held-out rows for every rung, by the model without its graphs."""
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None

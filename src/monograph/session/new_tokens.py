@@ -1,4 +1,4 @@
-"""Tokens that a base never saw: which they are, which of their rows adapters train, and what a person is told."""
+"""Find the tokens that a base never saw, decide which of their rows adapters train, and tell the user."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_SHOWN = 6  # tokens
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a run that begins from a model.
+    """The tokens of a run that begins from an existing model.
 
     Attributes:
         tokenizer: the run's.
-        vocabulary: how it compares with the model's own, None where a function builds a model for any number of tokens.
+        vocabulary: how it compares with the model's; None where a function builds a model for any number of tokens.
         listed: ids that `lora.tokens` names.
         stored: ids whose rows a stored adapter has, None where the run begins from none.
     """
@@ -33,7 +33,7 @@ class NewTokens(NamedTuple):
     stored: tuple[int, ...] | None
 
     def new(self, rows: int) -> range:
-        """Return the ids that a model of so many rows was not trained with."""
+        """Return the ids beyond the `rows` that the model was trained with."""
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
     def trained(self, rows: int) -> tuple[int, ...]:
@@ -58,11 +58,11 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
 
     Args:
         settings: the run's.
-        tokenizer: of its text; None: the one that the settings name, and nothing is known where it is to be trained.
+        tokenizer: the text's; None means the settings' one, of which nothing is known if it is still to be trained.
 
     Raises:
-        InputRefused: it is another one than the model's, by the first id that differs; or it cannot be read.
-        UsageError: `lora.tokens` names what is no single token.
+        InputRefused: it differs from the model's (the first such id is named), or it cannot be read.
+        UsageError: `lora.tokens` names something that is not a single token.
     """
     init, named = settings.model.init, tokenizer_named(settings.data.tokenizer)
     if init is None or (tokenizer is None and named.startswith("bpe:")):
@@ -78,10 +78,10 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
 
 
 def planned_tokens(settings: Settings) -> NewTokens | None:
-    """Do the same for a plan, which needs no tokenizer: a file that is missing or refused leaves them unknown.
+    """Compare them for a plan, which needs no tokenizer: a file that is missing or refused leaves them unknown.
 
     Raises:
-        InputRefused, UsageError: as `new_tokens_of`, of a tokenizer that is named.
+        InputRefused, UsageError: as `new_tokens_of`, for a tokenizer that the settings name.
     """
     try:
         return new_tokens_of(settings)
@@ -92,7 +92,7 @@ def planned_tokens(settings: Settings) -> NewTokens | None:
 
 
 def require_tokens(settings: Settings) -> None:
-    """Refuse, before any text is read, a tokenizer that is not the base's and tokens that are none.
+    """Refuse, before any text is read, a tokenizer that is not the base's and names that are not tokens.
 
     Raises:
         InputRefused, UsageError: as `new_tokens_of`.
@@ -104,10 +104,10 @@ def require_tokens(settings: Settings) -> None:
 
 
 def require_no_new(settings: Settings, parent: str) -> None:
-    """Refuse a tokenizer with which a run cannot go on with the weights and the optimizer of another.
+    """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer state.
 
     Raises:
-        InputRefused: it is not the parent's, by the first id that differs.
+        InputRefused: it differs from the parent's; the first such id is named.
         UsageError: it has more tokens.
     """
     tokens = new_tokens_of(settings.resolve({"model.init": parent}, "--from"))
@@ -119,7 +119,7 @@ def require_no_new(settings: Settings, parent: str) -> None:
 
 
 def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
-    """Return the lines that `train` and `plan` print on tokens, for a base of so many rows; none where all is usual."""
+    """Return the lines on tokens that `train` and `plan` print for a base of `rows` rows; usually none."""
     if tokens is None:
         return ()
     lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None

@@ -1,4 +1,4 @@
-"""A run's plan: the values of its settings, every "auto" decided, as plain numbers and names."""
+"""Hold a run's plan: its settings with every "auto" decided, as plain numbers and names."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. `monograph.session.resolve.resolve` decides every value; whatever trains reads them here.
+    """What a run does. `monograph.session.resolve.resolve` decides every value; trainers read it here.
 
     Attributes:
-        settings: what config.toml records; an "auto" is recorded as soon as nothing can change it any more.
-        recipe: what the model is built from, checked.
+        settings: the settings that config.toml records; an "auto" is recorded once nothing can change it any more.
+        recipe: the checked recipe that the model is built from.
         reading: the arguments of `monograph.corpus`.
-        seed: of weights and of the order of rows.
+        seed: seed of the weights and of the order of rows.
         tokens_per_update: tokens of an update.
-        minutes: that the training may take, where neither updates nor epochs are given; `minutes_given`: by a person.
-        epochs: passes over the text, None where another key says how long the run is.
+        minutes: that the training may take, if neither updates nor epochs are given; `minutes_given`: by a person.
+        epochs: passes over the text; None where another key says how long the run is.
         optimizer: the optimizer's name, with the bits of its state.
-        update_rule: the optimizer itself; once the model's shape is known with what width transfer does to it.
-        clip: the largest norm of a gradient.
-        averaged: whether an average of the weights is kept, and is what is scored.
-        schedule_name: of the learning rate's course; `final`: the share of the peak rate that it falls to.
-        precision: of the arithmetic.
+        update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
+        clip: the largest gradient norm.
+        averaged: whether an average of the weights is kept and scored.
+        schedule_name: the schedule of the learning rate; `final`: the share of the peak rate that it falls to.
+        precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         keep: how many of the newest checkpoints stay.
-        micro_batch: rows of one device at once; 0: left open until the model's shape is known.
-        compile: what one graph holds; `remat`: what is recomputed; `memory`: where weights live; "auto" until then.
-        transfer: the rule by which rates are carried to this width, None without it.
-        expected: what the planner expects of the run, None where it was not asked.
-        updates: of the whole run, 0 until it is known; with it `warmup_updates`, `eval_every` and `save_every`.
+        micro_batch: rows that one device computes at once; 0 until the model's shape is known.
+        compile: the scope of one graph; `remat`: what is recomputed; `memory`: where weights live; "auto" until then.
+        transfer: the rule by which rates are carried to this width; None without width transfer.
+        expected: the planner's expectation; None where it was not asked.
+        updates: updates of the whole run, 0 until known; with it `warmup_updates`, `eval_every` and `save_every`.
     """
 
     settings: Settings
@@ -76,21 +76,21 @@ class Plan:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a row."""
+        """Return the tokens of a row."""
         return int(self.reading["sequence_length"])
 
     @property
     def rows(self) -> int:
-        """Rows of an update."""
+        """Return the rows of an update."""
         return self.tokens_per_update // self.sequence_length
 
     @property
     def placement(self) -> Placement | None:
-        """Where the buffers of a streamed model live, None of another."""
+        """Return where the buffers of a streamed model live; None if it is not streamed."""
         return self.expected.placement if isinstance(self.expected, StreamCandidate) else None
 
     def schedule(self, updates: int) -> Schedule:
-        """The learning rate's course over so many updates."""
+        """Return the learning rate's schedule over `updates` updates."""
         if self.schedule_name == "constant":
             return constant(self.warmup_updates)
         course = warmup_stable_decay if self.schedule_name == "wsd" else warmup_cosine
@@ -98,13 +98,13 @@ class Plan:
 
 
 class Shape(NamedTuple):
-    """What is known of a run once its text is read: the shape of its model.
+    """The shape of a run's model, known once the text is read.
 
     Attributes:
-        config: with a row for each token; None for a module that is no Llama.
-        tokens: ids whose rows are trained next to adapters.
+        config: the shape, with a row for each token; None for a module that is not a Llama.
+        tokens: ids whose rows are trained together with adapters.
         ranks: processes that train it together.
-        like: the plan of another run of that shape, whose choices are taken over.
+        like: the plan of another run of the same shape, whose choices are taken over.
     """
 
     config: LlamaConfig | None
@@ -114,7 +114,7 @@ class Shape(NamedTuple):
 
 
 class Length(NamedTuple):
-    """How many updates a run has, once that is known, and how often it is evaluated where nobody says it."""
+    """The number of updates of a run, once that is known, and the default interval of its evaluations."""
 
     updates: int
     evaluations: int = EVALUATIONS

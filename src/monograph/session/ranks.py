@@ -1,7 +1,7 @@
-"""One run by several processes: how they were started, which folder is theirs, and how they end alike.
+"""Let several processes train one run: check how they were started, agree on one folder, and end alike.
 
-Rank 0 decides, prints and writes; the others do the same work and keep silent. They all see one folder. How this
-program was called is known here too, so that the commands that it prints work as they stand, in the same folder.
+Rank 0 decides, prints and writes; the others do the same work and keep silent. All of them see one folder. This file
+also knows how this program was called, so that the commands that it prints work as they stand, in the same folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from monograph.terminal import shell_words
 
 
 def command(*arguments: str) -> str:
-    """A command line that calls this program again; arguments are quoted for the shell where they need it."""
+    """Return a command line that calls this program again; arguments are quoted for the shell where needed."""
     return shell_words(*_program(), *arguments)
 
 
 def show(progress: Progress, label: str, *arguments: str) -> None:
-    """Print such a command line, never broken or cut: it must work as it stands."""
+    """Print a command line that calls this program, unbroken and uncut, so that it works as it stands."""
     text = command(*arguments)
     if len(text) + LABEL_WIDTH < progress.screen.width:
         progress.line(label, text)
@@ -56,7 +56,7 @@ def _beside(one: str, other: str) -> bool:
 
 
 def _here(path: str) -> str:
-    """The path from the current folder, if it is inside; links stay, as .venv/bin/python is one and means the .venv."""
+    """Return the path relative to the current folder if it is inside; links stay, since .venv/bin/python is one."""
     near = os.path.relpath(path)
     if near.startswith(os.pardir):
         return path
@@ -69,15 +69,15 @@ TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
 def meet(settings: Settings, resumed: bool) -> World:
-    """The ranks of this run, once all of them are there.
+    """Wait for the ranks of this run and return them once all are there.
 
     Args:
         settings: as given.
-        resumed: whether a run goes on, whose own settings say more.
+        resumed: whether an earlier run goes on, whose own settings then decide.
 
     Raises:
-        UsageError: one process for `train.parallel`, or several without it.
-        PeerLost: some did not come.
+        UsageError: there is one process for `train.parallel`, or several without it.
+        PeerLost: some ranks did not come.
     """
     own = place(srun=settings.train.parallel != "none")
     if not resumed:
@@ -89,7 +89,7 @@ def require_launched(settings: Settings, own: Place | None) -> None:
     """Refuse one process where there should be several, and several that would each train the same run.
 
     Raises:
-        UsageError: showing the command.
+        UsageError: the processes do not fit; the message shows the command.
     """
     parallel, origin = settings.train.parallel, settings.origins.get("train.parallel", "default")
     if parallel != "none" and own is None:
@@ -105,12 +105,12 @@ def require_launched(settings: Settings, own: Place | None) -> None:
 
 
 def progress_of(world: World) -> Progress:
-    """What a person sees; of all ranks but one that is nothing."""
+    """Return the progress display; on all ranks but the leading one it shows nothing."""
     return Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
 
 
 def again(world: World, run: Run, parallel: str) -> str:
-    """The command line that goes on with a run in the way in which it trains now, which may not be its file's."""
+    """Return the command line that continues a run as it trains now, which may differ from its config.toml."""
     same = run_settings(run, runs_code=False).train.parallel == parallel
     changed = () if same else (f"train.parallel={parallel}",)
     if world.alone:
@@ -121,12 +121,12 @@ def again(world: World, run: Run, parallel: str) -> str:
 
 
 def ranks_said(world: World) -> str:
-    """How many ranks there are, for the first line."""
+    """Return how many ranks there are, for the first line."""
     return "" if world.alone else f", {world.size} ranks"
 
 
 def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
-    """The run of all ranks, and whether it goes on: also where the launcher started them again.
+    """Return the run of all ranks and whether it goes on, even where the launcher started the ranks again.
 
     Raises:
         UsageError: the ranks were started again, and nothing says which run is theirs.
@@ -155,7 +155,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
 
 
 def agreed(world: World, settings: Settings) -> Settings:
-    """Rank 0's settings, on all ranks."""
+    """Return rank 0's settings on all ranks."""
     if world.alone:
         return settings
     values, origins = world.agreed([settings.pinned(), dict(settings.origins)])
@@ -165,12 +165,12 @@ def agreed(world: World, settings: Settings) -> Settings:
 
 @contextmanager
 def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
-    """In the block an error is said by one rank, and its exit code kept for an attempt that would end with it again.
+    """Let one rank report an error of the block, and keep its exit code for a restart that would end with it again.
 
     A run that an error ended before it began leaves no folder, unless other ranks may write there.
 
     Raises:
-        KeyboardInterrupt: interrupted; with the command that goes on, where there is one.
+        KeyboardInterrupt: interrupted; the message has the command that goes on, where there is one.
         Ended: the attempt before ended with an error that a restart does not mend.
         PeerLost: another rank is gone.
         InputRefused: a module that is not ours failed, or the run's folder is gone.
@@ -192,8 +192,8 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
 
 
 def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """With what error the run ends, and which rank says it."""
-    if not world.alone and lost(error):  # inside of a module too, whose weights other ranks hold
+    """Return the error with which the run ends, and mark which rank reports it."""
+    if not world.alone and lost(error):  # also inside a module, whose weights other ranks hold
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
         return peer
@@ -216,7 +216,7 @@ def _require_not_ended(world: World, kept: Path) -> None:
     if world.leads and world.attempt:
         with suppress(ValueError):
             before = parse_json(contents(kept) or b"")
-    # What was only stopped, a launcher that starts it again means to go on.
+    # A launcher that restarts a run that was only stopped means to go on with it.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:
         kept.unlink(missing_ok=True)
@@ -227,12 +227,12 @@ def _require_not_ended(world: World, kept: Path) -> None:
 
 
 def _first(kept: Path, error: MonographError) -> bool:
-    """Keep how the run ended; False if another rank did."""
+    """Keep how the run ended; return False if another rank has done so."""
     try:
         with kept.open("x", encoding="utf-8") as file:
             file.write(json.dumps({"exit_code": error.exit_code, "message": str(error)}))
     except FileExistsError:
         return False
-    except OSError:  # a full disk may be the very reason
+    except OSError:  # the full disk may be the very reason for the end
         return True
     return True

@@ -1,4 +1,4 @@
-"""The settings that a run's config.toml holds: read, held to what the run was begun with, gone on with, branched."""
+"""Read the settings in a run's config.toml, check them against the run's beginning, resume and branch from them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from monograph.session.new_tokens import require_no_new
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
-# A branched run has its parent's settings but for these: how long, what follows from that, and by how many processes.
+# A branched run takes over its parent's settings except its length, what follows from that, and the number of ranks.
 _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates", "train.parallel"}
 
 
 def run_settings(
     run: Run, *, runs_code: bool = True, inits: Sequence[str] = (), recorded: str | None = None
 ) -> Settings:
-    """The settings of a run; whatever reads its config.toml reads it here.
+    """Return a run's settings; all code that reads a config.toml does so here.
 
     Args:
-        run: its folder.
-        runs_code: whether what is made of the settings may run the Python file that they name.
+        run: the run, with its folder.
+        runs_code: whether the caller may run the Python file that the settings name.
         inits: values of model.init that a sweep names in addition to those of its config.toml.
-        recorded: the fingerprint of the settings, where no checkpoint of the run says it.
+        recorded: the fingerprint of the settings, where no checkpoint of the run holds it.
 
     Raises:
-        InputRefused: the file is not what the run was begun with, or it names code that nobody here vouches for.
-        UsageError: it is no configuration, and no checkpoint says what it was.
+        InputRefused: the file is not what the run was begun with, or it names code that this user does not vouch for.
+        UsageError: the file is not a configuration, and no checkpoint says what it was.
     """
     state = _state(run)
     expected = recorded or state.get("settings")
@@ -68,8 +68,8 @@ def run_settings(
 def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
     """Hold a TOML file that a person named to the rules of the run that wrote it, or in whose folder it lies.
 
-    A link is what it leads to; and a stranger may leave out what makes a folder a run. What `strange_text` says of it
-    is printed.
+    A link is followed, and a stranger may leave out the files that make a folder a run. The note of `strange_text` is
+    printed.
 
     Raises:
         InputRefused: as `run_settings`.
@@ -86,10 +86,10 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
 
 
 def require_text(settings: Settings) -> None:
-    """Refuse a run, one of its checkpoints or a model's folder where text is meant: none of their files is text.
+    """Refuse a run, a checkpoint or a model's folder where text is meant, since none of their files is text.
 
     Raises:
-        UsageError: with the settings that name it.
+        UsageError: the folder is one of these; the message shows the settings that name it.
     """
     source = settings.data.source
     for place in [source] if isinstance(source, str) else source:
@@ -101,7 +101,7 @@ def require_text(settings: Settings) -> None:
 
 
 def strange_text(run: Run, settings: Settings) -> str:
-    """A line on the text outside of its folder that a run names which this user did not write here; of others empty."""
+    """Return a line on text outside of a run's folder that this user did not choose; otherwise an empty string."""
     source, home = settings.data.source, without_links(run.folder)
     places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
     beyond = [each for each in places if each != "stdlib" and _leads_out(Path(os.path.expanduser(each)), home)]
@@ -111,13 +111,13 @@ def strange_text(run: Run, settings: Settings) -> str:
 
 
 def _leads_out(place: Path, home: Path) -> bool:
-    """Whether a file, folder or pattern, or a link among what it stands for, leads out of a folder."""
+    """Return whether a file, folder or pattern, or a link among its matches, leads out of a folder."""
     named = [place, *matching(place), *matching(place / "**")]
     return any(home not in without_links(path).parents for path in named)
 
 
 def _state(run: Run) -> dict[str, Any]:
-    """The state of the newest checkpoint of which it is sound; nothing of a run without one."""
+    """Return the state of the newest checkpoint whose state is sound; an empty one for a run without any."""
     for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
             return checkpointing.load_state(folder)
@@ -132,21 +132,21 @@ def _changed(run: Run, expected: str, found: str) -> InputRefused:
 
 
 def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> None:
-    """Write config.toml so that it is the former one or this one, whole, whatever happens; with this user's mark.
+    """Write config.toml whole or not at all, whatever happens, with this user's mark.
 
     Args:
         run: its folder.
-        settings: of the run, or of a sweep.
+        settings: the settings of the run or of the sweep.
         inits: values of model.init that a sweep varies.
     """
     write_whole(run.config, marked(settings.to_toml(), [settings.model.init, *inits]))
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
-    """The run's own settings; what the command line adds to `--resume` must not contradict them.
+    """Return the run's own settings; what the command line adds to `--resume` must not contradict them.
 
     Raises:
-        UsageError: it does.
+        UsageError: the command line contradicts them.
         InputRefused: the run was stopped before its settings were written; or as `run_settings`.
     """
     if not run.begun and not entries(run.checkpoints):
@@ -184,13 +184,13 @@ def settings_of(run: Run, given: Settings) -> Settings:
 
 
 def _moved(memory: str, own: Settings) -> dict[str, Any]:
-    """What changes where a run goes on with its weights elsewhere; a stream has no graph of the whole step."""
+    """Return the changes for a run that goes on with its weights elsewhere; a stream has no graph of the whole step."""
     whole = memory == "stream" and own.train.compile == "whole"
     return {"train.memory": memory} | ({"train.compile": "blocks"} if whole else {})
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:
-    """The run, and the update if one is given, that RUN[@UPDATE] names."""
+    """Return the run, and the update if there is one, that RUN[@UPDATE] names."""
     run, _, update = name.rpartition("@")
     if run and not update.isdecimal() and not exists(name):
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
@@ -199,7 +199,7 @@ def parent_named(name: str) -> tuple[Run, int | None]:
 
 
 def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
-    """The settings, and the run that `--from` names: a model's folder that is no run is model.init, with no optimizer.
+    """Return the settings, and the run that `--from` names; a model's folder becomes model.init, without optimizer.
 
     Raises:
         UsageError: model.init is given, too.
@@ -212,7 +212,7 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
 
 
 def branched(parent: Run, given: Settings) -> Settings:
-    """What a new run takes over from its parent: everything that was not given, but for the length of the run."""
+    """Return what a new run takes over from its parent: every setting that was not given, except the run's length."""
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = run_settings(parent, runs_code=given.model.init is None)
@@ -232,7 +232,7 @@ def branched(parent: Run, given: Settings) -> Settings:
         require_no_new(given, str(parent.folder))
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
-    if given.model.init:  # brings its own shape
+    if given.model.init:  # which brings its shape with it
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
     if "data.tokenizer" not in taken:
@@ -241,5 +241,5 @@ def branched(parent: Run, given: Settings) -> Settings:
 
 
 def _same_transfer(given: str, own: str) -> bool:
-    """Whether what is asked for is what a run has: its own, or "width" without saying which."""
+    """Return whether the transfer asked for is the run's own, or "width" without saying from which one."""
     return given == own or (given == "width" and own.startswith("width:"))

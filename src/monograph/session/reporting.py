@@ -1,4 +1,4 @@
-"""What a run shows and hands over: the held-out curve, samples, figures, a summary, the last lines."""
+"""Show a run while it trains, and write its results: held-out curve, samples, figures, summary, last lines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from monograph.text.chat import stop_ids
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that came to its end, None of one that did not or that lost its last checkpoint since."""
+    """Return the summary of a run that reached its end; None if it did not, or has lost its last checkpoint since."""
     last: dict[str, Any] = {}
-    with suppress(InputRefused):  # a damaged row: where a checkpoint is taken up, what stays is verified
+    with suppress(InputRefused):  # a damaged row; whoever takes up a checkpoint verifies the rows that stay
         last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
     if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
@@ -45,7 +45,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 
 
 def standard_json(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with null for NaN and infinities, which JSON does not have."""
+    """Return the values with null for NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -54,13 +54,13 @@ _SHOWN_CHARS = 40
 
 
 class Opening(NamedTuple):
-    """Where samples begin.
+    """The beginning of samples.
 
     Attributes:
-        text: what is shown before what the model writes.
-        begun: the text or the ids that it goes on from.
-        stop: ids that end what it writes, in addition to the end of a text.
-        arguments: what `monograph generate` is told to do the like.
+        text: the text shown before the sample.
+        begun: the text or the ids that the model goes on from.
+        stop: ids that end a sample, in addition to the end of a text.
+        arguments: arguments with which `monograph generate` does the same.
     """
 
     text: str
@@ -70,15 +70,15 @@ class Opening(NamedTuple):
 
 
 def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
-    """As much of the held-out text, or of the training text, as leaves a model room to go on."""
+    """Return as much of the held-out text, or else of the training text, as leaves a model room to go on."""
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    # Half of the positions, or what the first token of a document and one that is written leave of two or three.
+    # Half of the positions; where there are two or three, the first token of a document and a written one must fit.
     room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
     if rows.conversations:
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        if len(asked) > _SHOWN_CHARS:  # whole words of its end
+        if len(asked) > _SHOWN_CHARS:  # keep whole words of its end
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
         return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
@@ -86,7 +86,7 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
     text = _shortened(corpus, text, room)
     prompt = _shortened(corpus, "class Cache:", room) if python else text
-    dashes = ("--",) if prompt.startswith("-") else ()  # or it would be taken for an option
+    dashes = ("--",) if prompt.startswith("-") else ()  # otherwise it would be taken for an option
     return Opening(text, text, (), (*dashes, prompt))
 
 
@@ -98,23 +98,23 @@ def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
-RECENT = 25  # rates
-JUDGED_TOKENS = 160  # of each of the texts whose lines are judged at the end
+RECENT = 25  # updates whose rate is averaged
+JUDGED_TOKENS = 160  # of each text whose lines are judged at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
-# The time is kept from this share of it on, if the run would take more than LATE times as long as it may; what comes
-# after the last update has the rest after END_SHARE.
+# From this share of the time on, a run that would take more than LATE times as long as it may is shortened; its
+# updates end at END_SHARE, so that the last evaluation and samples have the rest.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
 
 
 class Reporter:
-    """Shows one run while it trains, and says at its end what came of it."""
+    """Shows one run while it trains, and reports its results at the end."""
 
     def __init__(self, session: Session, progress: Progress):
-        """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run told."""
+        """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run showed."""
         self.session, self.progress = session, progress
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
-        reset_peak_memory(session.engine.step.device)  # what the yardsticks took is not the run's
+        reset_peak_memory(session.engine.step.device)  # the memory that the yardsticks took does not count
         self.opening = opening_of(session.corpus, session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
@@ -124,11 +124,11 @@ class Reporter:
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
-        """After which updates a sample is drawn."""
+        """Return the updates after which a sample is drawn."""
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
 
     def block(self) -> TrainingBlock:
-        """The live block, with what an earlier process of the run showed."""
+        """Return the live block, with what an earlier process of the run showed."""
         updates = self.session.updates
         tokens = updates * self.session.plan.tokens_per_update
         block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
@@ -140,27 +140,27 @@ class Reporter:
         return block
 
     def rate(self, updates: int, seconds: float) -> float:
-        """Tokens per second of the last updates."""
+        """Return the tokens per second of the last updates."""
         self.rates.append(updates * self._tokens / seconds)
         return self.rates[-1]
 
     @property
     def recent_s(self) -> float:
-        """Seconds that one of the last updates took, at the median of a few; 0 before there were any."""
+        """Return the median seconds of the last few updates; 0 before there were any."""
         recent = sorted(self.rates)
         return self._tokens / recent[len(recent) // 2] if recent else 0.0
 
     @property
     def _tokens(self) -> float:
-        """Of an update: targets, or of conversations all that could be."""
+        """Return the tokens of an update: its targets, or with conversations all that could be targets."""
         return self.session.corpus.stats.packed_share * self.session.plan.tokens_per_update
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
-        """Score held-out rows, note it, show it."""
+        """Score held-out rows, log the scores and show them."""
         rows = self.session.corpus.held_out
         if len(rows) == 0:
             return
-        # The engine cuts them; streamed, a model crosses the link once for all of them.
+        # The engine cuts the window into micro-batches; a streamed model then crosses the link once for all of them.
         size = self.session.batches.rows_per_window
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
         tokens = int(self.session.engine.step.tokens)
@@ -173,7 +173,7 @@ class Reporter:
             block.held_out(tokens, bits)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
-        """Let a Llama go on from the run's prompt, always with the same draws."""
+        """Let a Llama go on from the run's prompt, always with the same random draws."""
         text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
         if text is None:
             return
@@ -182,13 +182,13 @@ class Reporter:
         block.sample(share, sample)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time would not do; decided late, when the machine's speed is known."""
+        """Begin the cool-down early if the time would not suffice; decided late, when the machine's speed is known."""
         if ends := self.session.world.number(self._too_late(update)):
             self.session.shorten(ends)
             self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
 
     def _too_late(self, update: int) -> int:
-        """After how many updates a run ends that is too slow, 0 of another."""
+        """Return after how many updates a run that is too slow ends; 0 if it is fast enough."""
         session = self.session
         if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
             return 0
@@ -202,7 +202,7 @@ class Reporter:
         return update + updates_for(left, per_update, session.updates - update)
 
     def end(self, block: TrainingBlock) -> None:
-        """The last evaluation, over all held-out rows, and the last sample."""
+        """Run the last evaluation, over all held-out rows, and draw the last sample."""
         self.evaluate(block, self.session.updates, limit=None)
         self.sample(block, self.session.updates)
         if self.python:
@@ -211,7 +211,7 @@ class Reporter:
             self.lines = sum(f[0] for f in found), sum(f[1] for f in found)
 
     def finish(self) -> dict[str, Any]:
-        """Write the report, say what came of it and what to type next; return the JSON object of the contract."""
+        """Write the report, print the results and what to type next; return the JSON object of the contract."""
         session, progress = self.session, self.progress
         summary, trained = self._summary(), duration(session.spent_s)
         rows = session.run.rows()
@@ -224,7 +224,7 @@ class Reporter:
         if session.budget_s:
             ended = session.plan.updates >= most_updates(
                 session.corpus.train.per_epoch, session.batches.rows_per_window
-            )  # the text, and not the time
+            )  # the text is what counts, not the time
             promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
@@ -300,20 +300,20 @@ class Reporter:
 
     def _next(self) -> None:
         name = self.session.run.handle
-        longer = ("my_texts/",) if self.python else ("--from", name)  # its own text instead of ours, or more of it
+        longer = ("my_texts/",) if self.python else ("--from", name)  # the user's own text, or more training
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if self._writes:
             more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
-        if self.held_out and name == "last":  # which is what a sweep without arguments takes
+        if self.held_out and name == "last":  # the run that a sweep without arguments takes
             more = [more[0], ("sweep",), *more[1:]]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
 
     @property
     def _writes(self) -> bool:
-        """Whether the model can go on from a token: a Llama of one position has no room for the next."""
+        """Return whether the model can go on from a token: a Llama of one position has no room for the next."""
         config = self.session.model_config
         return config is not None and config.max_position_embeddings > 1
 
@@ -334,7 +334,7 @@ class Reporter:
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
-        # What answers are worth depends on what they answer, which no compressor is told.
+        # The value of an answer depends on its question, which no compressor is given.
         if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
             return {}
         if not self.session.world.leads:
@@ -346,7 +346,7 @@ class Reporter:
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
-        # A cache only: where it cannot be kept, the next run computes them again.
+        # This is only a cache: where it cannot be kept, the next run computes the yardsticks again.
         with suppress(OSError):
             kept.write_text(json.dumps(found))
         return found
@@ -356,6 +356,6 @@ class Reporter:
 
 
 def _free() -> str:
-    """A folder name that nothing has here yet."""
+    """Return a folder name that does not exist here yet."""
     names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
     return next(name for name in names if not exists(name))

@@ -1,4 +1,4 @@
-"""What cannot be together, or not on this machine: refused in one line before any text is read."""
+"""Refuse settings that exclude one another or do not fit this machine, in one line and before any text is read."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
 from monograph.session.plan import Plan
 
-LEAST_BYTES = 2  # of a parameter: its weight
+LEAST_BYTES = 2  # of a parameter's weight
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
     """Refuse what this machine has no arithmetic for and choices that exclude one another, before any text is read.
 
     Raises:
-        UsageError: naming what to use.
+        UsageError: something is impossible; the message names what to use.
     """
     require_together(settings)
-    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # what is best for the base is not known
+    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # the best rate of the base is not known
         origin = settings.origins.get("optim.transfer", "default")
         raise UsageError(
             f"{origin}: optim.transfer = {settings.optim.transfer} carries a learning rate that was found on a "
@@ -47,7 +47,7 @@ def require_together(settings: Settings) -> None:
     """Refuse choices that exclude one another.
 
     Raises:
-        UsageError: naming both.
+        UsageError: two choices exclude one another; the message names both.
     """
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
@@ -75,10 +75,10 @@ def require_together(settings: Settings) -> None:
 
 
 def require_with_ranks(settings: Settings) -> None:
-    """Refuse what several devices cannot do together.
+    """Refuse choices that several devices cannot combine.
 
     Raises:
-        UsageError: naming both.
+        UsageError: there are such choices; the message names both.
     """
     train, name = settings.train, settings.optim.name
     if train.parallel == "none":
@@ -106,10 +106,10 @@ def require_with_ranks(settings: Settings) -> None:
 
 
 def require_with_lora(settings: Settings) -> None:
-    """Refuse what does not go with adapters.
+    """Refuse choices that do not go with adapters.
 
     Raises:
-        UsageError: naming both.
+        UsageError: there are such choices; the message names both.
     """
     if settings.lora.rank is None and not (settings.model.init and is_adapter(settings.model.init)):
         return
@@ -121,10 +121,10 @@ def require_with_lora(settings: Settings) -> None:
 
 
 def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices for what one does on one.
+    """Refuse several devices for a command that uses only one.
 
     Raises:
-        UsageError: naming the command.
+        UsageError: several are asked for; the message names the command.
     """
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
@@ -135,10 +135,10 @@ def require_one_device(settings: Settings, command: str) -> None:
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:
-    """Refuse rows that are longer than a model of that shape reads; None: nobody knows it yet.
+    """Refuse rows longer than the positions of a model of this shape; None means that the shape is not known yet.
 
     Raises:
-        InputRefused: naming both lengths.
+        InputRefused: the rows are longer; the message names both lengths.
     """
     positions = config.max_position_embeddings if config else math.inf
     if length > positions:
@@ -149,9 +149,9 @@ def require_positions(length: int, config: LlamaConfig | None) -> None:
 
 
 def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
-    """Refuse targets that mean nothing in a model of that shape, which need not be there yet; None: nobody knows it.
+    """Refuse targets that a model of this shape does not have; None means that the shape is not known yet.
 
-    A rank above the shorter side of every target is refused, too: B A has no more of it, and more numbers than W.
+    A rank above the shorter side of every target is refused, too: B A gains nothing by it, and has more numbers than W.
     """
     if lora is None or config is None:
         return
@@ -163,10 +163,10 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
 
 
 def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
-    """Refuse a new model whose weights alone are more than all there is to keep them in, before anything of it is made.
+    """Refuse a new model whose weights alone exceed all available memory, before any part of it is made.
 
     Raises:
-        OutOfDeviceMemory: naming the keys that shape it, what it needs and what there is.
+        OutOfDeviceMemory: the message names the keys that shape the model, the bytes needed and the bytes available.
     """
     needed, device_bytes = LEAST_BYTES * config.parameter_count(), 0 if limits.shared else machine.memory_bytes
     if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:

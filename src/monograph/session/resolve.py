@@ -1,6 +1,6 @@
-"""The one place where a key of the settings becomes what a run does: `resolve` writes every "auto".
+"""Turn the keys of the settings into what a run does: `resolve` is the one place that decides every "auto".
 
-A value is decided as soon as what it depends on is known: sizes from the settings alone, so that what cannot be is
+A value is decided as soon as its inputs are known: sizes from the settings alone, so that impossible ones are
 refused before any text is read; what fits the device from the model's shape; intervals from the number of updates.
 """
 
@@ -40,28 +40,28 @@ from monograph.storage.reading import is_file
 from monograph.text.tokenizer import parse
 from monograph.transfer import WidthTransfer, narrowed
 
-ORIGIN = "plan"  # of a value that was decided here
+ORIGIN = "plan"  # the origin of a value that was decided here
 WIDTH = "width"
-# What the planner knows, and chooses from where the key is "auto"; on a CPU there is no other memory to go to.
+# The planner knows these, and chooses among them where the key is "auto"; a CPU has no other memory to go to.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-FP32_BYTES, COPIES = 4, 4  # of a parameter: weight, gradient, two moments
-RANKING_FLOPS = 1e12  # where only the order of candidates of one precision is asked
-FINAL = 0.05  # of the peak learning rate, where the schedule falls to if optim.schedule names no floor
+FP32_BYTES, COPIES = 4, 4  # bytes, and copies of a parameter: weight, gradient, two moments
+RANKING_FLOPS = 1e12  # any value will do where only the order of candidates of one precision matters
+FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names no floor
 
 
 def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
     """Decide what a run does, as far as it can be known.
 
     Args:
-        given: its settings, or the plan that was made of them before more was known.
-        machine: what it trains on.
-        known: the shape of its model, its number of updates.
+        given: the run's settings, or the plan that was made from them before more was known.
+        machine: the device that it trains on.
+        known: the shape of its model, the number of its updates.
         built: whether its model will be built; if not, a folder that holds config.json and no weights will do.
 
     Raises:
-        InputRefused: a model, a tokenizer or an adapter that cannot be used.
+        InputRefused: a model, a tokenizer or an adapter cannot be used.
         OutOfDeviceMemory: by the plan nothing fits.
-        UsageError: choices that exclude one another.
+        UsageError: choices exclude one another.
     """
     plan = given if isinstance(given, Plan) else _sized(given, machine, built)
     for each in known:
@@ -118,12 +118,12 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
 
 
 def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
-    """The settings with preset, tokenizer, adapters and tokens per update decided; the recipe of the model; its shape.
+    """Return the settings with preset, tokenizer, adapters and tokens per update decided, the recipe, and the shape.
 
     The shape is None where only building the model tells it, or where the model is new.
     """
     model, chosen = settings.model, dict[str, Any]()
-    if model.init and (other := run_named(model.init)):  # as soon as this run has begun, `last` is itself
+    if model.init and (other := run_named(model.init)):  # once this run has begun, `last` names it
         chosen["model.init"] = str(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
@@ -142,21 +142,21 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if settings.train.tokens_per_update == "auto":
         chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
-    init = settings.model.init  # which a run records by its full path, and an error shows as it was typed
+    init = settings.model.init  # a run records its full path; an error shows it as it was typed
     if init and is_adapter(init):
         return settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape
     return settings, recipe._replace(init=init), shape
 
 
 def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer | None:
-    """The rule by which a model of that shape is trained, None without transfer.
+    """Return the rule by which a model of this shape is trained; None without transfer.
 
     Args:
-        settings: of the run.
-        config: the model's shape, None if it is no Llama whose weights are drawn here.
+        settings: the run's.
+        config: the model's shape; None if it is not a Llama whose weights are drawn here.
 
     Raises:
-        UsageError: transfer of something else, or from a width that does not keep the shape's ratios.
+        UsageError: another model asks for transfer, or the width does not keep the shape's ratios.
     """
     value = settings.optim.transfer
     if value == "none":
@@ -180,7 +180,7 @@ def _optimizer_name(given: str, parallel: str, *, fresh: bool) -> str:
 
 
 def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
-    """The optimizer before width transfer has changed what it does to the tensors of a model."""
+    """Return the optimizer as it is before width transfer changes what it does to a model's tensors."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
@@ -194,7 +194,7 @@ def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool
 
 
 def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
-    """The peak learning rate where nobody gives it, for the optimizer "adamw" or "muon"."""
+    """Return the default peak learning rate for the optimizer "adamw" or "muon"."""
     if adapted:
         return defaults.FINETUNING_RATES["adapters"]
     if recipe.init is not None:
@@ -204,7 +204,7 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
 
 
 def _clip(settings: Settings) -> Clip | None:
-    """A number skips spikes, too; NUMBER:all makes every finite update."""
+    """Return the clipping: a plain number skips spikes, too; NUMBER:all makes every finite update."""
     asked = settings.optim.grad_clip
     if isinstance(asked, float):
         return Clip(asked, skip_spikes=True)
@@ -215,9 +215,9 @@ def _clip(settings: Settings) -> Clip | None:
 
 
 def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
-    """Micro-batch, recomputation and what one graph holds: as given, as planned for a Llama, else all rows at once.
+    """Fix micro-batch, recomputation and graph scope: as given, as planned for a Llama, else all rows at once.
 
-    What another module would need nobody knows. Of several ranks it is one rank's share of the rows that is planned.
+    Nobody knows the needs of another module. With several ranks, one rank's share of the rows is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
     expected: Candidate | None = None
@@ -226,16 +226,16 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         expected, found = shape.like.expected, {key: getattr(shape.like, key) for key in found}
     elif config:
         expected = _planned(plan, config, machine, shape)
-        # Where nothing can be compiled the plan is of eager steps, and this is said when it is tried.
+        # Where nothing can be compiled the plan assumes eager steps; the trial step says so.
         holds = expected.work.compile
         holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
         found |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         found |= {"memory": "stream", "compile": "blocks"}
-    if plan.remat == "offload" or plan.parallel == "fsdp":  # what leaves the device, or comes, is between graphs
+    if plan.remat == "offload" or plan.parallel == "fsdp":  # what leaves or reaches the device does so between graphs
         found["compile"] = "blocks"
     found |= {key: getattr(plan, key) for key in found if getattr(plan, key) not in (0, "auto")}
-    found["micro_batch"] = min(found["micro_batch"], plan.rows)  # or the rest of them would be empty
+    found["micro_batch"] = min(found["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
     recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
     transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
@@ -243,22 +243,22 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in found.items()}, ORIGIN),
         update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
-        expected=None if plan.parallel == "fsdp" else expected,  # nobody knows it of some rows of each weight
+        expected=None if plan.parallel == "fsdp" else expected,  # not known when a rank holds some rows of each weight
         **found | {"micro_batch": min(found["micro_batch"], share)},
     )
 
 
 def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Asked:
-    """What is given of the way in which a model of that shape trains, and what may be chosen of what is built.
+    """Return what is given about training a model of this shape, and the choices that remain with what is built.
 
     Args:
-        plan: of the run.
-        config: its model's shape.
-        machine: where it is to train.
-        tokens: ids whose rows are trained next to adapters.
+        plan: the run's.
+        config: the model's shape.
+        machine: the device that it is to train on.
+        tokens: ids whose rows are trained together with adapters.
 
     Raises:
-        UsageError: choices that exclude one another.
+        UsageError: choices exclude one another.
     """
     require_together(plan.settings)
     transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
@@ -289,13 +289,13 @@ def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
 
 
 def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
-    """What `monograph plan` would choose for one rank on this machine.
+    """Return what `monograph plan` would choose for one rank on this machine.
 
-    DDP has a second copy of the gradients. FSDP2 has a rank's share of weights, gradients and moments, and two blocks
-    whole, in whose place all but the share is taken to be free.
+    DDP has a second copy of the gradients. FSDP2 holds a rank's share of weights, gradients and moments, and two whole
+    blocks; all memory except the share is taken to be free for these.
 
     Raises:
-        OutOfDeviceMemory: nothing fits, with what is nearest and by how much it misses.
+        OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
     memory = plan.memory
     if plan.parallel != "none":
@@ -339,7 +339,7 @@ def _lasting(plan: Plan, length: Length) -> Plan:
 
 
 def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
-    """Updates of the warm-up, between evaluations and between checkpoints."""
+    """Return the updates of the warm-up, between evaluations and between checkpoints."""
     warmup, train = settings.optim.warmup_updates, settings.train
     checkpoints = defaults.interval(length.updates, defaults.CHECKPOINTS)
     evaluations = defaults.interval(length.updates, length.evaluations)
@@ -354,15 +354,15 @@ def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
 
 
 def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
-    """The shape that a run will have, with no text read: a BPE has the size that it is asked for.
+    """Return the shape that a run will have, without reading text: a BPE gets the size that is asked for.
 
     Args:
-        plan: of the run.
+        plan: the run's.
         tokens: its new tokens, as far as they are known.
 
     Raises:
-        UsageError: a module of one's own, a run or a weight file, whose shape only loading it would tell.
-        InputRefused: a folder without a model.
+        UsageError: a user's module, a run or a weight file, whose shape only loading it would tell.
+        InputRefused: a folder holds no model.
     """
     recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
     if init := recipe.init:
@@ -381,6 +381,6 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
 
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:
-    """The shape with a row for each token."""
+    """Return the shape with a row for each token."""
     rows = tokens.vocabulary.all if tokens and tokens.vocabulary else 0
     return replace(config, vocab_size=max(config.vocab_size, rows))

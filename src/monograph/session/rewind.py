@@ -1,4 +1,4 @@
-"""What becomes of a run that computes nothing finite any more: it goes back and passes the rows over, or it ends."""
+"""Handle a run that computes nothing finite any more: go back and pass over the rows, or end it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
-MOST = 3  # times in a row that a run goes back: what comes a fourth time is no accident of its data
-BETWEEN = 100  # updates that were made between two such times, and they are not in a row
+MOST = 3  # times in a row that a run goes back; a fourth divergence is no accident of its data
+BETWEEN = 100  # two rewinds with at least so many updates made between them are not in a row
 
 
 def windows(session: Session) -> Iterator[Batch]:
-    """A session's windows, from wherever it stands when the next one is asked for."""
+    """Yield a session's windows, from wherever it stands when the next one is asked for."""
     while (window := next(session.batches, None)) is not None:
         yield window
 
 
 def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog:
-    """Take up the last checkpoint from before the updates that were not finite, and pass over what led there.
+    """Take up the last checkpoint from before the non-finite updates, and pass over the rows that led to them.
 
-    What is passed over are the rows of those updates and of as many before them, but none that the checkpoint had seen.
-    They are in the run's state from then on. The metrics go on from the checkpoint's, after a row that says so. Source:
-    PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and passed over rows by hand.
+    The rows of those updates and of as many before them are passed over, except rows that the checkpoint had seen. The
+    run's state holds them from then on. The metrics go on from the checkpoint's, after a row that records the rewind.
+    Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and passed over rows by hand.
 
     Args:
-        session: whose last updates, so many that they are no accident, changed nothing, or whose weights something
-            else than an update made infinite.
-        log: of these updates.
-        progress: takes the line that tells it.
+        session: a session whose last updates changed nothing, too many of them for an accident, or whose weights became
+            infinite by something other than an update.
+        log: the log of these updates.
+        progress: receives the line that reports it.
 
     Returns:
-        The log of what comes now.
+        The log for the updates from now on.
 
     Raises:
-        Diverged: it was done `MOST` times in a row before, or there is no such checkpoint: with what is not finite.
+        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; says what is not finite.
     """
     log.flush()
     # A rank that took part in a resume has not seen the updates before it.
@@ -72,16 +72,16 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
 
 
 def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """How many of the last stretches of rows follow one another with fewer than `BETWEEN` updates between them."""
+    """Count the last stretches of rows that follow one another with fewer than `BETWEEN` updates between them."""
     pairs = zip(stretches[::-1], stretches[-2::-1], strict=False)
     return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
 
 
 def require_end(session: Session, log: MetricsLog) -> None:
-    """A run that is over has learned something.
+    """Refuse the end of a run that has stopped learning.
 
     Raises:
-        Diverged: the second half of its updates or more were skipped, too few to go back before.
+        Diverged: at least the second half of its updates were skipped, but too few of them for `go_back`.
     """
     if 2 * log.streak >= session.updates:
         raise _diverged(session, log)
@@ -99,7 +99,7 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
 
 
 def autopsy(session: Session) -> str:
-    """What is not finite in the last window, computed once more without a graph, in words."""
+    """Compute the last window once more without a graph, and return in words what is not finite."""
     if not session.world.alone:
         return "one process alone would say where"
     rows = session.batches.rows_per_window

@@ -1,4 +1,4 @@
-"""A training run in memory: its data, engine and schedule, and its state on disk, taken up again bit for bit."""
+"""Hold a training run in memory: data, engine and schedule, with its state on disk, restored bit for bit."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class Session:
     """One training run, ready for its loop.
 
     Attributes:
-        run: its folder.
-        plan: what it does.
-        corpus: its text.
+        run: the run's folder.
+        plan: the values that decide what the run does.
+        corpus: the run's text.
         engine: model and optimizer on the device.
-        batches: the windows from where the run stands.
-        eager_reason: why nothing was compiled, None if it was.
-        kernel: the one that computes attention; None where kernels were not measured, and before that.
+        batches: the windows from the current position on.
+        eager_reason: why nothing was compiled; None if it was.
+        kernel: the attention kernel; None where kernels were not measured, or not yet.
         world: the ranks that train it together.
         started_s: when this process began with the run; training_since_s: when it began to train.
-        compile_s: seconds that tracing and compiling took.
-        peak_bytes: what tensors took at the peak of an update, as measured after the last one; None where it was not,
-            as on a GPU, which counts them all the while.
+        compile_s: seconds spent on tracing and compiling.
+        peak_bytes: bytes of tensors at the peak of an update, measured after the last one; None where it was not, as on
+            a GPU, which counts them all the while.
         elapsed_s: seconds spent in earlier processes of the same run.
-        budget_s: seconds that the training was given, None if it was given updates, tokens or epochs.
+        budget_s: seconds that the training was given; None if it was given updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine was slower
             than calibrated; None while the schedule stands.
     """
@@ -82,32 +82,32 @@ class Session:
 
     @property
     def updates(self) -> int:
-        """Updates of the whole run."""
+        """Return the updates of the whole run."""
         return self.cooled[1] if self.cooled else self.plan.updates
 
     @property
     def params(self) -> int:
-        """Parameters, tied ones once."""
+        """Return the number of parameters; tied ones count once."""
         return parameter_count(self.engine.model)
 
     @property
     def adapter_params(self) -> int:
-        """Parameters that it trains next to frozen ones; 0 of a run without adapters."""
+        """Return the number of parameters that are trained next to frozen ones; 0 for a run without adapters."""
         return 0 if self.plan.recipe.lora is None else sum(plane.param.numel() for plane in self.engine.step.planes)
 
     @property
     def model_config(self) -> LlamaConfig | None:
-        """The shape, of a Llama."""
+        """Return the shape if the model is a Llama, else None."""
         return self.engine.model.config if isinstance(self.engine.model, Llama) else None
 
     @property
     def spent_s(self) -> float:
-        """Seconds of training so far, over all processes of the run."""
+        """Return the seconds of training so far, over all processes of the run."""
         return self.elapsed_s + clock() - self.training_since_s
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Bytes of tensors at the peak; None where nothing measured it."""
+        """Return the bytes of tensors at the peak; None where nothing measured it."""
         device = self.engine.step.device
         return peak_memory_bytes(device) if device.type == "cuda" else self.peak_bytes
 
@@ -115,11 +115,11 @@ class Session:
         """Write a checkpoint of this moment; metrics are made durable first.
 
         Args:
-            keep: how many stay at least, whatever the settings say.
+            keep: how many checkpoints stay at least, whatever the settings say.
 
         Raises:
-            Diverged: a parameter is not finite; nothing is written, so that the checkpoints that are there stay.
-            DiskFull: the checkpoints that are there stay.
+            Diverged: a parameter is not finite; nothing is written, and existing checkpoints stay.
+            DiskFull: there is no room; existing checkpoints stay.
         """
         state, update = self.engine.state(), self.engine.index
         if bad := self.non_finite():
@@ -142,7 +142,7 @@ class Session:
             "tokenizer": self.corpus.tokenizer.digest,
             "settings": self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
-            **({"attention": self.kernel} if self.kernel else {}),  # which no run had before kernels were measured
+            **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
             "model_config": self._model_config(),
             "versions": _versions(),
         }
@@ -150,7 +150,7 @@ class Session:
         save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.keep))
 
     def non_finite(self) -> list[str]:
-        """Names of the parameters of a checkpoint that are not finite on some rank; no update makes one so."""
+        """Return the names of a checkpoint's parameters that are not finite on some rank; no update makes one so."""
         state, names = self.engine.state().model, dict(self.engine.model.named_parameters())
         return not_finite(self.world, {name: state[name] for name in names if name in state})
 
@@ -158,7 +158,7 @@ class Session:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
 
         Raises:
-            InputRefused: the data, the settings or the model's file is not what the run was begun with.
+            InputRefused: the data, the settings or the model's file differs from what the run was begun with.
         """
         try:
             changed = self._restore(checkpoint)
@@ -195,7 +195,7 @@ class Session:
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.plan = replace(self.plan, updates=state["length"])
-        # It was halved where memory ran out; and by more ranks than now it was less.
+        # It was halved where memory ran out; and it was smaller where more ranks than now shared the rows.
         self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
         self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
@@ -206,7 +206,7 @@ class Session:
         return changed
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint's weights and optimizer state; updates are counted from 0.
+        """Take a checkpoint's weights and optimizer state, and count updates from 0.
 
         Raises:
             InputRefused: they do not fit this model.
@@ -216,8 +216,8 @@ class Session:
         self.engine.step.index = 0
 
     def branch(self, checkpoint: Checkpoint) -> None:
-        """Begin from another run's weights and optimizer; its tokens and skipped updates are not this run's."""
-        # One that computed in another precision has no loss scale to hand over.
+        """Begin from another run's weights and optimizer, without counting its tokens and skipped updates."""
+        # A run that computed in another precision has no loss scale to hand over.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
         self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
         self.engine.step.tokens.zero_()
@@ -227,14 +227,14 @@ class Session:
         return self.model_config.to_hf() if self.model_config else None
 
     def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
-        """The run's windows from position `rows` on, passing over those in `skip`."""
+        """Return the run's windows from position `rows` on, passing over the stretches in `skip`."""
         plan, pin = self.plan, self.engine.step.device.type == "cuda"
         seed = plan.seed if seed is None else seed
         return self.corpus.batches(plan.tokens_per_update, seed, rows, plan.epochs, pin, skip)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Whatever runs in the block, the module's buffers (running means and the like) and random numbers stay."""
+        """Keep the module's buffers (running means and the like) and random numbers unchanged by the block."""
         device = self.engine.step.device
         drawn = random_state(device)
         try:
@@ -244,13 +244,13 @@ class Session:
             restore_random(drawn, device)
 
     def schedule(self) -> Schedule:
-        """The learning rate's course, with the cool-down if one was begun."""
+        """Return the learning rate's schedule, with the cool-down if one was begun."""
         course = self.plan.schedule(self.plan.updates)
         return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
 
     def account(self, update: int) -> None:
-        """Note the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
-        if update == 1:  # nothing but the update has run yet
+        """Record the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
+        if update == 1:  # only the update has run so far
             self._remember_memory()
         if update == 2:
             planned = self.plan.expected.by_origin if self.plan.expected else None
@@ -261,14 +261,14 @@ class Session:
             self.run.log({"update": update, "memory": found})
 
     def _remember_memory(self) -> None:
-        """Keep how far a GPU's peak is from its trace for later plans, if what was traced is what ran.
+        """Remember for later plans how far a GPU's peak is from its trace, if the traced step is the one that ran.
 
-        A captured micro-step holds a pool that no plan knows.
+        A captured micro-step holds a memory pool that no plan knows.
         """
         step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
-        if not self.world.alone:  # DDP has buffers of its own, which no plan knows
+        if not self.world.alone:  # DDP adds buffers that no plan knows
             return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):
@@ -286,18 +286,18 @@ def _versions() -> dict[str, str]:
 
 
 # The random generators that a module may draw from (dropout and the like) are part of a run's state. The rows' order, a
-# Llama's weights and samples come from generators of their own and need none of this.
+# Llama's weights and samples come from separate generators and need none of this.
 
 
 def seed_all(number: int) -> None:
-    """Start all of them from one seed."""
+    """Seed all of these generators from one number."""
     random.seed(number)
-    np.random.seed(number % 2**32)  # noqa: NPY002 - the legacy generator is the one that other people's code uses
+    np.random.seed(number % 2**32)  # noqa: NPY002 - other people's code uses the legacy generator
     torch.manual_seed(number)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where they stand, as JSON gives it back: Python's, NumPy's and torch's (on the host and on `device`)."""
+    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as JSON values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {
@@ -309,7 +309,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random(saved: dict[str, Any], device: torch.device) -> None:
-    """Put them back where they stood."""
+    """Set the generators back to a saved state."""
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = saved["numpy"]

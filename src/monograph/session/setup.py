@@ -1,4 +1,4 @@
-"""From a plan to a session that is ready to train: text, model and engine."""
+"""Turn a plan into a session that is ready to train: text, model and engine."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from monograph.stream import Placement, Streamed
 
 
 def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
-    """Read, tokenise and pack a text of at least a row, and say what a person should know of it.
+    """Read, tokenise and pack a text of at least a row, and print what a person should know about it.
 
     Args:
         reading: arguments of `monograph.corpus`.
-        progress: takes the lines.
+        progress: receives the lines.
     """
     named = reading["source"]
     if named == "stdlib":
@@ -80,7 +80,7 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
 def _conversations(found: Corpus) -> str:
     stats, held = found.stats, found.held_out
     in_all = count(found.train.inputs)
-    # Of a template that writes earlier turns in another way later, each answer has a sequence of its own.
+    # Where a template writes earlier turns differently later on, each answer has its own sequence.
     sequences = found.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
@@ -91,13 +91,13 @@ def _conversations(found: Corpus) -> str:
 
 
 class BuiltRun(NamedTuple):
-    """A model that was built by a plan, before any engine has it.
+    """A model built from a plan, before an engine has it.
 
     Attributes:
-        plan: every value decided but the number of updates and what follows from it.
-        model: its weights on the host, or in their files still.
-        loss: of it.
-        notes: lines on its tokens that a person should read.
+        plan: every value decided except the number of updates and what follows from it.
+        model: the model, with its weights on the host or still in their files.
+        loss: its loss.
+        notes: lines about its tokens that a person should read.
     """
 
     plan: Plan
@@ -109,7 +109,7 @@ class BuiltRun(NamedTuple):
 def open_session(
     run: Run, plan: Plan, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
 ) -> Session:
-    """The session of a run at its beginning; of several ranks rank 0 makes the choices."""
+    """Return a run's session at its beginning; with several ranks, rank 0 makes the choices."""
     world, machine = world or World(), describe()
     built = build_run(plan, text, machine, device, world.size) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
@@ -135,22 +135,22 @@ def build_run(
     ranks: int = 1,
     like: Plan | None = None,
 ) -> BuiltRun:
-    """Build the model, and decide what its shape decides.
+    """Build the model, and decide what depends on its shape.
 
     Args:
-        plan: of the run, from its settings alone.
-        text: what it trains on.
-        machine: where.
-        device: where its frozen weights go if it has adapters, each as soon as it is what is kept of it.
+        plan: the run's, from its settings alone.
+        text: the text that it trains on.
+        machine: the device, for the planner.
+        device: where the frozen weights go if it has adapters, each as soon as it is in the form that is kept.
         ranks: processes that train it together.
-        like: the plan of another run of that shape, whose choices are taken over.
+        like: the plan of another run of the same shape, whose choices are taken over.
 
     Raises:
-        OutOfDeviceMemory: by the plan nothing fits; before anything is built where the shape is known by then.
-        InputRefused: the model is none for that text.
+        OutOfDeviceMemory: by the plan nothing fits; raised before anything is built if the shape is known by then.
+        InputRefused: the model does not fit the text.
     """
     recipe, settings = plan.recipe, plan.settings
-    if recipe.file:  # which may have changed while the text was read
+    if recipe.file:  # the file may have changed while the text was read
         recipe = recipe._replace(sha256=code_digest(str(recipe.init)))
     # The tensors of a weight file say more than text and row length do.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
@@ -186,7 +186,7 @@ def _require_fit(config: LlamaConfig, text: Corpus, length: int) -> None:
 
 
 def _adapt(model: nn.Module, lora: Lora, plan: Plan, device: torch.device | None) -> None:
-    """Put adapters next to a model's weights, new ones or those of a stored adapter."""
+    """Put adapters next to a model's weights: new ones, or those of a stored adapter."""
     start = read_adapter(plan.recipe.adapter) if plan.recipe.adapter else None
     if start:
         require_base_of(start, str(plan.recipe.base_sha256))
@@ -198,10 +198,10 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
 
 
 def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
-    """The engine of one model, whose weights are on the device or come to it.
+    """Return the engine of a model, with its weights on the device or streamed to it.
 
     Raises:
-        UsageError: several ranks, and a module whose running statistics would be another one's on each.
+        UsageError: there are several ranks, and the module's running statistics would differ between them.
     """
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
@@ -224,13 +224,13 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
 
 
 def repeatable(device: torch.device) -> None:
-    """Let the same run give the same bits, for this whole process: what a resume relies on.
+    """Make the same run give the same bits, for this whole process, as resuming requires.
 
     On several CPU threads Inductor adds up an embedding's gradient with atomic additions, in whatever order the threads
     come; torch's deterministic mode makes it call the ordered kernel, at no measurable cost (docs/log.md). On a GPU the
-    mode costs speed and is left to its owner.
+    mode costs speed, so the user decides.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # The part of it that would cost time; the module is a class in disguise, which type checkers do not see.
+        # This part of the mode would cost time; the module is a class in disguise, which type checkers do not see.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What comes before the first update: a trial step, the choice of a kernel, the capture, and how long the run is."""
+"""Prepare the first update: a trial step, the choice of a kernel, the capture, and the length of the run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from monograph.stream import Streamed
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
-    """Let the model's causal attention be computed by the kernel that is fastest on the run's shapes.
+    """Choose the fastest kernel on the run's shapes for the model's causal attention.
 
-    A run that is taken up keeps the kernel that it was begun with, as another one rounds otherwise, unless this device
-    cannot run it. Nothing is measured on a CPU, where there is one kernel, nor for packed rows, whose borders another
-    implementation reads (`monograph.model.llama.attention_mask`).
+    A resumed run keeps the kernel that it was begun with, since another one rounds differently, unless this device
+    cannot run it. Nothing is measured on a CPU, which has one kernel, nor for packed rows, whose borders another
+    implementation handles (`monograph.model.llama.attention_mask`).
     """
     engine, model = session.engine, session.engine.model
     if engine.step.device.type != "cuda" or not isinstance(model, Llama) or not is_causal(model, window):
@@ -59,14 +59,14 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def is_causal(model: Llama, window: Batch) -> bool:
-    """Whether a layer attends to all earlier positions of a row, without a mask."""
+    """Return whether a layer attends to all earlier positions of a row, without a mask."""
     length, layers = window["tokens"].shape[1], range(model.config.num_hidden_layers)
     unbounded = any((model.config.window(layer) or length) >= length for layer in layers)
     return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
 
 
 def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
-    """The one of before if it can be run, else the fastest."""
+    """Return the kernel used before if it can run here, else the fastest one."""
     return before if before in times else fastest(times)
 
 
@@ -74,7 +74,7 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is
 
 
 def calibrate(session: Session) -> float:
-    """Seconds that an update of the session takes; see `seconds_per_update`."""
+    """Return the seconds that an update of the session takes; see `seconds_per_update`."""
     engine, window = session.engine, next(session.open_batches(0))
 
     with session.undisturbed():
@@ -82,15 +82,15 @@ def calibrate(session: Session) -> float:
 
 
 def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
-    """Seconds that an update takes where nothing disturbs it: the lower quartile of a few that are thrown away.
+    """Return the undisturbed seconds of an update: the lower quartile of a few that are thrown away.
 
-    A run that is planned too long cools down in time (`Reporter.keep_time`), one planned too short would waste it.
+    A run that is planned too long cools down in time (`Reporter.keep_time`); one planned too short would waste time.
 
     Args:
-        engine: whose counters stay as they are.
-        update: makes one that changes no weight, such as one without targets, which the device refuses and computes all
-            the same.
-        world: the ranks that update together, of which rank 0 says how often.
+        engine: its counters stay as they are.
+        update: makes an update that changes no weight, such as one without targets, which the device refuses but
+            computes in full.
+        world: the ranks that update together; rank 0 decides how often.
     """
     times: list[float] = []
     world = world or World()
@@ -105,10 +105,10 @@ def seconds_per_update(engine: Engine, update: Callable[[], object], world: Worl
 
 
 def measure_memory(session: Session) -> None:
-    """Note what an update needs on a CPU, where nothing counts it while the run goes on.
+    """Measure the memory of an update on a CPU, where nothing counts it while the run goes on.
 
-    After the run, since an update more before it would be one more in which memory can run out; and what goes wrong in
-    it costs the figure alone.
+    This comes after the run: an additional update before it could run out of memory, and a failure here costs the
+    figure alone.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
@@ -116,11 +116,11 @@ def measure_memory(session: Session) -> None:
 
 
 def peak_bytes(session: Session) -> int:
-    """Bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations and the window.
+    """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations, window.
 
-    On a GPU torch's allocator has counted them since it was last told to begin anew. On a CPU its events are recorded
-    in an update of two micro-batches, which is thrown away: libraries and the compiler, which take hundreds of MB of
-    the process, would hide what a technique saves.
+    On a GPU torch's allocator has counted them since it was last reset. On a CPU its events are recorded in an update
+    of two micro-batches, which is thrown away: libraries and the compiler, which take hundreds of MB of the process,
+    would hide what a technique saves.
     """
     engine = session.engine
     if engine.step.device.type == "cuda":
@@ -143,7 +143,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def remember(session: Session, seconds: float) -> None:
-    """Keep what an update takes on this machine, so that the next plan knows it."""
+    """Keep the measured seconds of an update on this machine, so that the next plan knows them."""
     engine = session.engine
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
         return
@@ -162,12 +162,12 @@ _BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatch
 
 
 def mixing_rows(model: nn.Module) -> list[str]:
-    """Names of the layers that normalise over the rows of a micro-batch."""
+    """Return the names of the layers that normalise over the rows of a micro-batch."""
     return [name for name, module in model.named_modules() if isinstance(module, _BATCH_STATISTICS)]
 
 
 def prepare(session: Session, progress: Progress) -> None:
-    """One eager trial step, then capture; what cannot be captured trains eagerly, and the reason is said once."""
+    """Run one eager trial step, then capture; what cannot be captured trains eagerly, and the reason is said once."""
     with session.undisturbed():
         _prepare(session, progress)
 
@@ -209,7 +209,7 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 
 def fix_length(session: Session, progress: Progress) -> None:
-    """Decide how many updates the run has: as given, as its epochs have, or as its minutes allow; and say so."""
+    """Decide and print the number of updates: as given, as its epochs have, or as its minutes allow."""
     plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
     per_epoch = session.corpus.train.per_epoch
     updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)

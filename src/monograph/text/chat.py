@@ -1,4 +1,4 @@
-"""A chat in token ids: what the template writes is control, what people typed is text; and where an answer ends."""
+"""Turn a chat into token ids: what the template writes is control, what people typed is text; find where it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat that every temp
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The tokenizer's chat template.
+    """Return the tokenizer's chat template.
 
     Raises:
-        InputRefused: it has none.
+        InputRefused: the tokenizer has none.
     """
     if tokenizer.config.template is None:
         raise InputRefused(
@@ -30,14 +30,14 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 def chat_ids(
     tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
 ) -> list[int]:
-    """Ids of a chat, its beginning-of-text token only where the template writes one.
+    """Return the ids of a chat, with a beginning-of-text token only where the template writes one.
 
-    "<|im_start|>" inside a message is the letters that someone typed and not the token, so no message can end its turn.
-    To tell them apart the chat is rendered a second time with a character put inside such letters that occurs nowhere
-    else; should that change anything else in the text, the chat is refused.
+    "<|im_start|>" inside a message means the letters that someone typed, not the token, so no message can end its turn.
+    To tell them apart the chat is rendered a second time, with a character that occurs nowhere else put inside such
+    letters; if that changes anything else in the text, the chat is refused.
 
     Raises:
-        InputRefused: as `ChatTemplate.render`, or a template that computes with such letters.
+        InputRefused: as in `ChatTemplate.render`, or the template computes with such letters.
     """
     marker = marker_for(tokenizer, [list(messages), variables])
     text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
@@ -45,7 +45,7 @@ def chat_ids(
 
 
 def marker_for(tokenizer: Tokenizer, said: Any) -> str:
-    """A character that is nowhere in what is said, to keep a control token's letters apart; "" where none has any.
+    """Return a character that occurs nowhere in `said`, to split a control token's letters; "" where none are in it.
 
     Raises:
         InputRefused: there is no such character.
@@ -67,7 +67,7 @@ def rendered(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> str:
-    """A chat as text, with `marker` inside of each control token's letters that somebody typed.
+    """Return a chat as text, with `marker` inside the letters of each control token that somebody typed.
 
     Raises:
         InputRefused: see `chat_ids`.
@@ -87,9 +87,9 @@ def rendered(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes after an answer; None where there is no such.
+    """Return the special token that the chat template writes after an answer; None if it writes no such token.
 
-    It may write text there or change the answer's letters, or the model has no template.
+    It may write text there or change the answer's letters, or the model may have no template.
 
     Raises:
         InputRefused: the template does not render.
@@ -104,13 +104,15 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
-    """All ids at which a text is over, each once.
+    """Return all ids at which a text ends, each once.
 
-    The tokenizer's end of text, what generation_config.json lists, and what the chat template writes after an answer.
+    They are the tokenizer's end of text, those in generation_config.json, and what the chat template writes after an
+    answer.
 
     Args:
-        tokenizer: of the text.
-        own: ids that end a document by the model's configuration: they count where there is no such list.
+        tokenizer: the text's tokenizer.
+        own: ids that end a document by the model's configuration; they count if there is no list in
+            generation_config.json.
 
     Raises:
         InputRefused: the template does not render.
@@ -121,8 +123,8 @@ def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]
 
 
 def _typed(tokenizer: Tokenizer, said: Any) -> list[str]:
-    """The special tokens whose letters are in what is said."""
-    letters = "\0".join(_texts(said))  # all at once: there may be a thousand such tokens
+    """Return the special tokens whose letters occur in `said`."""
+    letters = "\0".join(_texts(said))  # joined, as there may be a thousand such tokens
     return [content for content in tokenizer.special if content in letters]
 
 

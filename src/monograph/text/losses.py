@@ -1,4 +1,4 @@
-"""Finds what of a text a tokenizer would not give back."""
+"""Find the part of a text that a tokenizer would not give back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LONGEST = 20  # characters of a text that a message shows on either side
 
 
 class Losses:
-    """What one tokenizer loses.
+    """Finds what one tokenizer loses.
 
     Args:
-        checked: its file.
+        checked: the parts of its file.
         added: the ids of the added tokens that are text.
-        engine: encodes a text, special tokens in it as letters.
-        inner: encodes what goes on with other text.
+        engine: encodes a text, with special tokens in it as letters.
+        inner: encodes a text that follows other text.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Losses:
         self._written = set(checked.characters)
 
     def may_be_in(self, ids: Sequence[int]) -> bool:
-        """Whether a text with these ids is worth a look."""
+        """Return whether a text with these ids may lose something."""
         checked = self._checked
         return bool(checked.lacking or checked.marks or not (checked.made | self._added).isdisjoint(ids))
 
     def of(self, text: str, inside: bool) -> str:
-        """See `Tokenizer.loss`."""
+        """Return what a text would lose; see `Tokenizer.loss`."""
         if self._checked.marks and (at := text.find(MARK)) >= 0:
             return f"{MARK!r} in {_around(text, at)!r} would become ' ': the tokenizer writes each space as that letter"
         unwritten = self._unwritten(text) if self._checked.lacking else ""
@@ -50,7 +50,7 @@ class Losses:
                 name, special = text[start:end], self._engine.id_to_token(index)
                 where = _around(text, start, end - start)
                 return f"{name!r} in {where!r} would become the special token {special!r}, which is no text"
-        # An added token may be what writes a character that the rest of the vocabulary cannot.
+        # An added token may write a character that the rest of the vocabulary cannot.
         if self._special.isdisjoint(found.ids) and self._added.isdisjoint(found.ids):
             return unwritten
         return self._changed(text, found.ids, unwritten)
@@ -65,7 +65,7 @@ class Losses:
         return unwritten or f"{shown}: the letters of an added token stand for bytes"
 
     def _form(self, text: str) -> str:
-        """A text in its normal form, without spaces where the tokenizer puts some of its own."""
+        """Return a text in its normal form, without spaces where the tokenizer inserts some."""
         form = self._normal(text)
         return form.replace(" ", "").replace(MARK, "") if self._checked.space_first or self._checked.marks else form
 

@@ -1,14 +1,14 @@
-"""Renders a chat template where it can do no harm: run as a program, under limits of memory and time.
+"""Render a chat template where it can do no harm: run as a program, under limits of memory and time.
 
 A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's insides, but not from endless
 loops and strings of gigabytes, and no thread can stop those: hence a process. It imports nothing of this package, so
 that it starts in a tenth of a second.
 
-The first line of standard input is [the template's source, the day that it finds or null for today's], each further one
-a list of renderings, each a text that is JSON itself: [its variables, two texts to put around what is tagged as an
-answer's, or null]. The answer to a line is a list of {"text": ...} or {"error": ...}, one for each.
+The first line of standard input is [the template's source, the day that it sees or null for today]. Each further line
+is a list of renderings, each a text in JSON: [its variables, two texts to put around what is tagged as an answer, or
+null]. The reply to a line is a list with {"text": ...} or {"error": ...} for each rendering.
 
-What a template finds here is what transformers gives it (`apply_chat_template` of release 5).
+The template's names here are those that transformers gives it (`apply_chat_template` of release 5).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 1 << 29  # of address space, of which Python and jinja take a tenth
-SECONDS = 2  # of computation for one rendering
+SECONDS = 2  # of computing one rendering
 OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbox
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant says; its text is that of the block, between the marks asked for."""
+    """`{% generation %}` marks what an assistant says; its text is the block's, between the marks asked for."""
 
     tags = {"generation"}
 
@@ -52,7 +52,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` without what hangs on the type."""
+    """`dict` without the attributes of the type."""
 
     def __call__(self, *pairs: Any, **values: Any) -> dict[Any, Any]:
         return dict(*pairs, **values)
@@ -83,7 +83,7 @@ def _public(name: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own escapes < and > for web pages.
+    # Jinja's own filter escapes < and > for web pages.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -92,7 +92,7 @@ def _raise_exception(message: object) -> None:
 
 
 def compiled(source: str, day: str | None) -> jinja2.Template:
-    """The template, ready to render; raises what jinja raises."""
+    """Return the template, ready to render; raises what jinja raises."""
 
     def strftime_now(form: str) -> str:
         return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
@@ -122,14 +122,14 @@ def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) 
 
 
 class _Renderer:
-    """One template; the first rendering compiles it, so that its faults are answers too."""
+    """Renders one template; the first rendering compiles it, so that its faults are answers too."""
 
     def __init__(self, source: str, day: str | None) -> None:
         self._source, self._day = source, day
         self._template: jinja2.Template | None = None
 
     def __call__(self, asked: str) -> dict[str, str]:
-        # Whole seconds of the processor since the start, after which the system ends the process.
+        # The limit counts whole processor seconds since the start; after it the system ends the process.
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
         try:
@@ -141,7 +141,7 @@ class _Renderer:
             return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:
             return {"error": "it calls itself without end"}
-        except Exception as error:  # whatever a template can make Python raise
+        except Exception as error:  # a template can make Python raise anything
             return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 

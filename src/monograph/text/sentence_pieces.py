@@ -1,7 +1,7 @@
-"""Parts of a `tokenizer.json` in SentencePiece's way (Llama 2, Mistral 7B, Phi-3, Gemma).
+"""Read parts of a `tokenizer.json` in SentencePiece's way (Llama 2, Mistral 7B, Phi-3, Gemma).
 
-Each space is written as the letter ▁, most put one more before a text, and a character that the vocabulary lacks is
-written as one token <0xXX> per byte of its UTF-8. Only parts of known form pass; all of them take linear time.
+Each space is written as the letter ▁, most tokenizers put one before a text, and a character that the vocabulary lacks
+is written as one token <0xXX> per byte of its UTF-8. Only known parts pass; all of them take linear time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
-# Gemma has it after the spaces were replaced, so that it splits nothing.
+# Gemma applies it after spaces are replaced, so that it splits nothing.
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _BACK = [{"type": "Replace", "pattern": {"String": MARK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -23,9 +23,9 @@ class Marks(NamedTuple):
     """How a tokenizer of this kind treats spaces and bytes.
 
     Attributes:
-        scheme: "prepend": each text gets a ▁, and each stretch after a token that is matched in text as it is written.
-            "always": each stretch between added tokens gets one unless it begins with a space. "first": only the
-            beginning of a text. "never".
+        scheme: where a ▁ is put. "prepend": before each text, and each stretch after a token matched in text as
+            written. "always": before each stretch between added tokens, unless it begins with a space. "first": only at
+            the beginning of a text. "never".
         strips: whether decoding leaves out one space at the beginning.
         byte_tokens: whether decoding reads <0xXX> as that byte.
     """
@@ -35,31 +35,31 @@ class Marks(NamedTuple):
     byte_tokens: bool
 
     def piece(self, token: str) -> bytes:
-        """The bytes that a vocabulary entry stands for."""
+        """Return the bytes that a vocabulary entry stands for."""
         if self.byte_tokens and (byte := _BYTE.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         return token.replace(MARK, " ").encode()
 
 
 def is_marked(normalizers: list[Any], pre_tokenizers: list[Any]) -> bool:
-    """Whether some part of a tokenizer writes spaces as ▁."""
+    """Return whether some part of a tokenizer writes spaces as ▁."""
     return _REPLACE in normalizers or any(is_metaspace(step) for step in pre_tokenizers)
 
 
 def is_metaspace(step: Any) -> bool:
-    """Whether a pre-tokenizer is SentencePiece's, with its usual letter."""
+    """Return whether a pre-tokenizer is SentencePiece's, with its usual letter."""
     return isinstance(step, dict) and step.get("type") == "Metaspace" and step.get("replacement") == MARK
 
 
 def scheme_of(step: dict[str, Any]) -> str:
-    """When a Metaspace puts a ▁ before a text; older files say only whether."""
+    """Return when a Metaspace puts a ▁ before a text; older files say only whether."""
     return str(step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never"))
 
 
 def marks(
     normalizers: list[Any], pre_tokenizers: list[Any], decoders: list[Any], model: dict[str, Any], added: list[str]
 ) -> Marks:
-    """What a tokenizer's steps do to spaces; `added` are added tokens that are text.
+    """Return what a tokenizer's steps do to spaces; `added` are added tokens that are text.
 
     Raises:
         ValueError: it would lose text, or has an unknown decoder; the message says which.
@@ -96,12 +96,12 @@ def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallb
 
 
 def normalizer_is_known(step: Any) -> bool:
-    """Whether a normalizer is one of SentencePiece's two."""
+    """Return whether a normalizer is one of SentencePiece's two."""
     return step in (PREPEND, _REPLACE)
 
 
 def pre_tokenizer(step: Any) -> dict[str, Any] | None:
-    """A pre-tokenizer as the library writes it now, None for an unknown one."""
+    """Return a pre-tokenizer as the library writes it now; None for an unknown one."""
     if is_metaspace(step):
         split = step.get("split", True) is True
         return {"type": "Metaspace", "replacement": MARK, "prepend_scheme": scheme_of(step), "split": split}

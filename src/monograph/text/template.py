@@ -1,6 +1,6 @@
-"""A model's chat template: messages in, the text that the model was trained to go on from out, as transformers does it.
+"""Render a model's chat template as transformers does: messages in, the text that the model continues out.
 
-Templates are programs from whoever made the model. They are rendered by `sandbox` in a process of its own, never here.
+Templates are programs from whoever made the model. A separate process renders them (`sandbox`), never this one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from monograph.storage.reading import inside, read_input, status
 from monograph.text import sandbox
 
 MAX_SOURCE_BYTES = 1 << 16
-AT_ONCE = 16  # renderings that are asked for in one line
-PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # of waiting for so many, on however busy a machine
+AT_ONCE = 16  # renderings requested in one line
+PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # seconds to wait for so many, however busy the machine
 
-Message = Mapping[str, Any]  # "role", "content", and what else a template reads
-# By these names transformers hands on what a model thought before it spoke; templates read the first.
+Message = Mapping[str, Any]  # "role", "content", and whatever else a template reads
+# transformers passes a model's reasoning on under these names; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Unspeakable(InputRefused):
-    """A chat that its template refuses in words of its own, such as roles that do not take turns."""
+    """A chat that its template refuses with its own message, such as roles that do not take turns."""
 
 
 class ChatTemplate:
@@ -39,10 +39,10 @@ class ChatTemplate:
     Attributes:
         source: its text.
         tokens: the special tokens that it knows by name, such as {"bos_token": "<s>"}.
-        day: the day that it takes for today's, such as "2024-07-26"; None for the real one.
+        day: the day that it takes for today, such as "2024-07-26"; None for the real one.
 
     Raises:
-        InputRefused: larger than 64 KiB, which no template of a model is.
+        InputRefused: it is larger than 64 KiB, which no model's template is.
     """
 
     def __init__(
@@ -55,48 +55,48 @@ class ChatTemplate:
         self._ready: dict[str, dict[str, str]] = {}
 
     def on(self, day: str) -> ChatTemplate:
-        """The same template, on another day."""
+        """Return the same template for another day."""
         return ChatTemplate(self.source, self._where, self.tokens, day)
 
     @property
     def reads_the_date(self) -> bool:
-        """Whether what it writes may depend on the day."""
+        """Return whether its text may depend on the day."""
         return "strftime_now" in self.source
 
     @property
     def tags_answers(self) -> bool:
-        """Whether it says itself, by `{% generation %}`, what an assistant writes."""
+        """Return whether it marks, by `{% generation %}`, what an assistant writes."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
-        """The chat as text, special tokens included; equal to transformers' `apply_chat_template(tokenize=False)`.
+        """Return the chat as text with special tokens, equal to transformers' `apply_chat_template(tokenize=False)`.
 
         Args:
-            messages: what was said, each {"role": ..., "content": ...}; values that JSON knows.
-            add_generation_prompt: end with what begins an assistant's turn.
-            variables: what else the template reads, such as enable_thinking or date_string.
+            messages: the chat, each {"role": ..., "content": ...}, with values that JSON knows.
+            add_generation_prompt: end with the beginning of an assistant's turn.
+            variables: other variables of the template, such as enable_thinking or date_string.
 
         Raises:
-            Unspeakable: the template refuses the messages in words of its own.
-            InputRefused: the template is no Jinja, or does what no template needs: reaches for Python's insides,
+            Unspeakable: the template refuses the messages with its own message.
+            InputRefused: the template is not valid Jinja, or does what no template needs: reaches for Python's insides,
                 computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64 times its input.
         """
         return self._rendered(self._request(messages, add_generation_prompt, variables, None))
 
     def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: Any) -> None:
-        """Render these (messages, add_generation_prompt) together, which is faster, for the calls of `render` to come.
+        """Render these (messages, add_generation_prompt) together, which is faster, for later calls of `render`.
 
-        What was expected before and not asked for since is forgotten.
+        Renderings that were expected earlier and not asked for since are forgotten.
         """
         self._ready = {}
         asked = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
         for begin in range(0, len(asked), AT_ONCE):
             part = asked[begin : begin + AT_ONCE]
-            # Should the process have ended, each is asked for alone when it is needed, and the one at fault is known.
+            # If the process ended, each is asked for singly when it is needed, which shows the one at fault.
             self._ready |= zip(part, self._answers(part) or (), strict=False)
 
     def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: Any) -> str:
-        """The chat as text with `marks` around what the template tags as an assistant's; else as `render`."""
+        """Return the chat as text with `marks` around what the template tags as an assistant's; else like `render`."""
         return self._rendered(self._request(messages, False, variables, marks))
 
     def _request(
@@ -106,7 +106,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         marks: tuple[str, str] | None,
     ) -> str:
-        """A rendering as the process is asked for it."""
+        """Return the request for a rendering, as the process reads it."""
         request = {
             "tools": None,
             "documents": None,
@@ -132,10 +132,10 @@ class ChatTemplate:
         return str(answer["text"])
 
     def _answers(self, requests: list[str]) -> list[dict[str, str]] | None:
-        """What the process answers; None where it ended instead."""
+        """Return the process's answers; None if it ended instead."""
         line = json.dumps(requests)
         if self._process is None:
-            # Not in this terminal's group: Ctrl-C is for the run, which still wants to save.
+            # Outside this terminal's process group: Ctrl-C is for the run, which still wants to save.
             self._process = process = subprocess.Popen(
                 [sys.executable, "-P", sandbox.__file__],
                 stdin=subprocess.PIPE,
@@ -153,7 +153,7 @@ class ChatTemplate:
 
 
 def _asked(process: subprocess.Popen[bytes], line: str) -> list[dict[str, str]] | None:
-    """What the process answers; None where it ended instead."""
+    """Return the process's answers; None if it ended instead."""
     assert process.stdin and process.stdout
     try:
         process.stdin.write(line.encode() + b"\n")
@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe:
             try:
                 pipe.close()
-            except BrokenPipeError:  # what was still to be written to it
+            except BrokenPipeError:  # the process ended before it read everything
                 pass
 
 
@@ -195,12 +195,12 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 
 
 def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The source of a folder's chat template: chat_template.jinja, else the key in tokenizer_config.json; None: none.
+    """Return the source of a folder's chat template: chat_template.jinja, else tokenizer_config.json's key, or None.
 
-    Of several templates with names the one named "default" is taken, as transformers does for chats without tools.
+    If several templates have names, the one named "default" is taken, as transformers does for chats without tools.
 
     Raises:
-        InputRefused: a file that cannot be read, is too large or no UTF-8, or a key of another form.
+        InputRefused: a file cannot be read, is too large or not UTF-8, or the key has another form.
     """
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if status(path, follow=False) is not None:

@@ -1,4 +1,4 @@
-"""BPE tokenizers that lose no text: trained here, read from a `tokenizer.json`, or plain bytes."""
+"""Train, read and apply BPE tokenizers that lose no text: made here, from a `tokenizer.json`, or plain bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from monograph.text.tokenizer_config import TokenizerConfig
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3
 
-# Names under which published tokenizers have their document borders, most specific first.
+# Published tokenizers call their document borders by these names, most specific first.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
 _EOS_NAMES = (EOS, "<|end_of_text|>", "<|endoftext|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|im_end|>")
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
@@ -36,10 +36,10 @@ ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the clas
 class Tokenizer:
     """A BPE tokenizer, byte-level or in SentencePiece's way; `tokenizer.json` files that it saves load in transformers.
 
-    Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters: no
-    text can end a document. Encoding adds no beginning or end token. One that was made here gives any text back; one
-    from elsewhere may put it into a normal form of Unicode or a space before it, as the tokenizers library does with
-    the same file. Text that its vocabulary cannot write is refused and never left out.
+    Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters, so
+    that no text can end a document. Encoding adds no beginning or end token. A tokenizer made here gives any text back;
+    another may put a text into a normal form of Unicode or a space before it, as the tokenizers library does with the
+    same file. Text that the vocabulary cannot write is refused and never left out.
 
     Attributes:
         vocab_size: V; ids are 0..V-1 without gaps.
@@ -49,9 +49,9 @@ class Tokenizer:
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
         token_bytes: their lengths, int32 [V].
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
-        space_first: whether a text that begins with no space is given one.
-        strips: whether decoding leaves out one space where a text begins, which is then no byte of the text.
-        config: what lies beside the file, the chat template above all; empty unless `from_file` found something.
+        space_first: whether a text that does not begin with a space is given one.
+        strips: whether decoding omits one space where a text begins, which then counts as no byte of the text.
+        config: the files next to it, above all the chat template; empty unless `from_file` found some.
     """
 
     config = TokenizerConfig()
@@ -59,7 +59,7 @@ class Tokenizer:
     def __init__(
         self, content: dict[str, Any], where: str, bos: str | None = None, eos: str | None = None, trusted: bool = True
     ) -> None:
-        """From the JSON object of a `tokenizer.json`; see `from_file`."""
+        """Read the JSON object of a `tokenizer.json`; see `from_file`."""
         try:
             checked = tokenizer_file.Checked(content, where)
         except InputRefused as error:
@@ -74,7 +74,7 @@ class Tokenizer:
         require_apart(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for index in added:
-            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # in its normal form
+            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # now in its normal form
         self._losses = Losses(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)
@@ -82,7 +82,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
         self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
         self.strips = checked.marks is not None and checked.marks.strips
-        # Where a space that begins a stretch is none of the text's own: [V], by the id before it.
+        # Where a space at the beginning of a stretch is not part of the text: [V], by the id before it.
         self._begins = np.zeros(self.vocab_size, dtype=np.bool_)
         self._begins[[self.bos_id, *(self._opening if self.space_first else ())]] = self.strips
         self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
@@ -112,7 +112,7 @@ class Tokenizer:
         smaller than `vocab_size` where the texts have no pair left to merge.
 
         Raises:
-            UsageError: vocab_size outside 259..2^20.
+            UsageError: vocab_size is outside 259..2^20.
         """
         if not SMALLEST_VOCABULARY <= vocab_size <= tokenizer_file.MAX_VOCABULARY:
             raise UsageError(
@@ -134,18 +134,17 @@ class Tokenizer:
     def from_file(
         cls, path: str | Path, bos: str | None = None, eos: str | None = None, trusted: bool = False
     ) -> Tokenizer:
-        """Read a `tokenizer.json`, or the one in a folder, with its chat template and what else is beside it.
+        """Read a `tokenizer.json`, or the one in a folder, with its chat template and the other files next to it.
 
         Args:
             path: the file or its folder.
-            bos: content of the token that begins a document. Without it: what `tokenizer_config.json` beside the file
+            bos: content of the token that begins a document; by default what `tokenizer_config.json` next to the file
                 says, else the first of the usual names that the file has.
-            eos: the same for the end of a document. Where only one of the two is known it serves as both.
-            trusted: whether the file is known to be one of ours; others are loaded in a limited process first.
+            eos: the same for the end of a document. If only one of the two is known, it serves as both.
+            trusted: whether the file is known to be one of ours; others are first loaded in a limited process.
 
         Raises:
-            InputRefused: not a BPE of known parts, or neither bos nor eos is known, or a file
-                beside it is damaged.
+            InputRefused: it is not a BPE of known parts, has no known bos or eos, or a file next to it is damaged.
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
@@ -158,7 +157,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """One id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then the 256 bytes as their characters sort."""
+        """Use one id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then 256 bytes as their characters sort."""
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
         vocab = specials | {
             character: 3 + index for index, character in enumerate(sorted(tokenizer_file.byte_alphabet()))
@@ -173,20 +172,19 @@ class Tokenizer:
         return cls(content, "bytes")
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
-        """Ids of a text, without beginning and end tokens; `decode` gives the text back.
+        """Return the ids of a text, without beginning and end tokens; `decode` gives the text back.
 
         Args:
-            text: any.
-            inside: it goes on with other text, so that no space is put before it.
+            text: any text.
+            inside: whether it follows other text, so that no space is put before it.
 
         Raises:
-            InputRefused: the text has a lone surrogate (an undecodable byte of a command line, say), which UTF-8 has no
-                bytes for, or a character that the vocabulary cannot write.
+            InputRefused: the text has a lone surrogate (an undecodable byte) or a character that the vocabulary lacks.
         """
         return self.encode_batch([text], inside)[0]
 
     def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[list[int]]:
-        """Ids of each text, on all cores."""
+        """Return the ids of each text, on all cores."""
         engine = self._inner if inside else self._engine
         try:
             encodings = engine.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -201,12 +199,12 @@ class Tokenizer:
         return ids
 
     def loss(self, text: str, inside: bool = False) -> str:
-        """Which part of a text, `inside` as in `encode`, would not come back, and as what it would; "" for none."""
+        """Say which part of a text, `inside` as in `encode`, would come back changed, and as what; "" for none."""
         return self._losses.of(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Lines for a person on text that does not come back as it was; composed text (NFC) is not worth one."""
+        """Return lines for a person on text that does not come back unchanged; composed text (NFC) is not worth one."""
         normal = json.dumps(self._json["normalizer"])
         forms = [form for form in tokenizer_file.NORMAL_FORMS if form != "NFC" and f'"{form}"' in normal]
         notes = [
@@ -231,15 +229,15 @@ class Tokenizer:
         return tuple(notes)
 
     def encode_rendered(self, text: str, marker: str = "", inside: bool = False) -> list[int]:
-        """Ids of a rendered chat: special tokens are themselves here, and everything between them is `encode`d.
+        """Return the ids of a rendered chat: special tokens stand for themselves, and text between them is `encode`d.
 
         Args:
-            text: what a chat template wrote.
-            marker: a character that keeps apart the letters of a special token that someone typed; it is left out.
-            inside: it goes on with other text.
+            text: the text that a chat template wrote.
+            marker: a character that splits the letters of a special token that someone typed; it is left out.
+            inside: whether it follows other text.
 
         Raises:
-            InputRefused: as `encode`.
+            InputRefused: as in `encode`.
         """
         ids, at = list[int](), 0
         for start, end, index in self.controls(text):
@@ -248,15 +246,15 @@ class Tokenizer:
         return ids + self.encode_between(text[at:].replace(marker, ""), ids, inside)
 
     def encode_between(self, text: str, before: Sequence[int], inside: bool = False) -> list[int]:
-        """Ids of a stretch of a rendered chat after the ids `before`, none or up to a special token."""
+        """Return the ids of a stretch of a rendered chat after the ids `before`: none, or up to a special token."""
         return self.encode(text, before[-1] not in self._opening if before else inside)
 
     def controls(self, text: str) -> list[tuple[int, int, int]]:
-        """(begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
+        """Return (begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
         try:
             found = self._recognising.encode(text, add_special_tokens=False)
         except TypeError:
-            self.encode(text)  # which says what is wrong with it
+            self.encode(text)  # raises an error that says what is wrong with it
             raise
         special = set(self.special.values())
         both = zip(found.ids, found.offsets, strict=True)
@@ -267,47 +265,42 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(self._json))
 
     def texts(self) -> dict[int, str]:
-        """Each token's text by its id, as `to_json` writes it: of a special token its content."""
+        """Return each token's text by its id, as `to_json` writes it; for a special token, its content."""
         return tokenizer_file.texts(self._json, "tokenizer")
 
     def id_of(self, text: str) -> int | None:
-        """The id of the one token that stands for a text, None where no single one does."""
+        """Return the id of the one token that stands for a text; None if no single one does."""
         if text in self.special:
             return self.special[text]
         wanted = text.encode()
         found = [index for index, piece in enumerate(self.pieces) if piece == wanted] if wanted else []
-        # Where a byte's token stands for the same, the one that the text gets.
+        # If a byte's token stands for the same text, return the one that the text is encoded to.
         return next(iter(self.encode(text, inside=True) if len(found) > 1 else found), None)
 
     def lead(self, before: Sequence[int]) -> ByteString:
-        """The bytes that begin a text after these ids and are not of it: a space, or none."""
+        """Return the bytes that decoding puts before a text after these ids: a space, or none."""
         return b" " if self.strips and self._begins[before[-1] if before else self.bos_id] else b""
 
     def bytes_of(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
-        """Bytes of text that ids stand for, each after another id, without the spaces that decoding leaves out.
-
-        Args:
-            ids: of any shape.
-            before: of the same, the id before each.
-        """
+        """Return the bytes of text for ids, given the id before each (same shape), without spaces left out of it."""
         return int(self.token_bytes[ids].sum() - (self._begins[before] & self._spaced[ids]).sum())
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
-        """The bytes of the text that ids stand for; special tokens stand for none."""
+        """Return the bytes of the text that ids stand for; special tokens stand for none."""
         found = b"".join([self.pieces[index] for index in ids])
         return found.removeprefix(b" ") if self.strips else found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Return the text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json`."""
+        """Return the content of a `tokenizer.json`."""
         return json.dumps(self._json, ensure_ascii=False, indent=1)
 
     @property
     def digest(self) -> str:
-        """Hex sha256 of its file; not `hash`, as another file may name the tokens that begin and end a text."""
+        """Return the hex sha256 of its file; unlike `hash` it tells files apart that name other border tokens."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -315,7 +308,7 @@ class Tokenizer:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
-# transformers then begins a prompt as training began each document.
+# transformers then begins a prompt as each document began in training.
 _BEGIN_WITH_BOS: dict[str, Any] = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -339,7 +332,7 @@ def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> token
         raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
     try:
         engine = _literal(checked.json)
-    except Exception as error:  # the library raises the bare class
+    except Exception as error:  # the library raises a bare Exception
         raise InputRefused(f"{where}: the tokenizers library refuses it: {str(error)[:200]}") from None
     same_ids = all(engine.token_to_id(token["content"]) == token["id"] for token in checked.json["added_tokens"])
     if engine.get_vocab_size() != len(checked.pieces) or not same_ids:
@@ -371,11 +364,11 @@ def _few(special: dict[str, int]) -> str:
 
 
 def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
-    """What a `tokenizer` setting means: a tokenizer, or N where "bpe:N" asks to train one with N entries.
+    """Return the tokenizer that a `tokenizer` setting means, or N where "bpe:N" asks to train one with N entries.
 
     Raises:
-        UsageError: "bpe:" without a number in range.
-        InputRefused: a file that is missing or not usable.
+        UsageError: "bpe:" is not followed by a number in range.
+        InputRefused: the file is missing or not usable.
     """
     if isinstance(asked, Tokenizer):
         return asked

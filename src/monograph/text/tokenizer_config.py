@@ -1,7 +1,7 @@
-"""What lies beside a tokenizer.json and belongs to it: special tokens by role, the chat template, ids that end a text.
+"""Read the files that belong to a tokenizer.json: special tokens by role, the chat template, ids that end a text.
 
-Files of a Hugging Face folder, all optional: tokenizer_config.json, chat_template.jinja, generation_config.json or else
-config.json.
+All files of a Hugging Face folder are optional: tokenizer_config.json, chat_template.jinja, generation_config.json or
+else config.json.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TokenizerConfig(NamedTuple):
 
     Attributes:
         tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
-        template: the chat template, None where there is none.
-        stops: ids that end a text, by generation_config.json, or where that says nothing by config.json.
+        template: the chat template; None where there is none.
+        stops: ids that end a text, by generation_config.json, or if that names none by config.json.
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
@@ -36,11 +36,11 @@ class TokenizerConfig(NamedTuple):
 
     @property
     def borders(self) -> tuple[str | None, str | None]:
-        """Contents of the tokens that begin and end a document."""
+        """Return the contents of the tokens that begin and end a document."""
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
 
     def files(self) -> dict[str, str]:
-        """Their content by name, as transformers reads them; none for what is not there."""
+        """Return the content of each existing file by name, as transformers reads them."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
         written = {_CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
@@ -51,10 +51,10 @@ class TokenizerConfig(NamedTuple):
 
 
 def read(folder: Path) -> TokenizerConfig:
-    """What is there of the three files.
+    """Read those of the files that exist.
 
     Raises:
-        InputRefused: one cannot be read, or holds another type where a token, an id or a template is expected.
+        InputRefused: a file cannot be read, or holds another type where a token, an id or a template is expected.
     """
     path = folder / _CONFIG
     config = _read(folder, _CONFIG)

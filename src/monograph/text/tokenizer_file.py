@@ -1,8 +1,8 @@
-"""Checks a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts passes.
+"""Check a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts passes.
 
-It is byte-level as GPT-2's, or in SentencePiece's way (`sentence_pieces`). Three things may keep a text from coming
-back as it was, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its beginning, and
-characters that the vocabulary has no token for.
+It is byte-level like GPT-2's, or in SentencePiece's way (`sentence_pieces`). Three things may change a text that is
+encoded and decoded, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its
+beginning, and characters that the vocabulary has no token for.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
 backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
@@ -44,12 +44,12 @@ NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
-_ENDS = ("RobertaProcessing", "BertProcessing")  # which put two special tokens around a text, and do nothing else to it
+_ENDS = ("RobertaProcessing", "BertProcessing")  # these put two special tokens around a text, and do nothing else to it
 _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes, {character: byte}: printable Latin-1 means itself, U+0100 and up the others.
+    """Return GPT-2's characters for bytes, {character: byte}: printable Latin-1 means itself, U+0100 and up the others.
 
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py, `bytes_to_unicode`.
     """
@@ -62,16 +62,16 @@ _ALPHABET = byte_alphabet()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON object in a tokenizer file.
+    """Return the JSON object in a tokenizer file.
 
     Raises:
-        InputRefused: missing, too large, or not a JSON object.
+        InputRefused: the file is missing, too large, or not a JSON object.
     """
     return read_json(path, "; give bpe:N, bytes or the tokenizer.json of a BPE tokenizer", MAX_FILE_BYTES)
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:
-    """Each token's text by its id, as the file writes it, of any kind of tokenizer that lists them.
+    """Return each token's text by its id, as the file writes it, for any kind of tokenizer that lists them.
 
     Raises:
         InputRefused: there is no such list.
@@ -95,16 +95,16 @@ class Checked:
         json: a tokenizer.json object of known parts only; padding and truncation are dropped.
         pieces: the bytes that each id stands for, [vocabulary]; empty for added tokens.
         special: {content: id} of the special tokens.
-        lacking: the bytes of texts that no token stands for.
-        characters: those that have a token of their own, whatever bytes are lacking.
-        marks: how spaces are written in SentencePiece's way, None of a byte-level tokenizer.
-        space_first: whether a text that begins with no space is given one.
-        opening: the ids of special tokens after which a text is given one, too.
+        lacking: the bytes of text that no token stands for.
+        characters: characters with their own token, whatever bytes are lacking.
+        marks: how spaces are written in SentencePiece's way; None for a byte-level tokenizer.
+        space_first: whether a text that does not begin with a space is given one.
+        opening: the ids of special tokens after which a text is given a space, too.
         made: the ids of special tokens that merges can make of a text's letters.
 
     Raises:
-        InputRefused: a part that is unknown, changes text in a way of its own, or is inconsistent; names `where` and
-            the part.
+        InputRefused: a part is unknown, changes text in an unknown way, or is inconsistent; the message names `where`
+            and the part.
     """
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
@@ -197,7 +197,8 @@ class Checked:
             flags = {
                 key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            # One that swallows the spaces beside it would lose them: it stands for itself in a chat and never in text.
+            # A token that swallows adjacent spaces would lose them, so it stands for itself in a chat and never in
+            # text.
             flags["special"] |= flags["lstrip"] or flags["rstrip"]
             added.append({"id": token["id"], "content": content} | flags)
         return sorted(added, key=lambda token: int(token["id"]))
@@ -223,7 +224,7 @@ class Checked:
         return [pieces[index] for index in range(len(pieces))]
 
     def piece(self, token: str) -> bytes:
-        """The bytes that the library decodes a token's text to."""
+        """Return the bytes to which the library decodes a token's text."""
         if self.marks:
             return self.marks.piece(token)
         return bytes([_ALPHABET[each] for each in token]) if _ALPHABET.keys() >= {*token} else token.encode()
@@ -319,7 +320,7 @@ class Checked:
 
 
 def inside(content: dict[str, Any]) -> dict[str, Any]:
-    """A checked tokenizer.json that puts no space before a text."""
+    """Return a checked tokenizer.json that puts no space before a text."""
     normal = _steps(content["normalizer"], "normalizers")
     steps = _steps(content["pre_tokenizer"], "pretokenizers")
     never = {"add_prefix_space": False, "prepend_scheme": "never"}
@@ -354,7 +355,7 @@ def _is_digits(step: Any) -> bool:
 
 
 def _is_known_split(step: Any) -> bool:
-    """Whether a step cuts text in linear time and leaves nothing out: at a letter or so, or by a known pattern."""
+    """Return whether a step cuts text in linear time and omits nothing: at a letter or so, or by a known pattern."""
     if _kind(step) not in ("Split", "Punctuation") or step.get("behavior") not in _KEEPING:
         return False
     pattern = step.get("pattern")

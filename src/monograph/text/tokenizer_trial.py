@@ -1,8 +1,8 @@
-"""Loads a tokenizer for the first time where it can do no harm: run as a program, under limits of memory and time.
+"""Load a tokenizer for the first time where it can do no harm: run as a program, under limits of memory and time.
 
-The library aborts, panics or loops on some files, none of which Python can catch. What has passed the allow-list of
-`tokenizer_file` comes here for what nobody has thought of; what has not, for a text that it would lose, if there is
-one. It imports nothing of this package.
+The library aborts, panics or loops on some files, none of which Python can catch. Files that passed the allow-list of
+`tokenizer_file` come here for dangers that nobody thought of; others, for an example of a text that they would lose.
+This file imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import resource
 import subprocess
 import sys
 
-MEMORY_BYTES = 4 << 30  # of address space, for any vocabulary that is let through
+MEMORY_BYTES = 4 << 30  # of address space, enough for any vocabulary that is let through
 SECONDS = 10  # of computation; a vocabulary of 150,000 entries takes about one
 _PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "
-# What common tokenizers lose: spaces, capitals, tabs, marks, forms of letters, line ends, letters of bytes' names.
+# Common tokenizers lose these: spaces, capitals, tabs, marks, forms of letters, line ends, letters of bytes' names.
 _EASILY_LOST = ("a  b", "   a", "a ", "Ab", "a\tb", "e\u0301", "²", "a\nb", "🙂", "☃", "<0x0A>", "don 't")
 
 
 def fault(content: str) -> str | None:
-    """What happens to a process that loads a tokenizer.json and encodes with it; None where all is well."""
+    """Return what happens to a process that loads a tokenizer.json and encodes with it; None if all is well."""
     done = _run(content, SECONDS)
     if done is None:
         return "it does not come to an end"
@@ -33,7 +33,7 @@ def fault(content: str) -> str | None:
 
 
 def loss(content: str) -> tuple[str, str] | None:
-    """A text that a tokenizer.json would lose, and what would come back; None where none is found in a few seconds."""
+    """Return a text that a tokenizer.json would lose, and what would come back; None if a few seconds show none."""
     done = _run(content, SECONDS // 3)
     found = json.loads(done.stdout) if done and not done.returncode else None
     return (found[0], found[1]) if found else None
@@ -54,7 +54,7 @@ def _run(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | Non
 
 
 def main(seconds: int) -> None:
-    """Load, encode and print what is lost, as JSON, or end in whatever way."""
+    """Load, encode and print as JSON what is lost, or end in any other way."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -63,7 +63,7 @@ def main(seconds: int) -> None:
     engine = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
     engine.decode(engine.encode(_PROBE * 20).ids)
     texts = ((text, engine.decode(engine.encode(text, add_special_tokens=False).ids)) for text in _EASILY_LOST)
-    # One space before a text is not what it is refused for.
+    # One space before a text is no reason to refuse.
     lost = (pair for pair in texts if pair[1] not in (pair[0], f" {pair[0]}", pair[0].removeprefix(" ")))
     print(json.dumps(next(lost, None)))
 
