@@ -115,7 +115,7 @@ class Reader:
         self._held: tuple[int, ...] = ()
 
     def read(self, prompt: Sequence[int]) -> KVCache:
-        """Return the cache with keys and values of all tokens but the last; the same prompt again costs nothing."""
+        """Return the cache with keys and values of all tokens but the last; the last prompt is not read again."""
         tokens = tuple(prompt[:-1])
         if tokens != self._held:
             self._held = ()  # until all is read, as an interrupt may come in between

@@ -1,4 +1,4 @@
-"""Continue prompts by text.
+"""Continue prompts with text.
 
 Text is shown while ids come: whole characters only, nothing that a stop string may still take back.
 """

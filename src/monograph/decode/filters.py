@@ -11,11 +11,11 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
 
-# The entropy of the tokens that are left is a sum of integers, so that its bits depend on no order of summation.
+# The entropy of the tokens that are left, by sums of integers, so that its bits depend on no order of summation.
 
 
 def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Return E[y], y = high - x, over the tokens that are left, fp32 [B, 1]; and the sum of weights, int64 [B, 1].
+    """Return E[y], y = high - x, by the probabilities of tokens left, fp32 [B, 1]; and the weights' sum, int64 [B, 1].
 
     w y <= 1/e for w = exp(-y), so the products are summed in the weights' own fixed point.
     """
