@@ -44,7 +44,7 @@ class Room(NamedTuple):
 ROOMS = {
     "loss": Room(("loss.py",), ("test_resident.py", "laws/test_accumulated_is_large_batch.py")),
     "schedule": Room(("schedule.py",), ("test_schedule.py",)),
-    "clip": Room(("step/clip.py",), ("test_clip.py",)),
+    "clip": Room(("step/clip.py",), ("test_clip.py", "laws/test_one_bad_number.py")),
     "step": Room(
         ("engine.py", "loop.py", "step/step.py", "step/layout.py"),
         ("test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py", "laws/test_one_bad_number.py"),
