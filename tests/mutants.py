@@ -60,7 +60,11 @@ ROOMS = {
          "ops/test_attention.py"),
     ),
     "pack": Room(("data/pack.py",), ("data/test_pack.py", "laws/test_packed_is_separate.py")),
-    "sampler": Room(("decode/chain.py",), ("decode/test_chain.py", "laws/test_sample_is_reference.py")),
+    "sampler": Room(
+        ("decode/chain.py",),
+        ("decode/test_chain.py", "decode/test_candidates.py", "decode/test_completion.py",
+         "laws/test_sample_is_reference.py", "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py"),
+    ),
     "checkpoint": Room(
         ("checkpointing/folder.py", "checkpointing/rotation.py"), ("checkpointing", "laws/test_nothing_lost.py")
     ),
