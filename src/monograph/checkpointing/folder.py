@@ -270,7 +270,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
 
 
 def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> bytes:
-    """One block of the open file, which has the digest that it should have."""
+    """Return one block of the open file, which has the digest that it should have."""
     with readable(path):
         content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
     expected, actual = list(entry.sha256), list(entry.sha256)

@@ -95,7 +95,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
 
 
 def unfinished(checkpoints: Path, update: int) -> Path:
-    """Where the checkpoint of an update is until it is whole."""
+    """Return where the checkpoint of an update is until it is whole."""
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
@@ -193,7 +193,7 @@ def _prune(saved: Path, head: int, keep: int) -> None:
 
 
 def _found(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Updates and folders, newest first; of the same update the one in place before the replaced one."""
+    """Return updates and folders, newest first; of the same update the one in place before the replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
 

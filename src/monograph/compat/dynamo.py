@@ -11,28 +11,28 @@ from typing import Any
 
 
 def captured_graphs() -> int:
-    """How many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
+    """Return how many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
     import torch._dynamo.utils as utils
 
     return int(utils.counters["stats"].get("unique_graphs", 0))
 
 
 def graphs_from_cache() -> int:
-    """How many graphs this process has read from the compiler's cache instead of compiling them."""
+    """Return how many graphs this process has read from the compiler's cache instead of compiling them."""
     import torch._dynamo.utils as utils
 
     return int(utils.counters["inductor"]["fxgraph_cache_hit"] + utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def graph_breaks() -> int:
-    """How many graph breaks Dynamo has met in this process."""
+    """Return how many graph breaks Dynamo has met in this process."""
     import torch._dynamo.utils as utils
 
     return int(sum(utils.counters["graph_break"].values()))
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Whether torch could not trace or compile a function, as opposed to the function itself failing."""
+    """Return whether torch could not trace or compile a function, as opposed to the function itself failing."""
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
@@ -101,7 +101,7 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def without_numbers() -> bool:
-    """Whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
+    """Return whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

@@ -34,7 +34,7 @@ def remove_cut_off_libraries() -> None:
 
 
 def _cut_off(path: Path) -> bool:
-    """Whether a 64-bit ELF file, if it is there, ends before its table of sections does, which is at its end."""
+    """Return whether a 64-bit ELF file, if it is there, ends before its table of sections does, which is at its end."""
     try:
         with path.open("rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size

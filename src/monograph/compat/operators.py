@@ -10,7 +10,7 @@ from typing import Any
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
+    """Return the FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
     import torch
     from torch.utils.flop_counter import flop_registry
 
@@ -25,13 +25,13 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Whether an operator changes one of its arguments."""
+    """Return whether an operator changes one of its arguments."""
     schema = getattr(operator, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad) is being applied."""
+    """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
     import torch
 
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -49,7 +49,7 @@ def allow_stashes_in_recomputed() -> None:
 
 
 def sums_gradients() -> bool:
-    """Whether a sum that is taken now is autograd's own, of a tensor's gradients: it writes it over one of them.
+    """Return whether a sum that is taken now is autograd's own, of a tensor's gradients: it writes it over one of them.
 
     It does not where tensors have no numbers, as it does not know their class.
     """

@@ -77,7 +77,7 @@ def newest(
 
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that are not finite on some rank; a collective."""
+    """Return names of the tensors that are not finite on some rank; a collective."""
     own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
     found = world.sum(torch.stack([(~each.isfinite().all()).long() for each in own])).tolist()
     return [name for name, bad in zip(tensors, found, strict=True) if bad]
@@ -120,7 +120,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
 def _own(
     world: World, prefix: memoryview, length: int, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, memoryview]]:
-    """What this rank writes of a file: (where it begins, bytes)."""
+    """Yield what this rank writes of a file: (where it begins, bytes)."""
     if world.leads:
         yield 0, prefix
     for entry in tensor_layout.entries(bytes(prefix), length):

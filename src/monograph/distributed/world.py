@@ -91,7 +91,7 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
 
 
 def first_host(nodes: str) -> str:
-    """The first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
+    """Return the first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
     name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
     return f"{name}{numbers or ''}"
 
@@ -152,7 +152,7 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of a tensor of one shape and dtype, a new one; a collective."""
+        """Return the sum over ranks of a tensor of one shape and dtype, a new one; a collective."""
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -160,7 +160,7 @@ class World:
         return total
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """The sum over ranks of a tensor, in its place, some time later; a collective."""
+        """Return the sum over ranks of a tensor, in its place, some time later; a collective."""
         work: Any = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
@@ -171,11 +171,11 @@ class World:
         return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
 
     def number(self, value: int) -> int:
-        """Rank 0's whole number, on all ranks; a collective, so that it ends where a rank is gone."""
+        """Return rank 0's whole number, on all ranks; a collective, so that it ends where a rank is gone."""
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
+        """Return rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
         if self.alone:
             return value
         self._asked += 1
@@ -192,7 +192,7 @@ class World:
             self.store.set(f"monograph/{what}", text)
 
     def recall(self, what: str) -> str | None:
-        """What was kept, also by an attempt before; None if nothing was, or another launcher did it."""
+        """Return what was kept, also by an attempt before; None if nothing was, or another launcher did it."""
         key = f"monograph/{what}"
         return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
 
@@ -251,7 +251,7 @@ def _is_gloo_running(task: Path) -> bool:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Whether an error, or what it was made from, says that another process cannot be reached."""
+    """Return whether an error, or what it was made from, says that another process cannot be reached."""
     if error is None:
         return False
     said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))

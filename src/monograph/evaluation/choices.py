@@ -118,7 +118,7 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 
 def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
-    """Scores of rows that go through the model together."""
+    """Return scores of rows that go through the model together."""
     device, inputs = model.lm_head.weight.device, max(len(row) for row, _ in rows) - 1
     tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
     targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
@@ -134,7 +134,7 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's ln p, [N] in fp32 at least, and the likeliest id there; the logits exist a few at a time."""
+    """Return each target's ln p, [N] in fp32 at least, and the likeliest id there; the logits exist a few at a time."""
     chosen, best = [], []
     pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
     for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True):
@@ -184,7 +184,7 @@ def hold_questions(places: Sequence[str], text_key: str) -> bool:
 
 
 def read_questions(places: Sequence[str]) -> list[Question]:
-    """The questions of files, in order.
+    """Return the questions of files, in order.
 
     A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right one
     under one of `ANSWER_KEYS`; other keys are passed over.
@@ -232,7 +232,7 @@ def _question(record: dict[str, Any], where: str) -> Question:
 
 
 def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
-    """The one of the keys that a record has."""
+    """Return the one of the keys that a record has."""
     there = [key for key in keys if key in record]
     if len(there) != 1:
         raise _Bad(f"has {' and '.join(there) or 'none'} of the keys {', '.join(keys)}; expected one of them")
@@ -337,7 +337,7 @@ def _answer(question: Question, logs: Sequence[float]) -> Answer:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
-    """Ids of a text's two parts, the first after the token that begins a document.
+    """Return ids of a text's two parts, the first after the token that begins a document.
 
     White space at the end of the context belongs to the continuation, as in lm-evaluation-harness: a tokenizer joins it
     with the word that follows. Where it joins more than that, the parts are encoded each alone.

@@ -58,7 +58,7 @@ class Comparison:
 
 
 def percent(one: float, other: float) -> str:
-    """How much more than `one` the `other` is: `+4 %`."""
+    """Return how much more than `one` the `other` is: `+4 %`."""
     return f"{100 * (other / one - 1):+.0f} %"
 
 
@@ -134,7 +134,7 @@ def compare_on(
 def compare_answers(
     a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]], by: str = "seed"
 ) -> Comparison:
-    """Two models, or several of each, that were asked the same questions.
+    """Return two models, or several of each, that were asked the same questions.
 
     Args:
         a: the answers of each member, by the member's value of what is repeated.
@@ -179,7 +179,7 @@ def _named(knobs: Knobs) -> Mapping[str, Any]:
 
 
 def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
-    """Members by what is repeated; an engine of one model has none."""
+    """Return the members, grouped by what is repeated; an engine of one model has none."""
     knobs = [_named(each) for each in _knobs(engine)]
     found = {each[over]: index for index, each in enumerate(knobs) if over in each}
     others = {name for each in knobs for name in each if name != over}

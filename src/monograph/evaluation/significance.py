@@ -38,13 +38,13 @@ class Mean(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """The mean of independent values, such as paired differences; raises StatisticsError without any."""
+    """Return the mean of independent values, such as paired differences; raises StatisticsError without any."""
     n = len(values)
     return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t for which P(|T| <= t) = confidence, T of Student's distribution with so many degrees of freedom."""
+    """Return the t for which P(|T| <= t) = confidence, T of Student's distribution with so many degrees of freedom."""
     low, high = 0.0, 1e4
     for _ in range(80):
         middle = (low + high) / 2
@@ -139,7 +139,7 @@ class Table:
         return "\n".join([*map(self.line, self.settings), self.how])
 
     def line(self, setting: Setting) -> str:
-        """A setting in one line: its knobs, mean ± standard error, and how it stands to the best."""
+        """Return a setting in one line: its knobs, mean ± standard error, and how it stands to the best."""
         name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
                         for key, value in setting.knobs.items())  # fmt: skip
         return f"{name or 'all'}: {written(setting.mean)} {self.unit}{self.standing(setting)}"
@@ -222,7 +222,7 @@ def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]]
 
 
 def _paired(one: Setting, other: Setting, values: Sequence[float | None]) -> list[float]:
-    """One - other for every seed that both have a value of."""
+    """Return one - other for every seed that both have a value of."""
     pairs = ((values[one.members[s]], values[other.members[s]]) for s in one.members if s in other.members)
     return [a - b for a, b in pairs if a is not None and b is not None]
 
@@ -248,7 +248,7 @@ class Vertex(NamedTuple):
 
 
 def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
-    """The minimum of the parabola in log2(lr) through the best rate and its two neighbours.
+    """Return the minimum of the parabola in log2(lr) through the best rate and its two neighbours.
 
     With x = log2(lr), best point 0 and slopes s- = (L0 - L-) / (x0 - x-), s+ = (L+ - L0) / (x+ - x0), s- <= 0 <= s+:
 

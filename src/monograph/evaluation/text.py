@@ -155,7 +155,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
 
 
 def difference(one: Scores, other: Scores) -> Mean:
-    """One - other in bits per byte, of one model each, paired by unit.
+    """Return one - other in bits per byte, of one model each, paired by unit.
 
         d = sum(a - b) / sum(bytes)        standard error = sqrt(U / (U - 1) · sum(e^2)) / sum(bytes),
         e = (a - b) - d · bytes            (the ratio estimator: Cochran, Sampling Techniques, 1977, 6.4)

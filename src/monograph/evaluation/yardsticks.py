@@ -130,7 +130,7 @@ class _Table:
 
 
 def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
-    """Tables of orders 0 to `order`.
+    """Return tables of orders 0 to `order`.
 
     Only the longest grams are sorted in full: every shorter gram but the text's first one is the tail of a longer one,
     so distinct grams, and what precedes them, follow from the distinct grams one byte longer.
@@ -160,14 +160,14 @@ def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _distinct(grams: Grams) -> tuple[Grams, NDArray[np.int64]]:
-    """Sorted distinct grams and how often each occurs."""
+    """Return sorted distinct grams and how often each occurs."""
     ordered = np.sort(grams)
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
     return ordered[starts], np.diff(np.append(starts, len(ordered)))
 
 
 def _grams(text: NDArray[np.uint8], length: int) -> Grams:
-    """All runs of `length` bytes, in order of position; the last byte is the lowest."""
+    """Return all runs of `length` bytes, in order of position; the last byte is the lowest."""
     runs = max(0, len(text) - length + 1)
     grams = np.zeros(runs, np.uint64)
     for start in range(length):

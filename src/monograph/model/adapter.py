@@ -77,7 +77,7 @@ class Adapter(NamedTuple):
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
+    """Return whether a folder holds an adapter and no model."""
     folder = Path(folder)
     return is_file(folder / CONFIG) and not exists(folder / "config.json")
 
@@ -92,7 +92,7 @@ def config_digest(config: LlamaConfig) -> str:
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """The configuration of an adapter's folder.
+    """Return the configuration of an adapter's folder.
 
     Raises:
         InputRefused: another kind of adapter, a key that is set and not understood, or a wrong value; names it.
@@ -196,7 +196,7 @@ def put(
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's adapters by name, the live ones, those of trained tokens among them."""
+    """Return the tensors of a module's adapters by name, the live ones, those of trained tokens among them."""
     factors = {
         f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
         for name, layer in adapters(module).items()
@@ -222,7 +222,7 @@ class Packed(NamedTuple):
 
 
 def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None) -> Packed:
-    """The adapters of a module, copied, so that they are still there when they were merged.
+    """Return the adapters of a module, copied, so that they are still there when they were merged.
 
     Args:
         module: with adapters.
@@ -274,7 +274,7 @@ def _targets(module: nn.Module, found: Mapping[str, Adapted], lora: Lora) -> lis
 
 
 def resolved_base(adapter: Adapter) -> str:
-    """The folder of the model that an adapter is for.
+    """Return the folder of the model that an adapter is for.
 
     Raises:
         InputRefused: it is not there; nothing is fetched from the network.

@@ -166,7 +166,7 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LlamaConfig:
-        """A named shape, with any of its values replaced.
+        """Return a named shape, with any of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
         |---|---|---|---|---|---|---|---|---|---|
@@ -201,7 +201,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
-        """The content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
+        """Return the content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
 
         Raises:
             InputRefused: another architecture, a variant that is not computed here, or a wrong or missing value.
@@ -247,12 +247,12 @@ class LlamaConfig:
         return family(self.model_type)
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of that layer sees, its own the last of them; None: all up to its own."""
+        """Return how many positions a query of that layer sees, its own the last of them; None: all up to its own."""
         slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
     def layer_axes(self) -> dict[str, tuple[str, ...]]:
-        """How long each axis of a block's parameters is, in keys, by the parameters' names inside the block."""
+        """Return how long each axis of a block's parameters is, in keys, by the parameters' names inside the block."""
         query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
         axes: dict[str, tuple[str, ...]] = {
             "input_layernorm.weight": ("hidden_size",),
@@ -274,17 +274,17 @@ class LlamaConfig:
         return axes
 
     def outer_axes(self) -> dict[str, tuple[str, ...]]:
-        """The same for the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the same for the parameters outside the blocks, by their full names; a tied head is not listed."""
         embedding = ("vocab_size", "hidden_size")
         head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
         return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one block's parameters, by their names inside the block."""
+        """Return the shapes of one block's parameters, by their names inside the block."""
         return {name: self.shape_of(axes) for name, axes in self.layer_axes().items()}
 
     def outer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
         return {name: self.shape_of(axes) for name, axes in self.outer_axes().items()}
 
     def shape_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -292,7 +292,7 @@ class LlamaConfig:
         return tuple(math.prod(getattr(self, key) for key in axis.split(" * ")) for axis in axes)
 
     def parameter_count(self) -> int:
-        """Number of parameters, a tied head counted once."""
+        """Return the number of parameters, a tied head counted once."""
         in_a_layer = sum(math.prod(shape) for shape in self.layer_shapes().values())
         return self.num_hidden_layers * in_a_layer + sum(math.prod(shape) for shape in self.outer_shapes().values())
 

@@ -67,7 +67,7 @@ _KINDS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Sca
 
 
 def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
-    """The rotary base, not checked yet, and the scaling of a config.json.
+    """Return the rotary base, not checked yet, and the scaling of a config.json.
 
     Raises:
         InputRefused: a kind of scaling that is not computed here, or a wrong or missing value.
@@ -98,7 +98,7 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
 
 
 def to_hf(scaling: Scaling) -> dict[str, Any]:
-    """The table `rope_scaling` of a config.json."""
+    """Return the table `rope_scaling` of a config.json."""
     return {"rope_type": next(name for name, kind in _KINDS.items() if type(scaling) is kind), **asdict(scaling)}
 
 
@@ -173,7 +173,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def family(model_type: object) -> Family:
-    """The family of that name.
+    """Return the family of that name.
 
     Raises:
         InputRefused: the decoder does not compute it.

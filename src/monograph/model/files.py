@@ -50,12 +50,12 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights, sound or not."""
+    """Return whether a folder has weights, sound or not."""
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's weights, by name; no weights are read.
+    """Return every tensor of the folder's weights, by name; no weights are read.
 
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
@@ -75,7 +75,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
+    """Return every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
     with _opened(path) as file:
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}

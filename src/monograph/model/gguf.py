@@ -282,7 +282,7 @@ def save_gguf(
 
 
 def package() -> Any:
-    """The package `gguf`; raises UsageError where it is not installed."""
+    """Return the package `gguf`; raises UsageError where it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
@@ -329,7 +329,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 
 
 def _tensors(model: Llama) -> Iterator[Plain]:
-    """Every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
+    """Yield every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
     config = model.config
     if isinstance(config.rope_scaling, Llama3Scaling):
         divisors = _rope_divisors(config)
@@ -361,7 +361,7 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_divisors(config: LlamaConfig) -> Tensor:
-    """What llama.cpp divides each rotary frequency by, [F]: it knows Llama 3's stretching as its result only."""
+    """Return what llama.cpp divides each rotary frequency by, [F]: it knows Llama 3's stretching as its result only."""
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
     plain_F, scaled_F = (inverse_frequencies(each, torch.float64, torch.device("cpu")) for each in (unscaled, config))
     return (plain_F / scaled_F).float()
@@ -379,7 +379,7 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
 
 
 def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
-    """The bytes of a tensor as a contiguous array."""
+    """Return the bytes of a tensor as a contiguous array."""
     if weight.ndim != 2:
         return weight.float().cpu().contiguous().numpy()
     weight_RC, (kind, before) = weight, DTYPES[dtype]

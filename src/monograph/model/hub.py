@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """The shape of the model in a folder, from config.json alone.
+    """Return the shape of the model in a folder, from config.json alone.
 
     Raises:
         InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; names file and key.
@@ -91,7 +91,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """The model of a Hugging Face folder, on the CPU.
+    """Return the model of a Hugging Face folder, on the CPU.
 
     Beside the model one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
     """
@@ -120,7 +120,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
-    """A model that holds the tensors themselves, no copies; names and shapes were checked.
+    """Return a model that holds the tensors themselves, no copies; names and shapes were checked.
 
     Raises:
         InputRefused: a head that should be the embedding and is not.
@@ -141,7 +141,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
 
 
 def tokenizer_file(folder: str | Path) -> Path | None:
-    """The folder's tokenizer.json, or None where it has none."""
+    """Return the folder's tokenizer.json, or None where it has none."""
     folder = Path(folder)
     return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
@@ -183,7 +183,7 @@ def save_model(
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
+    """Return which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
         listed = tokenizer.config.stops

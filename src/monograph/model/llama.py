@@ -32,7 +32,7 @@ _LAST = 2**62  # above every document's number, and a double, as F.pad takes it:
 
 
 def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None) -> Mask:
-    """The mask of a forward pass without a cache, in the form that `impl` reads.
+    """Return the mask of a forward pass without a cache, in the form that `impl` reads.
 
     "auto" is flex attention inside a compiled graph on a GPU, for it is fused only there, and a dense boolean mask
     everywhere else. Without segments, and with a window that no row outgrows, there is only causality: a flag (None)
@@ -54,7 +54,7 @@ def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, wi
 
 
 def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
-    """The rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
+    """Return the rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (seen_BTT if window is None else seen_BTT.triu(1 - window))[:, None]
 
@@ -251,7 +251,7 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Final hidden states, after the last norm.
+        """Return the final hidden states, after the last norm.
 
         Args:
             tokens_BT: ids, int64.
@@ -282,7 +282,7 @@ class Llama(nn.Module):
     def begin(
         self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, list[tuple[CosSin, Mask]]]:
-        """What comes before the blocks: the embedded tokens, and what each block takes beside its hidden states.
+        """Return what comes before the blocks: the embedded tokens, and what each block takes beside its hidden states.
 
         The arguments are those of `forward`. `forward(x) = end(blocks of begin(x))`; who runs the blocks themselves, as
         streaming does, needs of this module only `parts_before` here and `parts_after` in `end` and the loss.
@@ -297,7 +297,7 @@ class Llama(nn.Module):
         return hidden_BTD, [(cos_sin_B1TF, mask) for mask in layer_masks]
 
     def end(self, hidden_BTD: Tensor) -> Tensor:
-        """What comes after the blocks: the last norm."""
+        """Return what comes after the blocks: the last norm."""
         return self.model.norm(hidden_BTD)
 
     @property
@@ -333,7 +333,7 @@ class Llama(nn.Module):
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
+        """Return the scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
     def use_attention(self, impl: Impl, kernel: Kernel = "torch") -> None:

@@ -24,7 +24,7 @@ class _NotInGo(Exception):
 
 
 def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
-    """The text of a Modelfile, for chats without tools.
+    """Return the text of a Modelfile, for chats without tools.
 
     Args:
         weights: name of the GGUF file beside it, which puts the beginning-of-text token first.
@@ -58,7 +58,7 @@ def _in_go(template: ChatTemplate | None, bos: str) -> str:
 
 
 def _probed(template: ChatTemplate, bos: str) -> str:
-    """A Go template that puts around each role's words what the chat template puts there."""
+    """Return a Go template that puts around each role's words what the chat template puts there."""
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
@@ -110,7 +110,7 @@ def evaluate(go: str, chat: Chat) -> str:
 
 
 def _evaluated(parts: Sequence[str], message: dict[str, str]) -> str:
-    """The body of the loop for one message; odd parts are actions, even ones text."""
+    """Return the body of the loop for one message; odd parts are actions, even ones text."""
     written, taken, inside, active = [parts[0]], False, False, True
     for action, text in zip(parts[1::2], parts[2::2], strict=True):
         condition = re.fullmatch(r'(?:else )?if eq \.Role "(\w+)"', action)

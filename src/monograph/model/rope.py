@@ -17,7 +17,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians per position of each pair of channels.
+    """Return the radians per position of each pair of channels.
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
@@ -58,7 +58,7 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> CosSin:
-    """Cosine and sine of position * frequency, once per forward pass and shared by all blocks.
+    """Return the cosine and sine of position * frequency, once per forward pass and shared by all blocks.
 
     They are computed where they are used and kept in no buffer: a buffer would land in checkpoints or be lost on the
     meta device, and a cast of the model to bf16 would cast it too, where neighbouring positions above 256 coincide.

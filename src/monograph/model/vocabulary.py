@@ -30,7 +30,7 @@ _THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
 
 
 def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
-    """The ids that the configuration lists, for all layers alike.
+    """Return the ids that the configuration lists, for all layers alike.
 
     Raises:
         InputRefused: something else, or layers that differ.
@@ -46,7 +46,7 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
 
 
 def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
-    """What the configuration says of a module's trained rows."""
+    """Return what the configuration says of a module's trained rows."""
     found = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
     if len(found) > 1:
         return {name.rpartition(".")[2]: ids for name, ids in found.items()}
@@ -54,12 +54,12 @@ def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None
 
 
 def to_peft(name: str) -> str:
-    """PEFT's name of a tensor of an adapter."""
+    """Return PEFT's name of a tensor of an adapter."""
     return PREFIX + (name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name)
 
 
 def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
-    """The tensors of a file by our names, without what only repeats others or the base.
+    """Return the tensors of a file by our names, without what only repeats others or the base.
 
     Raises:
         InputRefused: a whole table that is not the base's.
@@ -81,7 +81,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
 
 
 def left_out(value: Any, module: nn.Module) -> set[str]:
-    """Rows of ours that a configuration does not ask for, by name: those of a head of its own, mostly."""
+    """Return rows of ours that a configuration does not ask for, by name: those of a head of its own, mostly."""
     named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
 

@@ -37,7 +37,7 @@ MOST_KEYS = 1024  # for which probabilities are kept until the backward pass
 def attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto", kernel: Kernel = "torch"
 ) -> Tensor:
-    """Softmax attention in which H / K neighbouring query heads share one key-value head.
+    """Return softmax attention in which H / K neighbouring query heads share one key-value head.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // (H / K), s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // (H / K), s]) / sqrt(D)
@@ -154,7 +154,7 @@ MARGIN = 1.05  # how much faster than torch's own choice a kernel has to be, or 
 def timed(
     attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
 ) -> dict[Kernel, float]:
-    """Seconds of a call of `attempt`, the least of a few, by the kernels that it does not fail with.
+    """Return the seconds of a call of `attempt`, the least of a few, by the kernels that it does not fail with.
 
     Args:
         attempt: runs one kernel; a RuntimeError says that it cannot, out of memory being one.
@@ -181,7 +181,7 @@ def timed(
 
 
 def fastest(times: Mapping[Kernel, float]) -> Kernel:
-    """The kernel that takes the least time, "torch" if none is faster than that by the margin."""
+    """Return the kernel that takes the least time, "torch" if none is faster than that by the margin."""
     if not times:
         return "torch"
     best = min(times, key=times.__getitem__)
@@ -201,7 +201,7 @@ def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
 def time_kernels(
     batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[Kernel, float]:
-    """Seconds of causal attention forward and backward, by kernel; none where there is no memory for its inputs.
+    """Return the seconds of causal attention forward and backward, by kernel; none where there is no memory for its inputs.
 
     Args:
         batch: rows, B.

@@ -15,7 +15,7 @@ BLOCK = 128  # slots
 def cached_attention(
     query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, positions_BT: Tensor, window: int | None = None
 ) -> Tensor:
-    """Softmax attention of queries at given positions to the slots up to their own.
+    """Return softmax attention of queries at given positions to the slots up to their own.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // G, s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // G, s]) / sqrt(E)
@@ -62,7 +62,7 @@ def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _halved(parts_N: Tensor) -> Tensor:
-    """The sum over the first axis: i and i + P / 2 together, again and again; P the next power of two."""
+    """Return the sum over the first axis: i and i + P / 2 together, again and again; P the next power of two."""
     while (count := parts_N.shape[0]) > 1:
         half = 1 << (count - 1).bit_length() - 1
         parts_N = torch.cat([parts_N[: count - half] + parts_N[half:], parts_N[count - half : half]])

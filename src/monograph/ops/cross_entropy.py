@@ -97,7 +97,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
-    """Rows as what they add to the weight's own."""
+    """Return rows as what they add to the weight's own."""
     return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
 
 
@@ -131,7 +131,7 @@ def _pieces(
 def _chunk_gradients(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's loss and gradients, the weight's added to those of the chunks before."""
+    """Return a chunk's loss and gradients, the weight's added to those of the chunks before."""
     term, grad_CD, hidden_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C)
     if grad_weight_VD is None:
         grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)

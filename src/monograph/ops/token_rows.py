@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """The table with the rows in it, a copy, in its dtype: what everything below is compared with."""
+    """Return the table with the rows in it, a copy, in its dtype: what everything below is compared with."""
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 

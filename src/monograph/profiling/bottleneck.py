@@ -110,19 +110,19 @@ class Verdict:
         return sum(self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED)
 
     def gain(self, change: Change) -> float:
-        """How many times as fast the run is predicted to be after a change."""
+        """Return how many times as fast the run is predicted to be after a change."""
         return self.spent.total_s / max(self.spent.total_s - change.saved_s, 1e-12)
 
 
 def floor_s(kernel: Kernel, machine: Machine) -> float:
-    """The least a kernel could take; its own time where neither operations nor bytes are known."""
+    """Return the least a kernel could take; its own time where neither operations nor bytes are known."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return kernel.seconds
     return min(kernel.seconds, max(_least(kernel, machine)))
 
 
 def bound(kernel: Kernel, machine: Machine) -> Bound:
-    """Which of its two floors is the higher, unless both are far below its time."""
+    """Return which of its two floors is the higher, unless both are far below its time."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
     compute, memory = _least(kernel, machine)
@@ -137,7 +137,7 @@ def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
 
 
 def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
-    """What binds a stretch of work whose seconds are `found`, made of `kernels`.
+    """Return what binds a stretch of work whose seconds are `found`, made of `kernels`.
 
     Kernels that ran beside one another, or watched by a profiler, took longer than the parts: floors are scaled alike.
     """
@@ -226,7 +226,7 @@ def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situ
 
 
 def _of_another_training(found: Spent, floors: Mapping[Part, float]) -> list[Change]:
-    """What costs less of a part by doing less of it; worth saying where that part is above its floor."""
+    """Return what costs less of a part by doing less of it; worth saying where that part is above its floor."""
 
     def over(part: Part) -> bool:
         return found.parts[part] - floors[part] > NOTHING * found.total_s

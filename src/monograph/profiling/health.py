@@ -75,7 +75,7 @@ def limits() -> dict[str, int | None]:
 
 
 def limits_said(found: dict[str, int | None]) -> str:
-    """The same in words."""
+    """Return the same in words."""
     files, memory, file = found.values()
     said = [f"{files:,} open files" if files else ""]
     said += [f"memory {memory / 2**30:.3g} GiB (ulimit -v)" if memory is not None else ""]

@@ -128,7 +128,7 @@ class Spent:
 
 
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
-    """Every moment of the stretch, or of what lies `within` it, to one part.
+    """Return every moment of the stretch, or of what lies `within` it, to one part.
 
     A moment belongs to the kernels that run in it, in equal shares where several do; a copy beside a kernel is hidden
     and counts nothing. Where only copies run it is a transfer. Where nothing runs it is a gap: of data, or of a wait
@@ -170,7 +170,7 @@ def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list
 
 
 def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
-    """Why nothing runs between `left` and `right`, which no span's edge divides."""
+    """Return why nothing runs between `left` and `right`, which no span's edge divides."""
     over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
     if "data" in over:
         return "data"
@@ -202,7 +202,7 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
 
 
 def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
-    """The same of a run that no profiler watched, which took `measured_s`.
+    """Return the same of a run that no profiler watched, which took `measured_s`.
 
     Args:
         found: of the watched one.

@@ -24,14 +24,14 @@ ROUNDS = 3  # of a product; the quickest counts
 
 
 def machine_of(engine: Engine) -> Machine:
-    """What the engine's device reaches in its dtype."""
+    """Return what the engine's device reaches in its dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
     known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
 def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
-    """How the engine is set up, and what its own products would take in bf16."""
+    """Return how the engine is set up, and what its own products would take in bf16."""
     step, device = engine.step, engine.step.device
     narrow: dict[Part, float] = {}
     # An eager step casts its weights in each micro-step, which costs about what it saves.
@@ -44,7 +44,7 @@ def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, us
 
 
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
+    """Return the seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
     taken: defaultdict[Operands, list[float]] = defaultdict(list)
     for each in kernels:
         if each.part in ("matmul", "loss head") and each.operands and each.flops:

@@ -23,7 +23,7 @@ from monograph.storage.writing import temporary_folder
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used since the start or the last `reset_peak_memory`, in bytes.
+    """Return the most memory used since the start or the last `reset_peak_memory`, in bytes.
 
     CUDA: what tensors occupied (`torch.cuda.max_memory_allocated`; without the caching allocator's slack and without
     the context, some hundred MB), and what captured graphs hold for their replays, which therefore counts twice unless
@@ -47,7 +47,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=1)  # looking takes milliseconds, and is asked for all the time
 def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
-    """Bytes in the pools of captured graphs that no tensor occupies; another number of segments looks anew."""
+    """Return bytes in the pools of captured graphs that no tensor occupies; another number of segments looks anew."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -73,7 +73,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 def ledger(
     planes: Iterable[Plane], planned: Mapping[str, int] | None, device: torch.device
 ) -> dict[str, dict[str, int]]:
-    """Peak memory by origin, as planned and as measured on a GPU; a part that is not known is left out.
+    """Return peak memory by origin, as planned and as measured on a GPU; a part that is not known is left out.
 
     What the planes hold is known to the byte; the rest of the measured peak is activations, the loss head and workspace
     together.

@@ -152,7 +152,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
 
 
 def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
-    """Seconds of so many updates, one by one."""
+    """Return the seconds of so many updates, one by one."""
     times = []
     for _ in range(count):
         began = clock()
@@ -165,7 +165,7 @@ def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
 
 
 def _update(engine: Engine, window: Any) -> float:
-    """Seconds from the optimizer's beginning to the end."""
+    """Return seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
     began = clock()
     with record_function(trace.UPDATE):

@@ -49,7 +49,7 @@ class _Place:
 def read(
     trace: Mapping[str, Any], has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool
 ) -> Timeline:
-    """The stretch from the first step's span to the end of the last one.
+    """Return the stretch from the first step's span to the end of the last one.
 
     Args:
         trace: what `torch.profiler.profile.export_chrome_trace` wrote, with shapes.

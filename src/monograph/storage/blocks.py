@@ -69,7 +69,7 @@ def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
+    """Return the digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
     return read_pieces(descriptor, (memoryview(bytearray(each)) for each in lengths))
 
@@ -81,7 +81,7 @@ def write_at(descriptor: int, piece: memoryview, start: int) -> None:
 
 
 def digest_at(descriptor: int, index: int, length: int) -> bytes:
-    """The SHA-256 digest of one block of a file of so many bytes, in binary."""
+    """Return the SHA-256 digest of one block of a file of so many bytes, in binary."""
     block = memoryview(bytearray(min(BLOCK_BYTES, length - index * BLOCK_BYTES)))
     _transfer(os.preadv, descriptor, [block], index * BLOCK_BYTES)
     return hashlib.sha256(block).digest()

@@ -19,7 +19,7 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
 
 
 def state_root() -> Path:
-    """The folder for what a user must not lose or share, $MONOGRAPH_HOME or the system's.
+    """Return the folder for what a user must not lose or share, $MONOGRAPH_HOME or the system's.
 
     A relative path is passed over: it would mean a folder of whoever made the one that this process was started in.
     """
@@ -30,7 +30,7 @@ def state_root() -> Path:
 
 
 def calibration_file() -> Path:
-    """Where it is kept how long updates took on this machine."""
+    """Return where it is kept how long updates took on this machine."""
     return cache_root()[0] / "calibration.json"
 
 

@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 def error_number(error: BaseException) -> int | None:
-    """The system's number of an error; safetensors and torch only write it into their text."""
+    """Return the system's number of an error; safetensors and torch only write it into their text."""
     if number := getattr(error, "errno", None):
         return int(number)
     written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
@@ -92,7 +92,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
-    """The content of such a file, of which no more is read than the file system says it has.
+    """Return the content of such a file, of which no more is read than the file system says it has.
 
     Raises:
         Unreadable: see `readable`.
@@ -107,7 +107,7 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
 
 def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
-    """The content of a file, None where there is no file of that name.
+    """Return the content of a file, None where there is no file of that name.
 
     Raises:
         Unreadable: see `readable`.
@@ -120,7 +120,7 @@ def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | No
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
-    """What the system says of a path, None where nothing is there; raises Unreadable.
+    """Return what the system says of a path, None where nothing is there; raises Unreadable.
 
     Args:
         path: of anything.
@@ -132,18 +132,18 @@ def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result 
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether something is there; raises Unreadable."""
+    """Return whether something is there; raises Unreadable."""
     return status(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file is there; raises Unreadable."""
+    """Return whether a regular file is there; raises Unreadable."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is there; raises Unreadable."""
+    """Return whether a folder is there; raises Unreadable."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
@@ -156,7 +156,7 @@ def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """What `glob.glob` finds for a pattern, `**` included; but a folder that cannot be listed is Unreadable."""
+    """Return what `glob.glob` finds for a pattern, `**` included; but a folder that cannot be listed is Unreadable."""
     path = Path(pattern)
     return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
 
@@ -182,7 +182,7 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
 
 
 def resolved(path: Path) -> Path:
-    """Where a file lies, all links followed.
+    """Return where a file lies, all links followed.
 
     Raises:
         InputRefused: nothing is there.
@@ -196,7 +196,7 @@ def resolved(path: Path) -> Path:
 
 
 def without_links(path: str | os.PathLike[str]) -> Path:
-    """The absolute path, its links followed as far as anything is there.
+    """Return the absolute path, its links followed as far as anything is there.
 
     Raises:
         InputRefused: its links lead in a circle, or it is none (it holds a NUL).
@@ -230,7 +230,7 @@ class KeyTwice(ValueError):
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a decoder's pairs; raises KeyTwice."""
+    """Return an object of a decoder's pairs; raises KeyTwice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -242,7 +242,7 @@ _ONCE = json.JSONDecoder(object_pairs_hook=object_once)
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """A JSON value, none of whose objects has a key twice.
+    """Return a JSON value, none of whose objects has a key twice.
 
     Raises:
         ValueError: it is none, or `KeyTwice`; see `json_fault`.
@@ -252,7 +252,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 
 
 def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file that may be anybody's.
+    """Return the JSON object in a file that may be anybody's.
 
     Args:
         path: the file.
@@ -274,7 +274,7 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Why `parse_json` refused a text, in a reader's words."""
+    """Return why `parse_json` refused a text, in a reader's words."""
     if isinstance(error, KeyTwice):
         return f"has the key {ascii(str(error)[:40])} twice in one object"
     if isinstance(error, RecursionError):

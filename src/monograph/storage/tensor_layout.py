@@ -83,7 +83,7 @@ def encode(
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Length of the header, which begins with these LENGTH_BYTES, with them included."""
+    """Return the length of the header, which begins with these LENGTH_BYTES, with them included."""
     length = LENGTH_BYTES + int.from_bytes(first, "little")
     if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
         raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MOST_HEADER_BYTES}")
@@ -110,7 +110,7 @@ def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
 
 
 def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
-    """The tensors that a file's first `header_bytes` describe, in the order of their bytes.
+    """Return the tensors that a file's first `header_bytes` describe, in the order of their bytes.
 
     Raises:
         LayoutError: unless the tensors' bytes follow each other to the file's end without gap or overlap, so that what
@@ -136,7 +136,7 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
+    """Return the tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

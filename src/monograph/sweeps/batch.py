@@ -176,13 +176,13 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
 
 
 def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
-    """The same, trained for so many updates."""
+    """Return the same, trained for so many updates."""
     length = Length(updates, EVALUATIONS)
     return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
 
 
 def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
-    """The engine of these models: the ordinary one for one of them, an ensemble for more.
+    """Return the engine of these models: the ordinary one for one of them, an ensemble for more.
 
     Args:
         made: one for each member.
@@ -282,7 +282,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
 
 
 def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
-    """The newest update of which every member that had not diverged by then has a sound checkpoint."""
+    """Return the newest update of which every member that had not diverged by then has a sound checkpoint."""
     saved = [
         {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
         for session in batch.sessions

@@ -65,7 +65,7 @@ class Width(NamedTuple):
 
 
 def rounds(members: int, width: int) -> list[int]:
-    """How many members each round has: as few rounds as possible, as equal as possible, the larger first."""
+    """Return how many members each round has: as few rounds as possible, as equal as possible, the larger first."""
     count = -(-members // width)
     return [members // count + (index < members % count) for index in range(count)]
 
@@ -92,7 +92,7 @@ def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) 
 
 
 def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
-    """The width that is worth measuring next; None if none is.
+    """Return the width that is worth measuring next; None if none is.
 
     First one member; then as many as fit, where they could save WORTH times what compiling them costs: K members take
     at least as long as one. From then on what the straight line promises to be faster than anything that was measured.
@@ -119,7 +119,7 @@ def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int
 
 
 def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
-    """The measured width with the shortest total; of equals the smaller."""
+    """Return the measured width with the shortest total; of equals the smaller."""
     best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
     alone = members * timed[1].update_s
     fused = [width for width in timed if width > 1]
@@ -129,7 +129,7 @@ def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
 
 
 def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
-    """Seconds of one update of all members."""
+    """Return the seconds of one update of all members."""
     return sum(update_s(timed, size) for size in rounds(members, width))
 
 
@@ -202,12 +202,12 @@ class Timing:
             del self.kept[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
-        """Seconds of all evaluations of members that train in such rounds."""
+        """Return the seconds of all evaluations of members that train in such rounds."""
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
 
     def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
-        """Members of a round, ready to train from their beginning.
+        """Return the members of a round, ready to train from their beginning.
 
         The first ones have the engine that was timed; who comes alone after them takes it over. Another round of
         several is built and captured anew, which the compiler's cache makes short.
@@ -263,7 +263,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+    """Return the seconds of an update of all members; weights, counters and the number of updates stay as they are."""
 
     def together() -> None:
         engine.accumulate(window)
@@ -280,12 +280,12 @@ def timed_update(engine: Engine, window: Batch) -> float:
 
 
 def several(made: Sequence[BuiltRun]) -> bool:
-    """Whether the members have different seeds, and so windows of their own."""
+    """Return whether the members have different seeds, and so windows of their own."""
     return len({one.plan.seed for one in made}) > 1
 
 
 def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
-    """The first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
+    """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for one in made if several(made) else made[:1]:
         batches = text.batches(one.plan.tokens_per_update, seed=one.plan.seed)
@@ -295,7 +295,7 @@ def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
 
 
 def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
-    """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
+    """Return updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
 
     Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
     `least_tokens`.
@@ -335,7 +335,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
 
 
 def _given(timing: Timing) -> int:
-    """Updates that the group's own settings name; 0 where they name a time."""
+    """Return the number of updates that the group's own settings name; 0 where they name a time."""
     plan = timing.group.plan
     rows = timing.text.train.per_epoch * (plan.epochs or 0)
     return plan.updates or -(-rows // plan.rows)
@@ -353,5 +353,5 @@ def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[floa
 
 
 def _tokens_in(seconds: float, per_token_s: float, beside_s: float) -> float:
-    """Tokens that every member can learn from in so many seconds, of which evaluations have up to half."""
+    """Return the number of tokens that every member can learn from in so many seconds, of which evaluations have up to half."""
     return max(seconds / 2, seconds - beside_s) / per_token_s

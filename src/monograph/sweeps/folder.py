@@ -43,7 +43,7 @@ class Sweep:
 
     @classmethod
     def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
-        """A new sweep, or the one in `out` if it is the same one; of a proxy, `target` is the wide run.
+        """Return a new sweep, or the one in `out` if it is the same one; of a proxy, `target` is the wide run.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -72,7 +72,7 @@ class Sweep:
 
     @classmethod
     def open(cls, folder: Path | None = None) -> Sweep:
-        """The sweep in a folder, or the newest in runs/.
+        """Return the sweep in a folder, or the newest in runs/.
 
         Raises:
             InputRefused: there is none, or its record is damaged.
@@ -127,7 +127,7 @@ class Sweep:
         return points
 
     def member(self, index: int) -> Run:
-        """A member's run folder, there or not."""
+        """Return a member's run folder, there or not."""
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     @contextmanager
@@ -173,7 +173,7 @@ class Sweep:
 
 
 def seeds_of_best(folder: Path) -> dict[int, Run]:
-    """The runs of a sweep's best setting, by seed, but for those that diverged.
+    """Return the runs of a sweep's best setting, by seed, but for those that diverged.
 
     Raises:
         InputRefused: the sweep did not come to its end, or all of it diverged.
@@ -193,7 +193,7 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
 
 
 def asked(settings: Settings, points: Sequence[Point]) -> str:
-    """SHA-256 of what a sweep was asked to do: equal for equal settings and points, whatever their origin."""
+    """Return the SHA-256 of what a sweep was asked to do: equal for equal settings and points, whatever their origin."""
     text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -203,5 +203,5 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _point(point: dict[str, Any]) -> Point:
-    """A point as it was: JSON has no tuples."""
+    """Return a point as it was: JSON has no tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in point.items()}

@@ -49,7 +49,7 @@ class SweepProgress:
         self._training_s = 0.0
 
     def read(self) -> list[Outcome]:
-        """What is known of every member now, whoever trained it."""
+        """Return what is known of every member now, whoever trained it."""
         return [results.outcome(self.sweep, member) for member in self.members]
 
     @property
@@ -121,7 +121,7 @@ class SweepProgress:
             )
 
     def block(self) -> SweepDisplay:
-        """The live bar and table."""
+        """Return the live bar and table."""
         per_member = {member.index: updates for _, updates, members in self.batches for member in members}
         self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
         return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
@@ -134,7 +134,7 @@ class SweepProgress:
         return {each.member.index: each.diverged for each in self.outcomes if each.diverged is not None}
 
     def all_over(self, members: Sequence[Member]) -> bool:
-        """Whether none of these is left to train."""
+        """Return whether none of these is left to train."""
         return all(self.outcomes[member.index].over for member in members)
 
     def ended(self, members: Sequence[Member]) -> dict[int, int]:

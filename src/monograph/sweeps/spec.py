@@ -81,13 +81,13 @@ class Group:
         return " ".join(f"{short(key)}={shown(value)}" for key, value in self.shared.items())
 
     def batches(self) -> list[list[Member]]:
-        """The members, round by round."""
+        """Return the members, round by round."""
         ends = [sum(self.rounds[: index + 1]) for index in range(len(self.rounds))]
         return [self.members[end - size : end] for size, end in zip(self.rounds, ends, strict=True)]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
-    """One member for each point, in order.
+    """Return one member for each point, in order.
 
     Raises:
         UsageError: a point that makes no settings, or two that make the same.
@@ -102,7 +102,7 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:
-    """Members by what cannot vary inside a graph, in the order in which they come."""
+    """Return the members, grouped by what cannot vary inside a graph, in the order in which they come."""
     groups: dict[str, Group] = {}
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
@@ -127,12 +127,12 @@ def described(knobs: Point) -> str:
 
 
 def short(key: str) -> str:
-    """A key without its section, as people say it."""
+    """Return a key without its section, as people say it."""
     return key.rpartition(".")[2]
 
 
 def shown(value: object) -> str:
-    """A value in a table, at most four digits of a number."""
+    """Return a value in a table, at most four digits of a number."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, tuple):
@@ -166,7 +166,7 @@ class SweepSpec(NamedTuple):
 
 
 def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
-    """Settings and points from the command line.
+    """Return the settings and points from the command line.
 
     Without arguments: eight learning rates and two seeds of the proxy of the newest run's model, or else of the default
     model's. With some, but no axis: the same rates and seeds of what they say. Where `optim.transfer` is on, the
@@ -216,7 +216,7 @@ def _usual_axes(settings: Settings) -> list[Axis]:
 
 
 def _of_newest_run() -> Settings:
-    """The newest run's model, text and optimizer, or the defaults where there is no run; short."""
+    """Return the newest run's model, text and optimizer, or the defaults where there is no run; short."""
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
@@ -230,7 +230,7 @@ def _of_newest_run() -> Settings:
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
-    """Whether the command line names a sweep that is there and nothing else."""
+    """Return whether the command line names a sweep that is there and nothing else."""
     return not arguments and samples is None and out is not None and is_file(out / SWEEP)
 
 

@@ -29,7 +29,7 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """An automaton that allows exactly the tokens that can still become a text as wanted.
+    """Return an automaton that allows exactly the tokens that can still become a text as wanted.
 
     Args:
         kind: "choices": one of several texts. "regex": the whole text matches a regular expression. "json_schema":
@@ -52,7 +52,7 @@ def constraint(
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """An automaton that stops at the token that completes any of the strings, inside it or across tokens.
+    """Return an automaton that stops at the token that completes any of the strings, inside it or across tokens.
 
     Args:
         strings: at least one, none of them empty.
@@ -65,7 +65,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
 
 
 def _expression(kind: str, value: Any) -> tuple[Expression, str]:
-    """The accepted texts, and what to call them in an error."""
+    """Return the accepted texts, and what to call them in an error."""
     if kind == "choices":
         if isinstance(value, str) or not value:
             raise InputRefused("choices: expected a list of at least one text")

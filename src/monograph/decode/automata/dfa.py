@@ -76,7 +76,7 @@ class Positions:
         self._closed: dict[Next, Next] = {}
 
     def at(self, takes: int, then: Next) -> Next:
-        """The position that takes one of these bytes and is followed by `then`."""
+        """Return the position that takes one of these bytes and is followed by `then`."""
         if not takes or not then:
             return NOWHERE  # no text goes on from here
         known = self._known.get((takes, then))
@@ -93,13 +93,13 @@ class Positions:
         return len(self.takes) - 1
 
     def union(self, sets: Iterable[Next]) -> Next:
-        """All positions of the sets."""
+        """Return all positions of the sets."""
         parts = list(sets)
         self.budget.spend(sum(map(len, parts)))
         return NOWHERE.union(*parts)
 
     def before(self, expression: Expression, then: Next) -> Next:
-        """The positions that can take the first byte of the expression followed by `then`.
+        """Return the positions that can take the first byte of the expression followed by `then`.
 
         Those of `then` are among them where the expression matches the empty text.
         """
@@ -145,7 +145,7 @@ class Positions:
         return first
 
     def closed(self, positions: Next) -> Next:
-        """The positions with every loop among them replaced by what it begins with and what comes after it."""
+        """Return the positions with every loop among them replaced by what it begins with and what comes after it."""
         found = self._closed.get(positions)
         if found is None:
             reached, waiting = set(positions), [*positions & self._loops]
@@ -188,7 +188,7 @@ class ByteAutomaton:
 
 
 def compiled(expression: Expression, where: str) -> ByteAutomaton:
-    """The minimal automaton of an expression.
+    """Return the minimal automaton of an expression.
 
     Args:
         expression: over bytes.
@@ -235,7 +235,7 @@ def _check_size(states: int, budget: Budget) -> None:
 
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
-    """Bytes that lie in the same sets as classes: the class of each byte, and the classes of each set."""
+    """Return bytes that lie in the same sets as classes: the class of each byte, and the classes of each set."""
     ordered = list(sets)
     members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
     profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
@@ -323,7 +323,7 @@ class _Partition:
 
 
 def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
-    """The first positions of what both sides match, followed by `then`; see `Positions.before`."""
+    """Return the first positions of what both sides match, followed by `then`; see `Positions.before`."""
     sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
     if sides[0] is None or sides[1] is None:
         return NOWHERE

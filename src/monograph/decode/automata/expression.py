@@ -53,7 +53,7 @@ Expression: TypeAlias = ByteSet | Concatenation | Alternation | Repetition | Int
 
 
 def byte_range(first: int, last: int) -> ByteSet:
-    """One byte from `first` to `last`, both included."""
+    """Return one byte from `first` to `last`, both included."""
     return ByteSet((2 << last) - (1 << first))
 
 
@@ -63,12 +63,12 @@ def literal(text: bytes) -> Concatenation:
 
 
 def joined(*parts: Expression) -> Concatenation:
-    """The parts one after the other."""
+    """Return the parts one after the other."""
     return Concatenation(parts)
 
 
 def optional(part: Expression) -> Repetition:
-    """The part or the empty text."""
+    """Return the part or the empty text."""
     return Repetition(part, 0, 1)
 
 
@@ -87,7 +87,7 @@ _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
-    """The ranges in order, those that overlap or touch made one."""
+    """Return the ranges in order, those that overlap or touch made one."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -98,20 +98,20 @@ def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
 
 
 def complement(points: CodePoints) -> CodePoints:
-    """Every other code point."""
+    """Return every other code point."""
     firsts = [0, *(last + 1 for _, last in points)]
     lasts = [*(first - 1 for first, _ in points), _LAST]
     return tuple((first, last) for first, last in zip(firsts, lasts, strict=True) if first <= last)
 
 
 def intersection(left: CodePoints, right: CodePoints) -> CodePoints:
-    """The code points of both."""
+    """Return the code points of both."""
     return complement(union([*complement(left), *complement(right)]))
 
 
 @lru_cache(maxsize=256)
 def utf8(points: CodePoints) -> Expression:
-    """The UTF-8 sequence of one character of the set (RFC 3629)."""
+    """Return the UTF-8 sequence of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
     for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
@@ -123,7 +123,7 @@ def utf8(points: CodePoints) -> Expression:
 
 @lru_cache(maxsize=256)
 def in_json(points: CodePoints) -> Expression:
-    r"""One character of the set as it stands in a JSON string.
+    r"""Return one character of the set as it stands in a JSON string.
 
     Printable ASCII stands for itself, or after a backslash where it has to; a control character is `\n` and the like or
     `\u000a`; any other one is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF. So what a serialiser writes is among it,
@@ -158,7 +158,7 @@ def _hexadecimal(first: int, last: int) -> ByteSet:
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
+    """Yield the digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
 
     Args:
         first: digits, as many as in `last`.
