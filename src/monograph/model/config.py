@@ -40,7 +40,7 @@ class LlamaConfig:
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layer.
         num_hidden_layers: blocks.
-        num_attention_heads: query heads; hidden_size must be a multiple, unless a family other than llama sets head_dim.
+        num_attention_heads: query heads; hidden_size must be a multiple, unless another family sets head_dim.
         num_key_value_heads: key-value heads; must divide num_attention_heads. 0: as many as query heads.
         head_dim: width of a head, even. 0: hidden_size / num_attention_heads.
         max_position_embeddings: longest sequence, tokens.
@@ -179,9 +179,9 @@ class LlamaConfig:
 
         The first three take their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with heads of 128,
         where GPU attention is fastest; llama-179m is that of A. Tam, "Pretraining a Llama Model on Your Local GPU"
-        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro start from weights of
-        a spread of sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width: with it micro was 0.1 bits per byte worse after 200 updates. A preset's spread is for its own width;
+        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro start with
+        weights of deviation sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
+        width, and micro with it was 0.1 bits per byte worse after 200 updates. A preset's deviation is for its own width;
         at another hidden_size it changes as 1 / sqrt(hidden_size).
 
         Raises:

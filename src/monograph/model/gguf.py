@@ -174,7 +174,7 @@ def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
 
 
 def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]) -> bool:
-    """Return whether llama.cpp is to put the beginning-of-text token before a text; a chat template, if any, decides."""
+    """Return whether llama.cpp is to put the beginning-of-text token before a text; a chat template decides."""
     part = content["post_processor"] or {}
     steps = part.get("processors", [part])
     added = any(step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}] for step in steps)

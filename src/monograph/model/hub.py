@@ -99,7 +99,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """Return the model with its weights still in their files: its parameters are mapped (`monograph.graph.mmap_weights`).
+    """Return the model with its weights left in their files, mapped (`monograph.graph.mmap_weights`).
 
     Nothing is built before the headers of the weight files agree with config.json.
 

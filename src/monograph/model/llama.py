@@ -162,7 +162,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = "torch"
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), with norms per head."""
+        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), norms per head."""
         query_BHTE, key_BKTE, value_BKTE = (
             projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -201,7 +201,7 @@ def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
 def time_kernels(
     batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[Kernel, float]:
-    """Return the seconds of causal attention forward and backward, by kernel; none where there is no memory for its inputs.
+    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory for its inputs.
 
     Args:
         batch: rows, B.

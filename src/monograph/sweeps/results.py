@@ -1,4 +1,4 @@
-"""What came of a sweep: each member's numbers from its run, the settings compared, and how that is written."""
+"""Results of a sweep: each member's numbers from its run, the settings compared, and their tables."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One member's end, or where it stands.
+    """The final or present state of one member.
 
     Attributes:
-        member: who.
+        member: the member.
         run: its folder.
         rows: its metrics.
         diverged: the update after which it learned nothing more; None if it did not diverge.
         evaluation: its last held-out scores; empty before the first.
-        summary: of a run that came to its end.
+        summary: the summary row of a finished run.
     """
 
     member: Member
@@ -57,7 +57,7 @@ class Outcome:
         return self.summary is not None or self.diverged is not None
 
     def score(self, key: str) -> float | None:
-        """Its last score; None if it diverged or has none yet."""
+        """Return its last score; None if it diverged or has none yet."""
         value: float | None = self.evaluation.get(key)
         return None if self.diverged is not None else value
 
@@ -72,7 +72,7 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
-    """Return the settings, by bits per byte; by the loss where that says nothing about bytes."""
+    """Return the settings compared by bits per byte, or by the loss where its sum says nothing about bytes."""
     key, unit = scored_by(outcomes)
     values = [each.score(key) for each in outcomes]
     return tabulate(values, [each.member.knobs for each in outcomes], SEED, unit)
@@ -127,7 +127,7 @@ def verdict(table: Table) -> str:
 
 
 def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """(members, best) as `--json` gives them."""
+    """Return (members, best) as `--json` prints them."""
     members = []
     for each in outcomes:
         folders = entries(each.run.checkpoints, "step-")
@@ -150,7 +150,7 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
 
 
 def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last row of a member's metrics, which says that its run came to its end, as of any run."""
+    """Return the last row of a member's metrics, which marks its run as finished, as in any run."""
     trained = [row for row in session_rows if "train_loss" in row]
     scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
     rates = [row["tokens_per_s"] for row in trained if row.get("tokens_per_s")]
@@ -195,7 +195,7 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-FACTOR = 4.0  # of what two ways to compute the same run alone differ by
+FACTOR = 4.0  # times the difference between two ways to compute the same run alone
 
 
 def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
 
         difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
 
-    "Otherwise" is uncompiled, or where nothing is compiled in micro-batches of half the size: what rounding alone does
-    to this run. Every way rounds differently, and training makes the differences grow; which is why no fixed bound will
+    "Otherwise" is uncompiled or, where nothing is compiled, in micro-batches of half the size: the effect of rounding
+    on this run. Every way rounds differently, and training makes the differences grow, so no fixed bound would
     do.
 
     Raises:
@@ -245,7 +245,7 @@ def largest(one: list[float], other: list[float]) -> float:
 
 
 def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
-    """Training losses of a run alone, from its beginning."""
+    """Return the training losses of a run alone, from its beginning."""
     built = build_run(plan, text, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)
