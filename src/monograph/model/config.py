@@ -179,9 +179,9 @@ class LlamaConfig:
 
         The first three take their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with heads of 128,
         where GPU attention is fastest; llama-179m is that of A. Tam, "Pretraining a Llama Model on Your Local GPU"
-        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro start with
-        weights of deviation sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width, and micro with it was 0.1 bits per byte worse after 200 updates. A preset's deviation is for its own width;
+        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro begin with
+        a spread of sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
+        width, and micro with it was 0.1 bits per byte worse after 200 updates. A preset's spread is for its own width;
         at another hidden_size it changes as 1 / sqrt(hidden_size).
 
         Raises:

@@ -84,7 +84,7 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
 
 
 def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
-    """Return the seconds until all members are trained; a width not yet compiled compiles as long as the nearest one."""
+    """Return the seconds until all members are trained; an uncompiled width compiles as long as the nearest one."""
     sizes = rounds(members, width)
     new = {size for size in sizes if size not in timed}
     compile_s = sum(timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new)

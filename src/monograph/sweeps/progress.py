@@ -151,7 +151,7 @@ class SweepProgress:
         self._training_s += seconds
 
     def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
-        """Score held-out rows by every member that still learns, record and show it; at the end use all rows."""
+        """Score held-out rows by every member that still learns, record and show it; at the end, all rows too."""
         self._score(batch, update, CURVE_ROWS)
         if last:
             self._score(batch, update, None)
