@@ -82,7 +82,7 @@ def compare(
     a seed contributes to both cancels; other engines are paired by document (`by_document`), which tells how sure the
     difference of these two trained models is, but not whether another seed would find it.
 
-    `compare(engine, held_out)`: returns every setting of the ensemble's knobs, mean and standard error over seeds, and those
+    `compare(engine, held_out)`: returns the ensemble's settings with mean and standard error over seeds, and those
     tied with the best (`tabulate`).
 
     Args:
@@ -139,7 +139,7 @@ def compare_answers(
     Args:
         a: the answers of each member, by the member's value of the repeated knob.
         b: likewise.
-        by: the repeated knob. Members are paired by it if both sides share several values; otherwise the first of each are
+        by: the repeated knob. Members are paired by it if both sides share several values; else the first of each are
             compared question by question.
     """
     both = [key for key in a if key in b]

@@ -254,8 +254,8 @@ def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
 
         x = (x- + x0) / 2 + (x+ - x-) / 2 * -s- / (s+ - s-)
 
-    which lies between the middles of the two intervals: less than a step away from the best rate, never outside the range
-    tried. It is finer than the best of a grid: of two neighbours with nearly the same loss, a grid's best is
+    which lies between the middles of the two intervals: less than a step away from the best rate, never outside the
+    range tried. It is finer than the best of a grid: of two neighbours with nearly the same loss, a grid's best is
     a coin flip, the vertex lies between them.
 
     Args:

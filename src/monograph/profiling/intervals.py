@@ -130,7 +130,7 @@ class Spent:
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Attribute every moment of the stretch, or of the intervals `within` it, to one part.
 
-    A moment belongs to the kernels that run in it, in equal shares where several do; a copy that overlaps a kernel is hidden
+    A moment belongs to the kernels that run in it, in equal shares where several do; a copy under a kernel is hidden
     and not counted. Where only copies run, it is a transfer. Where nothing runs, it is a gap: of data, or of a wait
     for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
