@@ -128,7 +128,7 @@ def card_rates(name: str) -> Rates | None:
 
 
 def named(name: str) -> Device:
-    """The card of that name in `CARDS`, however it is spelled, all of its memory free, as its datasheet has it.
+    """Return the card of that name in `CARDS`, however it is spelled, all of its memory free, as its datasheet has it.
 
     Raises:
         UsageError: there is none.
@@ -169,7 +169,7 @@ def default_device() -> torch.device:
 
 
 def describe(device: torch.device | None = None) -> Device:
-    """What `device` (by default `default_device()`) is and has; reads the system, measures nothing."""
+    """Return what `device` (by default `default_device()`) is and has; reads the system, measures nothing."""
     device = default_device() if device is None else device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -229,7 +229,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
 
 
 def compiler_obstacle() -> str | None:
-    """Why torch.compile cannot build CPU kernels here, in words that say what to do; None when it can.
+    """Return why torch.compile cannot build CPU kernels here, in words that say what to do; None when it can.
 
     Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes Python.h.
     """
@@ -267,7 +267,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _cpu_model() -> tuple[str, frozenset[str]]:
-    """The CPU's model name and instruction-set flags, from /proc/cpuinfo: x86 says `flags`, ARM says `Features`.
+    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: x86 says `flags`, ARM says `Features`.
 
     Read there because torch gained a public function for it (`torch.cpu.get_capabilities`) only after 2.11.
     """
@@ -283,7 +283,7 @@ def _nvidia_driver() -> str | None:
 
 
 def _read(path: str) -> str:
-    """The text of a system file, empty where this system has no such file."""
+    """Return the text of a system file, empty where this system has no such file."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -291,7 +291,7 @@ def _read(path: str) -> str:
 
 
 def mkl_is_slow() -> bool:
-    """Whether torch's MKL leaves half of this CPU's vector width idle: on AMD's with AVX-512 (docs/log.md)."""
+    """Return whether torch's MKL leaves half of this CPU's vector width idle: on AMD's with AVX-512 (docs/log.md)."""
     _, flags = _cpu_model()
     built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

@@ -24,7 +24,7 @@ def said_by(error: BaseException) -> str:
 
 
 def host_is_full(error: BaseException) -> bool:
-    """Whether an error means that the host has no memory left for this process."""
+    """Return whether an error means that the host has no memory left for this process."""
     return isinstance(error, MemoryError) or any(words in said_by(error) for words in _HOST_IS_FULL)
 
 

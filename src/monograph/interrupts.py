@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., int])
 
 
 def end_at_once(*_: Any) -> NoReturn:
-    """The handler of interrupts while there is nothing to lose: a line, and exit code 130."""
+    """Return the handler of interrupts while there is nothing to lose: a line, and exit code 130."""
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -34,7 +34,7 @@ def while_starting() -> None:
 
 
 def working(command: Command) -> Command:
-    """The command, all of whose imports are done: from here on an interrupt is a KeyboardInterrupt."""
+    """Return the command, all of whose imports are done: from here on an interrupt is a KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command

@@ -38,7 +38,7 @@ class CountedLoss(Protocol):
         ...
 
     def count(self, batch: Any) -> Tensor | float:
-        """The number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
+        """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
         ...
 
 

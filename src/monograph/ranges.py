@@ -32,7 +32,7 @@ class Range(NamedTuple):
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Whether the value is a number of this range."""
+        """Return whether the value is a number of this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value  # not as a float, which would round a large whole number
@@ -51,19 +51,19 @@ class Range(NamedTuple):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
     def checked(self, value: float) -> float:
-        """The same value; pydantic turns the ValueError into a refusal that names the key."""
+        """Return the same value; pydantic turns the ValueError into a refusal that names the key."""
         if not self.holds(value):
             raise ValueError(self.expected)
         return value
 
 
 def between(low: float, high: float) -> Range:
-    """The numbers from `low` to `high`, both included."""
+    """Return the numbers from `low` to `high`, both included."""
     return Range(f"a number from {low:g} to {high:g}", low, high)
 
 
 def whole(least: int, most: int) -> Range:
-    """The whole numbers from `least` to `most`, both included."""
+    """Return the whole numbers from `least` to `most`, both included."""
     return Range(f"a whole number from {least} to {most}", least, most, whole=True)
 
 

@@ -12,7 +12,7 @@ Schedule = Callable[[int], float]
 
 
 def factor_at(schedule: Schedule, index: int) -> float:
-    """The schedule's factor of update `index`.
+    """Return the schedule's factor of update `index`.
 
     Raises:
         UsageError: it is no finite number of 0 or more; nothing was updated by it.

@@ -25,7 +25,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same on one line."""
+    """Return the same on one line."""
     return visible(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
@@ -35,7 +35,7 @@ def warn(line: str) -> None:
 
 
 def shell_words(*words: str | Path) -> str:
-    """A command line of which a shell makes exactly these words, printed on one line or pasted."""
+    """Return a command line of which a shell makes exactly these words, printed on one line or pasted."""
     return " ".join(_shell_word(str(word)) for word in words)
 
 
@@ -85,10 +85,10 @@ def guard() -> None:
 
 
 def takes_escapes(stream: Any) -> bool:
-    """Whether `stream` may be sent escape sequences: a terminal that is not dumb."""
+    """Return whether `stream` may be sent escape sequences: a terminal that is not dumb."""
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
 def takes_colour(stream: Any) -> bool:
-    """Whether those sequences may be colours: not with NO_COLOR (no-color.org)."""
+    """Return whether those sequences may be colours: not with NO_COLOR (no-color.org)."""
     return takes_escapes(stream) and not os.environ.get("NO_COLOR")

@@ -167,7 +167,7 @@ class WidthTransfer:
             parameter.mul_(found[_pattern(name, found)].init)
 
     def optimizer(self, optim: Optimizer) -> Optimizer:
-        """The base's optimizer with the wide model's rates, decays and eps.
+        """Return the base's optimizer with the wide model's rates, decays and eps.
 
         Raises:
             UsageError: it has groups, or patterns of matrices, of its own.
@@ -186,7 +186,7 @@ class WidthTransfer:
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
-    """The proxy of a model: the same depth, head size, ratios, vocabulary and length, at a smaller width.
+    """Return the proxy of a model: the same depth, head size, ratios, vocabulary and length, at a smaller width.
 
     Heads are taken away by whole groups of query heads with one key-value head. The initial spread grows as
     1 / sqrt(width), so that products of matrix and activation have the same size in both.
@@ -213,7 +213,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
-    """Every shape of the same ratios up to that width."""
+    """Yield every shape of the same ratios up to that width."""
     width, key_values = config.hidden_size, config.num_key_value_heads
     group = config.num_attention_heads // key_values
     multiple = MULTIPLE if config.intermediate_size % MULTIPLE == 0 else 1
@@ -242,7 +242,7 @@ def _described(config: LlamaConfig) -> str:
 
 
 def _pattern(name: str, found: Mapping[str, Factors]) -> str:
-    """The key of `found` for a parameter's name."""
+    """Return the key of `found` for a parameter's name."""
     head, _, rest = name.partition("model.layers.")
     pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
     if pattern not in found:

@@ -76,7 +76,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return self._model.config.max_position_embeddings
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Ids of a text, after the one that begins a document unless told otherwise."""
+        """Return ids of a text, after the one that begins a document unless told otherwise."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
@@ -105,7 +105,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that go on from contexts; requests that ask for the same settings are generated together."""
+        """Return texts that go on from contexts; requests that ask for the same settings are generated together."""
         groups: dict[str, list[int]] = defaultdict(list)
         seen: Counter[str] = Counter()
         for index, request in enumerate(requests):

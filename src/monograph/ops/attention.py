@@ -108,7 +108,7 @@ def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
-    # Half of the lowest number, so that a score added to it does not overflow. Added in the product, as a mask that a loop
+    # Half of the lowest number, so that adding a score cannot overflow. Added in the product, as a mask that a loop
     # over scores has to read keeps Inductor from computing a row's softmax in one go (docs/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)

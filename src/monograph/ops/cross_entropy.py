@@ -184,7 +184,7 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
 def _traced_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C], and softmax - onehot [C, V] in the dtype of `hidden_CD`, out of place for a compiler to fuse."""
+    """Return losses [C] and softmax - onehot [C, V] in `hidden_CD`'s dtype, out of place for a compiler to fuse."""
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
     if added is not None:
         more_CV = (hidden_CD @ added.values_KD.T).to(dtype)[:, added.slot_V.clamp_min(0)]
