@@ -291,7 +291,7 @@ def _read(path: str) -> str:
 
 
 def mkl_is_slow() -> bool:
-    """Return whether torch's MKL leaves half of this CPU's vector width idle, as on AMD's with AVX-512 (docs/log.md)."""
+    """Return whether torch's MKL leaves half of this CPU's vectors idle, as on AMD's with AVX-512 (docs/log.md)."""
     _, flags = _cpu_model()
     built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

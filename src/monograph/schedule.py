@@ -97,7 +97,7 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
 
 
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Follow another schedule up to update `first`, then a straight line to `final`, which update `total` would have."""
+    """Follow another schedule up to update `first`, then a line to `final`, which update `total` would have."""
 
     def factor(index: int) -> float:
         if index < first:

@@ -151,7 +151,7 @@ def save_model(
 ) -> None:
     """Write a folder that transformers and `load_model` read: config, weights and, if given, the tokenizer.
 
-    Everything is written and synced in a hidden folder beside the target, then renamed, so that the target is whole or
+    Everything is written and synced in a hidden folder next to the target, then renamed, so that the target is whole or
     absent. Files get the modes that the umask gives.
 
     Args:

@@ -210,7 +210,7 @@ class Timing:
         """Return the members of a round, ready to train from their beginning.
 
         The first round has the engine that was timed; a single member after it takes that engine over. Another round of
-        several is built and captured anew, which is short thanks to the compiler's cache.
+        several is built and captured again, which the compiler's cache makes short.
         """
         size, first = len(members), members[0] is self.group.members[0]
         if first and size in self.kept:

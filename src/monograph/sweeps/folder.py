@@ -1,4 +1,4 @@
-"""A sweep's folder: a run's, with sweep.json (what was asked, what came of it), a table, and a run for each member."""
+"""A sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sweep:
 
     Attributes:
         run: the folder, which is a run's for the purposes of `last`, of its lock and of its config.toml.
-        record: what sweep.json says: `asked` (a digest of settings and points), `points`, of a first sweep
+        record: the content of sweep.json: `asked` (a digest of settings and points), `points`, of a first sweep
             `least_tokens`, later `rounds` and `updates` of the groups, what earlier processes did, and the result.
     """
 
