@@ -264,6 +264,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
         again = bytearray(len(prefix))
         pieces = [memoryview(again), *map(tensor_layout.bytes_of, tensors.values())]
         _require(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        # `tensors` were laid out by a header that was read before its digest was checked.
         if again != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")
     return tensors

@@ -174,6 +174,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         with _claimed(partial):
             yield partial
+            # Synced before the rename, or a power cut could leave a target with missing bytes.
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(target)

@@ -133,6 +133,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
                 "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
+    # On the meta device no initial weights are drawn or allocated: the tensors of `state` take their place.
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
-    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's) and whether a person chose it, so it must work."""
+    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether a person chose it.
+
+    A folder that a person chose must work.
+    """
     if given is not None:
         return Path(os.path.expanduser(given)), True
     if home := os.environ.get("MONOGRAPH_HOME"):

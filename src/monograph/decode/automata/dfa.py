@@ -24,6 +24,7 @@ from monograph.decode.automata.expression import (
 )
 from monograph.errors import InputRefused
 
+# docs/constraints.md promises these limits: a larger automaton is refused within two seconds.
 MAX_POSITIONS = 20_000
 MAX_WORK = 1_000_000
 
