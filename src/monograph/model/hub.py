@@ -32,7 +32,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer must offer to be saved with a model."""
+    """A tokenizer that can be saved with a model."""
 
     @property
     def bos_id(self) -> int | None:

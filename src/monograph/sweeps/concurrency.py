@@ -37,7 +37,7 @@ WORTH = 2.0
 
 
 class Timed(NamedTuple):
-    """What a width costs; width 1 is the ordinary engine.
+    """The cost of a width; width 1 is the ordinary engine.
 
     Attributes:
         update_s: seconds of an update of all its members.

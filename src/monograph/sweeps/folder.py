@@ -97,7 +97,7 @@ class Sweep:
 
     @property
     def settings(self) -> Settings:
-        """What all members share, as it was asked for; raises InputRefused like `run_settings`."""
+        """The settings that all members share, as they were asked for; raises InputRefused like `run_settings`."""
         return run_settings(self.run, inits=self.inits, recorded=self.record.get("settings"))
 
     @property
