@@ -1,4 +1,4 @@
-"""What this machine is: its accelerator or CPU, memory, datasheet rates and compiler, and the clock all timing uses."""
+"""Describes this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from monograph.errors import UsageError
 
-clock = time.perf_counter  # monotonic and in seconds: the wall clock may jump
+clock = time.perf_counter  # monotonic, in seconds; the wall clock may jump
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rates:
     bandwidth_bytes_per_s: float
 
 
-# First match wins, so longer names stand before their prefixes. Source: NVIDIA's datasheets and architecture
+# The first match wins, so longer names precede their prefixes. Source: NVIDIA's datasheets and architecture
 # whitepapers; a sparse figure is halved, and a GeForce card's tensor rate is the one with fp32 accumulation.
 _CARDS: tuple[tuple[str, Rates], ...] = (
     (r"\bB200\b", Rates({"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12, "fp8": 4500e12}, 7.7e12)),
@@ -54,8 +54,8 @@ _CARDS: tuple[tuple[str, Rates], ...] = (
 )
 
 
-# What `named` knows: the driver's name, memory in GiB and bytes/s to and from the host, one way. Source: as above; the
-# memory of the H200 is what its driver gives (143,771 MiB), a link is PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+# The cards of `named`: the driver's name, memory in GiB, and bytes/s to and from the host, one way. Source: as above;
+# the memory of the H200 is its driver's number (143,771 MiB); a link is PCIe 3.0, 4.0 or 5.0 with 16 lanes.
 CARDS: dict[str, tuple[str, float, float]] = {
     "B200": ("NVIDIA B200", 180, 63e9),
     "H200": ("NVIDIA H200", 140.4, 63e9),
@@ -80,13 +80,13 @@ CARDS: dict[str, tuple[str, float, float]] = {
 
 @dataclass(frozen=True)
 class Device:
-    """A compute device: this machine's, or a card that is planned for.
+    """A compute device: this machine's, or a card that the planner plans for.
 
     Attributes:
         name: the card's name as its driver gives it, or the CPU's model name.
         type: "cuda" or "cpu".
-        memory_bytes: the card's memory, or what this process may use of the host's (cgroup limits respected).
-        free_memory_bytes: what is free of it now; the total where the system does not say (macOS).
+        memory_bytes: the card's memory, or the host's memory that this process may use (cgroup limits respected).
+        free_memory_bytes: the free part of it now; the total where the system does not tell (macOS).
         peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"); empty for a card that is not in the
             table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
         bandwidth_bytes_per_s: datasheet memory bandwidth, None where unknown.
@@ -111,7 +111,7 @@ class Device:
 
     @property
     def summary(self) -> str:
-        """One line for the first screen, e.g. "2 cores, 24 GiB, no GPU"."""
+        """One line for the first screen, such as "2 cores, 24 GiB, no GPU"."""
         cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
         memory = f"{self.memory_bytes / 2**30:.0f} GiB"
         if self.type == "cpu":
@@ -121,17 +121,17 @@ class Device:
 
 
 def card_rates(name: str) -> Rates | None:
-    """Datasheet rates of the card called `name`; None when the table does not have it or it is a slice of a card."""
+    """Return the datasheet rates of a card by name; None if it is not in the table or is a slice of a card."""
     if "MIG" in name:
         return None
     return next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
 
 
 def named(name: str) -> Device:
-    """The card of that name in `CARDS`, however it is spelled, all of its memory free, as its datasheet has it.
+    """Return the card of that name in `CARDS`, however spelled, with datasheet values and all memory free.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such card.
     """
     known = {_spelled(short): short for short in CARDS}
     short = known.get(_spelled(name))
@@ -158,18 +158,18 @@ def named(name: str) -> Device:
 
 
 def _spelled(name: str) -> str:
-    """Without what people leave out: an RTX 4090 is `4090`, an A100 40GB `a10040`."""
+    """Return a card's name without the parts that people leave out: an RTX 4090 is `4090`, an A100 40GB `a10040`."""
     plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
     return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 
 
 def default_device() -> torch.device:
-    """This process's CUDA card, the first unless it chose another, with its index as tensors on it; else the CPU."""
+    """Return this process's CUDA card with its index (the first unless it chose another), else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe(device: torch.device | None = None) -> Device:
-    """What `device` (by default `default_device()`) is and has; reads the system, measures nothing."""
+    """Describe `device`, by default `default_device()`; this reads the system and measures nothing."""
     device = default_device() if device is None else device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -200,15 +200,15 @@ def describe(device: torch.device | None = None) -> Device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work queued on `device` is done; on a CPU there is no queue."""
+    """Wait until all work queued on `device` is done; a CPU has no queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of a square matrix product (2·n³ operations each), measured for about `seconds` after one warm-up call.
+    """Measure the FLOP/s of a square matrix product (2·n³ operations each) for about `seconds`, after one warm-up call.
 
-    What this machine reaches now, other load included: n = 8192 on a GPU, 1024 on a CPU.
+    It is the present rate, with any other load on the machine; n = 8192 on a GPU, 1024 on a CPU.
     """
     n = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device=device).manual_seed(0)
@@ -229,7 +229,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
 
 
 def compiler_obstacle() -> str | None:
-    """Why torch.compile cannot build CPU kernels here, in words that say what to do; None when it can.
+    """Return why torch.compile cannot build CPU kernels here, in words that say what to do; None if it can.
 
     Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes Python.h.
     """
@@ -241,7 +241,7 @@ def compiler_obstacle() -> str | None:
         return f"no Python headers: {headers}/Python.h is missing (install python{sys.version_info.major}-dev)"
     torch_folder = Path(torch.__file__).parent
     if " " in str(torch_folder):
-        # Seen with torch 2.13: the linker gets -L without quotes.
+        # With torch 2.13 the linker gets -L without quotes.
         return f"torch cannot call the compiler from a path with a space: move {torch_folder} to one without"
     return None
 
@@ -255,7 +255,7 @@ def _cores() -> int:
 
 
 def _host_memory() -> tuple[int, int]:
-    """(total, available) bytes, the smaller of the host's and the cgroup's."""
+    """Return (total, available) bytes, the smaller of the host's and the cgroup's."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free_bytes = int(available[1]) * 1024 if available else total_bytes
@@ -267,9 +267,9 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _cpu_model() -> tuple[str, frozenset[str]]:
-    """The CPU's model name and instruction-set flags, from /proc/cpuinfo: x86 says `flags`, ARM says `Features`.
+    """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86, `Features` on ARM.
 
-    Read there because torch gained a public function for it (`torch.cpu.get_capabilities`) only after 2.11.
+    This file is read because torch gained a public function for it (`torch.cpu.get_capabilities`) only after 2.11.
     """
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -283,7 +283,7 @@ def _nvidia_driver() -> str | None:
 
 
 def _read(path: str) -> str:
-    """The text of a system file, empty where this system has no such file."""
+    """Return the text of a system file, empty where this system has no such file."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -291,7 +291,7 @@ def _read(path: str) -> str:
 
 
 def mkl_is_slow() -> bool:
-    """Whether torch's MKL leaves half of this CPU's vector width idle: on AMD's with AVX-512 (docs/log.md)."""
+    """Return whether torch's MKL leaves half of this CPU's vectors idle, as on AMD's with AVX-512 (docs/log.md)."""
     _, flags = _cpu_model()
     built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

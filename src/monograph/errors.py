@@ -1,4 +1,4 @@
-"""What can go wrong by no fault of the code, each with the exit code that the command line promises for it."""
+"""Errors that are no fault of the code, with the exit codes that the command line promises for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import tempfile
 import traceback
 
-_LONGEST = 1500  # letters of a message, which may quote what a file says
-# What torch, oneDNN and Python say where the host's memory, or the limit on the process, is at its end.
+_LONGEST = 1500  # letters of a message, which may quote a file
+# torch, oneDNN and Python say this where the host's memory, or the process's limit, is used up.
 _HOST_IS_FULL = (
     "can't allocate memory", "could not create a primitive", "could not create a memory object",
     "can't start new thread",
@@ -16,7 +16,7 @@ _HOST_IS_FULL = (
 
 
 def said_by(error: BaseException) -> str:
-    """Return what an exception says, nothing where its class, which may be a user's, cannot say it."""
+    """Return an exception's message; nothing where its class, which may be a user's, fails to make one."""
     try:
         return str(error)
     except Exception:
@@ -24,14 +24,14 @@ def said_by(error: BaseException) -> str:
 
 
 def host_is_full(error: BaseException) -> bool:
-    """Whether an error means that the host has no memory left for this process."""
+    """Return whether an error means that the host has no memory left for this process."""
     return isinstance(error, MemoryError) or any(words in said_by(error) for words in _HOST_IS_FULL)
 
 
 class MonographError(Exception):
     """Base of every error that is shown to a person as one line; the command line exits with `exit_code`.
 
-    told: whether another process of the same run says it; None: all of them raise it, and the first one does.
+    told: whether another process of the same run reports it; None: all raise it, and the first one reports it.
     """
 
     exit_code = 1
@@ -57,7 +57,7 @@ class InputRefused(MonographError):
 class Unreadable(MonographError):
     """A file or folder is unknown, since the system could not read it.
 
-    No InputRefused: what falls back from a damaged file, or makes it anew, must not do so with an unread one.
+    It is no InputRefused: code that replaces or regenerates a damaged file must not do so with an unread one.
     """
 
     exit_code = 3
@@ -108,7 +108,7 @@ class PeerLost(MonographError):
 
 
 class Ended(MonographError):
-    """The run ended before with an error that starting it again does not mend."""
+    """The run ended earlier with an error that a restart does not fix."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
@@ -116,7 +116,7 @@ class Ended(MonographError):
 
 
 def bug_report(arguments: list[str]) -> str:
-    """The file that has the traceback of the exception being handled now; how to see it, where none can be written."""
+    """Write the exception being handled to a file and return its name; where that fails, how to see the traceback."""
     from monograph import __version__
 
     head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"

@@ -1,6 +1,6 @@
-"""What SIGINT (Ctrl-C) and SIGTERM do while the program starts, works and ends; never a traceback, never nothing said.
+"""Handles SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: with a line, never a traceback.
 
-Training has signals of its own, which save (`monograph.run.signals`).
+Training has its own handlers, which save (`monograph.run.signals`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., int])
 
 
 def end_at_once(*_: Any) -> NoReturn:
-    """The handler of interrupts while there is nothing to lose: a line, and exit code 130."""
+    """Handle an interrupt while there is nothing to lose: print a line and exit with code 130."""
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -26,27 +26,27 @@ def _terminate(*_: Any) -> NoReturn:
 
 
 def while_starting() -> None:
-    """Imports take seconds, in which an interrupt would be a traceback. An ignored interrupt stays ignored."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # a launcher ends its ranks so
+    """Replace the handlers during imports, whose seconds would show a traceback. An ignored interrupt stays ignored."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # launchers end ranks by it
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
 
 
 def working(command: Command) -> Command:
-    """The command, all of whose imports are done: from here on an interrupt is a KeyboardInterrupt."""
+    """Return the command, whose imports are done, and let an interrupt be a KeyboardInterrupt from here on."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command
 
 
 class Terminated(KeyboardInterrupt):
-    """The same by SIGTERM: a line, and exit code 143."""
+    """SIGTERM as an interrupt: it ends the program with a line and exit code 143."""
 
 
 @contextmanager
 def taken_back() -> Iterator[None]:
-    """In the block SIGTERM takes back what is half made, as an interrupt does."""
+    """In the block, let SIGTERM raise `Terminated`, so that half-made results are removed as on an interrupt."""
 
     def end(*_: Any) -> NoReturn:
         raise Terminated
@@ -59,5 +59,5 @@ def taken_back() -> Iterator[None]:
 
 
 def while_ending() -> None:
-    """Another interrupt, while what was imported is taken down, ends that without a word."""
+    """Let another interrupt end the interpreter's shutdown silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -1,9 +1,9 @@
-"""Losses: what a training step minimises, as (sum over targets, number of targets).
+"""Losses, which a training step minimises, as (sum over targets, number of targets).
 
 A loss is any callable `loss(model, batch) -> (sum, count)`. One that also has `count(batch)` tells how many targets a
 batch has without a forward pass, so that an update's total is known before its first backward. One that also has
-`fill`, numbers by name, promises that a row which holds these, and zeros in all other tensors, adds nothing to sum and
-count, so that a short micro-batch may be filled up with such rows.
+`fill`, numbers by tensor name, promises that a row with these values, and zeros in all other tensors, adds nothing to
+sum and count, so that a short micro-batch may be filled up with such rows.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
@@ -34,11 +34,11 @@ class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Differentiable sum of the losses, 0-d, and the number of targets summed, or the sum of their weights."""
+        """Return the 0-d differentiable sum of the losses, and the number of targets or the sum of their weights."""
         ...
 
     def count(self, batch: Any) -> Tensor | float:
-        """The number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
+        """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
         ...
 
 
@@ -47,14 +47,14 @@ class TokenLoss:
 
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
-    The batch holds `tokens` and `targets` [B, T] int64, and where rows are packed `segments` and `positions` [B, T]
+    The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and `positions` [B, T]
     int64.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
     def __init__(self, impl: Literal["chunked", "reference"] = "chunked"):
-        """`impl` chooses the cross-entropy: see `monograph.ops.cross_entropy.linear_cross_entropy`."""
+        """Choose the cross-entropy `impl`; see `monograph.ops.cross_entropy.linear_cross_entropy`."""
         self.impl = impl
         self.head: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy
 
@@ -74,10 +74,10 @@ token_loss = TokenLoss()
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
-    """Return what a row without targets holds, by the loss's attribute `fill`; None if it has none.
+    """Return the values of a row without targets, from the loss's attribute `fill`; None if the loss has none.
 
     Raises:
-        UsageError: it names a tensor that the batch lacks, or gives something else than numbers.
+        UsageError: it names a tensor that the batch lacks, or gives something other than numbers.
     """
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
@@ -108,7 +108,7 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
     """Return the sum that a loss gave, and its count as `counted` returns it.
 
     Raises:
-        UsageError: it is no pair of a 0-d tensor and a count.
+        UsageError: the result is not a pair of a 0-d tensor and a count.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(_EXPECTED)
@@ -122,11 +122,11 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
 def counted(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    A tensor's number is not read: one below 0 becomes NaN, which refuses the update on the device.
+    A tensor's value is not read: one below 0 becomes NaN, which refuses the update on the device.
 
     Args:
         count: a number of Python or numpy, or a 0-d tensor of whole numbers, booleans, fp32 or fp64.
-        device: of the result.
+        device: the result's device.
 
     Raises:
         UsageError: it is something else, a number below 0 or not finite, or depends on the parameters.

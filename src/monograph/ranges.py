@@ -1,4 +1,4 @@
-"""Ranges of numbers: the settings, the optimizers and the sampler refuse the same values in the same words."""
+"""Ranges of numbers, by which settings, optimizers and the sampler refuse the same values in the same words."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Range(NamedTuple):
         expected: completes the sentence "expected ...".
         low: the smallest number.
         high: the largest number.
-        above: whether `low` itself is outside.
-        below: whether `high` itself is outside.
-        whole: whether the type must be a whole number's; numpy's types count.
+        above: whether the range excludes `low` itself.
+        below: whether the range excludes `high` itself.
+        whole: whether the type must be an integer type; numpy's count.
     """
 
     expected: str
@@ -32,17 +32,17 @@ class Range(NamedTuple):
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Whether the value is a number of this range."""
+        """Return whether the value is a number in this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        number: Any = value  # not as a float, which would round a large whole number
+        number: Any = value  # kept as it is, because a float would round a large whole number
         if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
             return False  # it is beyond every float
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))
 
     def require(self, name: str, value: object) -> None:
-        """Refuse any other value.
+        """Refuse a value outside the range.
 
         Raises:
             UsageError: with the name, the value and what was expected.
@@ -51,19 +51,19 @@ class Range(NamedTuple):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
     def checked(self, value: float) -> float:
-        """The same value; pydantic turns the ValueError into a refusal that names the key."""
+        """Return the value or raise ValueError, which pydantic turns into a refusal that names the key."""
         if not self.holds(value):
             raise ValueError(self.expected)
         return value
 
 
 def between(low: float, high: float) -> Range:
-    """The numbers from `low` to `high`, both included."""
+    """Return the range of numbers from `low` to `high`, both included."""
     return Range(f"a number from {low:g} to {high:g}", low, high)
 
 
 def whole(least: int, most: int) -> Range:
-    """The whole numbers from `least` to `most`, both included."""
+    """Return the range of whole numbers from `least` to `most`, both included."""
     return Range(f"a whole number from {least} to {most}", least, most, whole=True)
 
 

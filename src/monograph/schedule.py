@@ -12,10 +12,10 @@ Schedule = Callable[[int], float]
 
 
 def factor_at(schedule: Schedule, index: int) -> float:
-    """The schedule's factor of update `index`.
+    """Return the schedule's factor for update `index`.
 
     Raises:
-        UsageError: it is no finite number of 0 or more; nothing was updated by it.
+        UsageError: it is not a finite number of 0 or more; nothing was updated with it.
     """
     factor = schedule(index)
     if not NOT_NEGATIVE.holds(factor):
@@ -27,7 +27,7 @@ def factor_at(schedule: Schedule, index: int) -> float:
 
 
 def constant(warmup: int = 0) -> Schedule:
-    """factor(i) = min(1, (i + 1) / warmup), for i = 0, 1, ... counting updates."""
+    """Return the schedule factor(i) = min(1, (i + 1) / warmup), for i = 0, 1, ... counting updates."""
     _require(warmup=warmup)
 
     def factor(index: int) -> float:
@@ -37,7 +37,7 @@ def constant(warmup: int = 0) -> Schedule:
 
 
 def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
-    """Linear warm-up, then half a cosine down to `final` (Loshchilov and Hutter 2017, without restarts).
+    """Warm up linearly, then follow half a cosine down to `final` (Loshchilov and Hutter 2017, without restarts).
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
               = final + (1 - final) * (1 + cos(pi * p)) / 2        after it
@@ -46,11 +46,11 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
     Args:
         warmup: updates of warm-up (0 for none).
         total: updates of the whole run; later indices have `final`.
-        final: the factor that update `total` would have. The last update has more, so that none is wasted where
+        final: the factor that update `total` would have. The last update has more, so it is not wasted where
             `final` is 0.
 
     Raises:
-        UsageError: a number below 0, or none.
+        UsageError: a value is below 0 or no number.
     """
     _require(warmup=warmup, total=total, final=final)
 
@@ -64,24 +64,24 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
 
 
 def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: float = 0.0) -> Schedule:
-    """Linear warm-up, the peak, and at the end a decay to `final` (Hu et al. 2024, MiniCPM, arXiv 2404.06395).
+    """Warm up linearly, keep the peak, and decay to `final` at the end (Hu et al. 2024, MiniCPM, arXiv 2404.06395).
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
               = 1                                                  until `decay` of the run is left
               = final + (1 - final) * (1 - sqrt(p))                after it
     p         = (i - first) / (total - first), first: the first update of the decay
 
-    1 - sqrt(p) does better than a straight line, and with a fifth of the run for it as well as cosine: Haegele et al.
+    1 - sqrt(p) does better than a straight line and, over a fifth of the run, as well as cosine: Haegele et al.
     2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392.
 
     Args:
         warmup: updates of warm-up (0 for none).
         total: updates of the whole run; later indices have `final`.
-        decay: share of the run that is the decay; a longer warm-up shortens it.
+        decay: share of the run for the decay; a longer warm-up shortens it.
         final: the factor that update `total` would have.
 
     Raises:
-        UsageError: a number below 0, or none; a decay above 1.
+        UsageError: a value is below 0 or no number, or the decay is above 1.
     """
     _require(warmup=warmup, total=total, final=final)
     between(0, 1).require("decay", decay)
@@ -97,7 +97,7 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
 
 
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Another schedule up to update `first`, then a straight line to `final`, which update `total` would have."""
+    """Follow another schedule up to update `first`, then a line to `final`, which update `total` would have."""
 
     def factor(index: int) -> float:
         if index < first:

@@ -1,6 +1,6 @@
-"""The edge of the output: whatever is written to a terminal passes `visible`, so that no text of others commands it.
+"""Guards the output: everything written to a terminal passes `visible`, so that no foreign text can command it.
 
-Our own display alone writes through `own`, after it has made the texts in it visible.
+Only Monograph's display writes through `own`, after it has made its texts visible.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# What a terminal obeys: control characters but for line feed and tab, line separators, marks that turn the direction of
-# writing around; and halves of surrogate pairs, which no encoding has.
+# A terminal obeys these: control characters except line feed and tab, line separators, marks that turn the direction of
+# writing around. Halves of surrogate pairs are among them because no encoding has them.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""`text` with each character that a terminal obeys spelled out, such as \x1b; line feeds and tabs stay."""
+    r"""Return `text` with each character that a terminal obeys spelled out, such as \x1b; line feeds and tabs stay."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """The same on one line."""
+    """Return the text on one line, its lines joined by spaces, and visible."""
     return visible(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
 def warn(line: str) -> None:
-    """Print a warning where results are not."""
+    """Print a warning to standard error, apart from results."""
     print(f"warning: {line}", file=sys.stderr)
 
 
 def shell_words(*words: str | Path) -> str:
-    """A command line of which a shell makes exactly these words, printed on one line or pasted."""
+    """Return a command line that a shell splits into exactly these words, printed on one line or pasted."""
     return " ".join(_shell_word(str(word)) for word in words)
 
 
@@ -47,18 +47,18 @@ def _shell_word(word: str) -> str:
 
 
 class Terminal:
-    """A text stream that ends at a terminal: all that is written is made visible, but for what `own` gets."""
+    """A text stream that ends at a terminal: it makes all text visible except the text that `own` writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.own = stream, stream.write
 
     def write(self, text: str) -> int:
-        """Write a text that may be anybody's."""
+        """Write a text of any origin."""
         self.own(visible(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several."""
+        """Write several texts of any origin."""
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
@@ -66,12 +66,12 @@ class Terminal:
 
 
 def own(stream: Any, text: str) -> None:
-    """Write our own escape sequences, and texts among them that are visible already."""
+    """Write Monograph's own escape sequences, and texts that are visible already."""
     getattr(stream, "own", stream.write)(text)
 
 
 def guard() -> None:
-    """Make the standard streams take any text: none that a wrapper closed, none that cannot be encoded or commands."""
+    """Make the standard streams accept any text, also where a wrapper closed them or an encoding lacks a character."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -85,10 +85,10 @@ def guard() -> None:
 
 
 def takes_escapes(stream: Any) -> bool:
-    """Whether `stream` may be sent escape sequences: a terminal that is not dumb."""
+    """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does not."""
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
 def takes_colour(stream: Any) -> bool:
-    """Whether those sequences may be colours: not with NO_COLOR (no-color.org)."""
+    """Return whether `stream` may be sent colours, which NO_COLOR forbids (no-color.org)."""
     return takes_escapes(stream) and not os.environ.get("NO_COLOR")

@@ -1,9 +1,9 @@
-"""Width transfer: what is tuned on a narrow model, carried to a wide one of the same ratios, and the narrow model.
+"""Width transfer: carries values tuned on a narrow model to a wide one of the same ratios, and builds the narrow one.
 
-With m = fan_in / base fan_in every activation, and its change per update, keeps its size in the width, so that the best
+With m = fan_in / base fan_in, every activation and its change per update keep their size at any width, so the best
 learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form
-Yang, Simon and Bernstein 2023, arXiv 2310.17813). Everything is in a tensor's initial spread, learning rate, decay and
-eps: there is no multiplier in the forward pass, and what is exported is a plain model of its family.
+Yang, Simon and Bernstein 2023, arXiv 2310.17813). It sets only a tensor's initial spread, learning rate, decay and
+eps: there is no multiplier in the forward pass, and exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -13,9 +13,9 @@ eps: there is no multiplier in the forward pass, and what is exported is a plain
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-All are factors of what the base has; weight decay is 1 / lr, so that what a step takes away, lr * decay, is the same at
+All are factors of the base's values; weight decay has 1 / lr, so that the decay of a step, lr * decay, is the same at
 every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread is m^-1/2, not table 3's 1/m: the best rate
-stays as well, and short runs end better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
+stays too, and short runs end better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
 from monograph.optim import Group, Muon, Optimizer
 
-# Tensor Programs V, appendix: narrower ones begin to differ from the limit that the rule is derived in.
+# Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is derived.
 NARROWEST = 256
-MULTIPLE = 8  # of which the feed-forward layer's width is kept one, for the matrix units
-MOST_APART = 0.1  # relative difference of two shapes' ratios
+MULTIPLE = 8  # the feed-forward width stays a multiple of this, for the matrix units
+MOST_APART = 0.1  # largest relative difference of two shapes' ratios
 
 _EMBEDDING, _HEAD, _FINAL_GAIN = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _MATRICES = {
@@ -55,7 +55,7 @@ _MAY_DIFFER = {
 
 
 class Factors(NamedTuple):
-    """How a tensor of the wide model is drawn and updated.
+    """The factors with which a tensor of the wide model is drawn and updated.
 
     Attributes:
         init: factor of the initial weights that `Llama` draws at this width, norm gains included.
@@ -83,10 +83,10 @@ class WidthTransfer:
 
     Attributes:
         config: the shape that is trained.
-        base: the shape that the learning rate, the weight decay and eps are for; may be wider as well.
+        base: the shape that the learning rate, the weight decay and eps are for; may also be wider than `config`.
 
     Raises:
-        UsageError: they differ in more than their width: in depth, head size, vocabulary or the like, or in their
+        UsageError: the shapes differ in more than width: in depth, head size, vocabulary or the like, or in their
             ratios by more than a tenth; the message names what differs.
     """
 
@@ -114,14 +114,14 @@ class WidthTransfer:
 
     @property
     def width_ratio(self) -> float:
-        """The residual stream's m: hidden_size over the base's."""
+        """The residual stream's m, which is hidden_size over the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
     def factors(self) -> dict[str, Factors]:
-        """By name, that of a tensor in a block with a star for the layer's number.
+        """Return the factors by tensor name, where a star stands for the number of a block's layer.
 
         Raises:
-            UsageError: a tensor that the table has no row for.
+            UsageError: the table has no row for a tensor.
         """
         wide, narrow = self.config, self.base
         inner = {
@@ -152,7 +152,7 @@ class WidthTransfer:
 
     @property
     def _spread(self) -> float:
-        """The base's initializer_range over what `Llama` draws with."""
+        """The base's initializer_range over the one that `Llama` draws with."""
         return self.base.initializer_range / self.config.initializer_range
 
     @torch.no_grad()
@@ -160,17 +160,17 @@ class WidthTransfer:
         """Scale the weights that `Llama` has drawn, so that they have the spread of the table.
 
         Raises:
-            UsageError: the model has a parameter that the table has no row for.
+            UsageError: the table has no row for a parameter of the model.
         """
         found = self.factors()
         for name, parameter in unwrapped(model).named_parameters():
             parameter.mul_(found[_pattern(name, found)].init)
 
     def optimizer(self, optim: Optimizer) -> Optimizer:
-        """The base's optimizer with the wide model's rates, decays and eps.
+        """Return the base's optimizer with the wide model's rates, decays and eps.
 
         Raises:
-            UsageError: it has groups, or patterns of matrices, of its own.
+            UsageError: it defines its own groups or patterns of matrices.
         """
         if optim.groups or (isinstance(optim, Muon) and optim.matrices is not None):
             raise UsageError("width transfer sets each tensor's rate itself: leave groups and matrices to it")
@@ -186,18 +186,18 @@ class WidthTransfer:
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
-    """The proxy of a model: the same depth, head size, ratios, vocabulary and length, at a smaller width.
+    """Return the proxy of a model: its depth, head size, ratios, vocabulary and length at a smaller width.
 
-    Heads are taken away by whole groups of query heads with one key-value head. The initial spread grows as
+    Heads are removed in whole groups of query heads with one key-value head. The initial spread grows as
     1 / sqrt(width), so that products of matrix and activation have the same size in both.
 
     Args:
-        config: the model.
-        hidden_size: of the proxy, any that keeps the ratios; None: the narrowest from 256 on, or the narrowest of all
+        config: the model's shape.
+        hidden_size: any width that keeps the ratios; None: the narrowest from 256 on, or the narrowest of all
             where the model is no wider than that.
 
     Raises:
-        UsageError: no narrower shape keeps the ratios, or the one that is asked for does not; names those that do.
+        UsageError: no narrower shape keeps the ratios, or the requested one does not; the message names those that do.
     """
     shapes = {shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)}
     if hidden_size is not None:
@@ -213,7 +213,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
-    """Every shape of the same ratios up to that width."""
+    """Yield every shape of the same ratios up to that width."""
     width, key_values = config.hidden_size, config.num_key_value_heads
     group = config.num_attention_heads // key_values
     multiple = MULTIPLE if config.intermediate_size % MULTIPLE == 0 else 1
@@ -242,7 +242,7 @@ def _described(config: LlamaConfig) -> str:
 
 
 def _pattern(name: str, found: Mapping[str, Factors]) -> str:
-    """The key of `found` for a parameter's name."""
+    """Return the key of `found` for a parameter's name."""
     head, _, rest = name.partition("model.layers.")
     pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
     if pattern not in found:

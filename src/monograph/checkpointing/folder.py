@@ -1,6 +1,6 @@
 """One checkpoint on disk: a folder of three files and a manifest that vouches for every byte of them and of itself.
 
-Where a file is too large to have in memory next to what its tensors are copied into, each is read when it is asked for.
+Where a file is too large to hold in memory next to its tensors' destination, each tensor is read when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import MOST_JSON_BYTES, parse_json, readable
 
-KEPT_BLOCKS = 4  # that were read last: a tensor may begin in the block in which the one before it ended
+KEPT_BLOCKS = 4  # blocks read last: a tensor may begin in the block in which the one before it ended
 
 
 class LargeFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, in the file's order, read block by block and verified as they are read.
+    """The tensors of a safetensors file, in the file's order, read and verified block by block.
 
-    The file is the one that was opened, whatever becomes of its name.
+    It reads the file that was opened, even if its name is given to another one.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class LargeFile(Mapping[str, Tensor]):
         """Keep the file open for as long as this lives.
 
         Args:
-            descriptor: of the open file; a duplicate is kept.
+            descriptor: descriptor of the open file; a duplicate is kept.
             entries: its tensors.
-            start: of the tensors' bytes in the file.
-            read: the block of an index from a descriptor; raises unless it has the digest that it should have.
+            start: the offset of the tensors' bytes in the file.
+            read: reads a block by descriptor and index; raises unless it has the expected digest.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
@@ -83,22 +83,22 @@ class LargeFile(Mapping[str, Tensor]):
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
-LARGE_BYTES = 2**30  # of a file whose tensors are read one by one: its memory and theirs would be needed at once
-# `.replaced` is what a folder is called for the moment in which its successor of the same update takes its place.
+LARGE_BYTES = 2**30  # from this size the tensors are read one by one: else the file and they would be in memory at once
+# A folder is called `.replaced` for the moment in which its successor of the same update takes its place.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A run's whole state between two updates.
+    """The whole state of a run between two updates.
 
     Attributes:
-        update: updates done.
-        model: the module's tensors by name; tied weights once.
+        update: the number of updates done.
+        model: the module's tensors by name; tied weights appear once.
         optimizer: the optimizer's tensors by name.
         state: everything else, as JSON gives it back (string keys, lists for tuples).
-        run: identity of the run that wrote it, so that a caller can notice a folder that belongs to another run.
+        run: identity of the run that wrote it, so that a caller can detect a folder of another run.
     """
 
     update: int
@@ -118,7 +118,7 @@ class CheckpointDamaged(InputRefused):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says of one file: its length and the SHA-256 of each of its blocks."""
+    """The manifest's entry for one file: its length and the SHA-256 of each of its blocks."""
 
     bytes: int
     sha256: list[str]
@@ -134,11 +134,11 @@ class Manifest:
 
     @property
     def root(self) -> str:
-        """SHA-256 of all that the manifest says, and so of every byte of the checkpoint."""
+        """SHA-256 of the whole manifest, and so of every byte of the checkpoint."""
         return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
 
     def encode(self) -> bytes:
-        """The manifest's only valid bytes: any other spelling is damage, so that no flipped bit goes unnoticed."""
+        """Return the manifest's only valid bytes; any other spelling is damage, so every flipped bit is noticed."""
         return (json.dumps({**self._content(), "root": self.root}, indent=1) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def verify(folder: Path) -> None:
     """Check every byte of a checkpoint against its manifest, in constant memory.
 
     Raises:
-        CheckpointDamaged: naming the file with the expected and actual digest, length or list of files.
+        CheckpointDamaged: names the file with the expected and actual digest, length or list of files.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
@@ -164,12 +164,12 @@ def verify(folder: Path) -> None:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint into plain memory of its own, verifying the very bytes that are handed out.
+    """Read a checkpoint into its own plain memory, verifying the very bytes that are handed out.
 
-    Of files beyond LARGE_BYTES all bytes are verified now, and again when a tensor is asked for, which may then raise.
+    Files beyond LARGE_BYTES are verified now, and again as tensors are asked for, which may then raise.
 
     Raises:
-        CheckpointDamaged: as `verify`.
+        CheckpointDamaged: see `verify`.
     """
     manifest = read_manifest(folder)
     return Checkpoint(
@@ -182,15 +182,15 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's state without its tensors; raises CheckpointDamaged as `verify`."""
+    """Read a checkpoint's state without its tensors; raise CheckpointDamaged like `verify`."""
     return _load_state(folder / STATE, read_manifest(folder).files[STATE])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and check all that is cheap: its own digest, the folder's name, the list and lengths of files.
+    """Read the manifest and check the cheap parts: its own digest, the folder's name, the list and lengths of files.
 
     Raises:
-        CheckpointDamaged: as `verify`.
+        CheckpointDamaged: see `verify`.
     """
     path = folder / MANIFEST
     with _opened(path) as descriptor:
@@ -258,19 +258,20 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
                 return LargeFile(descriptor, found, len(prefix), functools.partial(_read_block, path, entry))
             tensors = tensor_layout.decode(prefix, entry.bytes)
         except tensor_layout.LayoutError as error:
-            # The header is read before its digest can be known: say the digests if they explain it.
+            # The header is read before its digest is known: blame the digests if they explain the error.
             _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
         again = bytearray(len(prefix))
         pieces = [memoryview(again), *map(tensor_layout.bytes_of, tensors.values())]
         _require(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        # `tensors` were laid out by a header that was read before its digest was checked.
         if again != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")
     return tensors
 
 
 def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> bytes:
-    """One block of the open file, which has the digest that it should have."""
+    """Return one block of the open file, checked against its digest."""
     with readable(path):
         content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
     expected, actual = list(entry.sha256), list(entry.sha256)
@@ -284,8 +285,8 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
     """Open a regular file for reading, never through a symbolic link.
 
     Raises:
-        CheckpointDamaged: it is not there, or something else is.
-        Unreadable: nobody knows, since the system failed to read it.
+        CheckpointDamaged: the file is missing or is no regular file.
+        Unreadable: unknown, since the system failed to read it.
     """
     try:
         with readable(path):

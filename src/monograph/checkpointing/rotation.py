@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: save the next one, drop the oldest, find the newest that can be trusted.
+"""Decides which checkpoints a run keeps: saves the next one, drops the oldest, finds the newest that can be trusted.
 
 The order of the operations is the whole point (each step is durable before the next one relies on it): files and their
 fsync, manifest, folder, rename, parent folder; only then are older checkpoints removed. One writer at a time: the
@@ -45,13 +45,13 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
     """Write a checkpoint so that at every moment, whatever happens, the newest valid one is the previous or this one.
 
     Its update becomes the head of the run: afterwards the `keep` newest complete checkpoints up to it remain. Later
-    ones, which a resumed run must have passed over as damaged, are removed with the older ones. Saving an update again
+    ones, which a resumed run must have skipped as damaged, are removed with the older ones. Saving an update again
     replaces it.
 
     Args:
         checkpoints: the run's folder of checkpoints, made if it is not there.
         checkpoint: tensors may live on a device, be strided or share storage; they must not change during the call.
-        keep: how many to keep, at least 1; with 1 there is nothing to fall back on if that one is damaged later.
+        keep: the number to keep, at least 1; with 1 there is no fallback if that one is damaged later.
         write: creates a file from its pieces instead of `blocks.write_file`.
 
     Returns:
@@ -59,7 +59,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
 
     Raises:
         DiskFull: nothing that was there before has been touched; also for any other failure to write.
-        Unreadable: nothing has been touched, since it could not be read what is there.
+        Unreadable: nothing has been touched, since the existing checkpoints could not be read.
         UsageError: keep < 1.
         TypeError: a state that is not JSON, a tensor of a dtype that safetensors does not have.
     """
@@ -95,7 +95,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
 
 
 def unfinished(checkpoints: Path, update: int) -> Path:
-    """Where the checkpoint of an update is until it is whole."""
+    """Return the folder in which an update's checkpoint is written until it is complete."""
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
@@ -106,13 +106,13 @@ def newest(
 
     Args:
         checkpoints: the run's folder of checkpoints.
-        warn: called once with one line if newer ones had to be passed over: which and why.
+        warn: called once with one line if newer ones were skipped: which and why.
         at: consider only the checkpoint of this update.
-        until: pass over those of later updates in silence.
+        until: skip later updates silently.
 
     Raises:
-        NoValidCheckpoint: naming each candidate with what is wrong with it.
-        Unreadable: a checkpoint could not be read. It may be sound, and going on from the one before would drop it.
+        NoValidCheckpoint: names each candidate with its fault.
+        Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would drop it.
     """
     found = _found(checkpoints)
     refused: list[str] = []
@@ -139,14 +139,14 @@ def newest(
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what a process left that was killed while it saved or pruned; the caller holds the run's lock."""
+    """Remove the remains of a process killed while it saved or pruned; the caller holds the run's lock."""
     for path in entries(checkpoints, TEMPORARY):
         _remove(path)
 
 
 def _make(checkpoints: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
-    sync(checkpoints.parent)  # also if it was there: a save killed right here may have made it
+    sync(checkpoints.parent)  # needed even if the folder existed: a save killed right here may have made it
 
 
 def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
@@ -167,9 +167,9 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _prune(saved: Path, head: int, keep: int) -> None:
-    """Remove what is not among the `keep` newest up to the one just saved, or was read and found incomplete.
+    """Remove checkpoints that are incomplete, or not among the `keep` newest up to the one just saved.
 
-    What cannot be read now may be sound: it stays, beside as many others as if it were not there.
+    A checkpoint that cannot be read now may be sound: it stays and does not count towards `keep`.
     """
     remove_leftovers(saved.parent)
     kept = {head}
@@ -186,20 +186,20 @@ def _prune(saved: Path, head: int, keep: int) -> None:
             else:
                 kept.add(update)
                 continue
-        # Under a name that is never loaded first, so that a half-removed folder is not even a candidate.
+        # Rename it first to a name that is never loaded, so that a half-removed folder is not even a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)
         _remove(doomed)
 
 
 def _found(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Updates and folders, newest first; of the same update the one in place before the replaced one."""
+    """Return updates and folders, newest first; for equal updates the current folder precedes the replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
 
 
 def _remove(folder: Path) -> None:
-    # What cannot be removed now is in nobody's way: it is never loaded, and the next save tries again.
+    # A folder that cannot be removed now is harmless: it is never loaded, and the next save tries again.
     with suppress(OSError):
         shutil.rmtree(folder)
 
@@ -215,7 +215,7 @@ def _length(files: Encoded) -> int:
 
 def _needed(checkpoints: Path, files: Encoded) -> str:
     needed = f"it needs {_length(files):,} bytes"
-    with suppress(OSError, Unreadable):  # the error that is being told is the one that matters
+    with suppress(OSError, Unreadable):  # must not hide the error that is being raised
         needed += f", {_free(checkpoints):,} are free"
     return needed
 

@@ -1,4 +1,4 @@
-"""The private corners of torch that this package touches, in one place; tested on torch 2.11 and 2.13."""
+"""Holds all uses of torch's private parts in one place; tested on torch 2.11 and 2.13."""
 
 from monograph.compat.dynamo import (
     allow_variants,

@@ -1,4 +1,4 @@
-"""Captures: how many there are, what fails, what is said about them."""
+"""Adapts Dynamo's captures: counts them, recognises their errors, quiets their warnings."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 
 def captured_graphs() -> int:
-    """How many graphs Dynamo has captured in this process; it stands still when nothing recompiles."""
+    """Return how many graphs Dynamo has captured in this process; it stays the same when nothing recompiles."""
     import torch._dynamo.utils as utils
 
     return int(utils.counters["stats"].get("unique_graphs", 0))
 
 
 def graphs_from_cache() -> int:
-    """How many graphs this process has read from the compiler's cache instead of compiling them."""
+    """Return how many graphs this process has read from the compiler's cache instead of compiling them."""
     import torch._dynamo.utils as utils
 
     return int(utils.counters["inductor"]["fxgraph_cache_hit"] + utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def graph_breaks() -> int:
-    """How many graph breaks Dynamo has met in this process."""
+    """Return how many graph breaks Dynamo has met in this process."""
     import torch._dynamo.utils as utils
 
     return int(sum(utils.counters["graph_break"].values()))
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Whether torch could not trace or compile a function, as opposed to the function itself failing."""
+    """Return whether torch could not trace or compile a function, as opposed to the function itself failing."""
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
@@ -42,7 +42,7 @@ def is_capture_error(error: BaseException) -> bool:
 def cache_custom_functions() -> None:
     """Let compiled graphs with an `autograd.Function` in them be cached between runs; torch leaves them out by default.
 
-    The key of the cache holds the traced forward and backward code, so another function is another entry.
+    The cache's key holds the traced forward and backward code, so another function gets another entry.
     """
     import torch._functorch.config as config
 
@@ -52,8 +52,8 @@ def cache_custom_functions() -> None:
 def cache_attention_kernels() -> None:
     """Let compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) be cached between runs.
 
-    torch leaves them out, as it does not know the two functions that Dynamo writes into the graph. Their arguments, and
-    so the kernel's name, are part of the graph that the key is made of: another kernel is another entry.
+    torch leaves them out because it does not list the two functions that Dynamo writes into the graph. Their arguments,
+    and so the kernel's name, are part of the graph from which the key is made: another kernel gets another entry.
     """
     import torch._inductor.config as config
 
@@ -62,7 +62,7 @@ def cache_attention_kernels() -> None:
 
 
 def allow_variants(most: int = 64) -> None:
-    """Let one function be captured for so many different arguments; torch gives up after eight."""
+    """Let one function be captured for up to `most` different arguments; torch gives up after eight."""
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, most)
@@ -77,19 +77,19 @@ def one_graph_under_ddp() -> None:
 
 @functools.cache
 def quiet_selective_recompute() -> None:
-    """Drop torch's warning, at every capture, of results that are kept and then overwritten: none such is kept here."""
+    """Drop torch's warning, at every capture, about kept results that are overwritten later: none is kept here."""
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 def quiet_inputs_of_blocks() -> None:
-    """Drop torch's warning, when a block alone is captured, that its input's gradient was looked at: Dynamo did."""
+    """Drop torch's warning, when one block is captured, that its input's gradient was accessed: Dynamo does that."""
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
 
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """In the block, code that asks `torch.compiler.is_compiling()` is told that it is."""
+    """Make `torch.compiler.is_compiling()` return True in the block."""
     import torch
 
     before = torch.compiler._is_compiling_flag
@@ -101,7 +101,7 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def without_numbers() -> bool:
-    """Whether tensors that are made now have a shape and no numbers (torch's FakeTensor)."""
+    """Return whether tensors that are made now have a shape but no values (torch's FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -109,7 +109,7 @@ def without_numbers() -> bool:
 
 
 def without_modes() -> Any:
-    """A context in which no dispatch mode of the caller is active; `torch.compile` refuses to trace inside of one."""
+    """Return a context without the caller's dispatch modes, inside of which `torch.compile` refuses to trace."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

@@ -1,6 +1,6 @@
-"""Tells Inductor what it does not know: own passes, own operators, native code.
+"""Extends Inductor with Monograph's passes, operators and native code.
 
-The partitioner, which decides what a compiled graph keeps for its backward pass, is asked here, too.
+It also asks the partitioner, which decides what a compiled graph keeps for its backward pass.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_WRITTEN_S = 2.0  # what another process is writing is whole after this
+_WRITTEN_S = 2.0  # by then another process has finished the library that it is writing
 
 
 @functools.cache
 def remove_cut_off_libraries() -> None:
-    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says; once.
+    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says; only once.
 
-    A process that is killed while it compiles leaves such files, and every later one would stumble over them, or take
-    the processor for one without vector instructions, as the library that tries those out is one of them.
+    A process that is killed while it compiles leaves such files, on which every later one would fail, or mistake
+    the processor for one without vector instructions, as the library that tests for these is one of them.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
@@ -34,7 +34,7 @@ def remove_cut_off_libraries() -> None:
 
 
 def _cut_off(path: Path) -> bool:
-    """Whether a 64-bit ELF file, if it is there, ends before its table of sections does, which is at its end."""
+    """Return whether an existing 64-bit ELF file ends before its section table, which is at its end."""
     try:
         with path.open("rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -48,21 +48,21 @@ def _cut_off(path: Path) -> bool:
 
 @functools.cache
 def tell_processors_apart() -> None:
-    """Put the width of the processor's vectors into the key of Inductor's cache, which has none of it.
+    """Put the width of the processor's vectors into the key of Inductor's cache, which lacks it.
 
-    What was generated for wider vectors would be compiled for narrower ones and write past its buffers: where machines
-    share a home, or ATEN_CPU_CAPABILITY is set.
+    Otherwise code generated for wider vectors would be compiled for narrower ones and write past its buffers, where
+    machines share a home or ATEN_CPU_CAPABILITY is set.
     """
     import torch
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    if not torch.cuda.is_available():  # there, trying the compiler out would be all that comes of it
+    if not torch.cuda.is_available():  # on a GPU machine this would only try the compiler out
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
-    """A function that rewrites traced graphs, as Inductor takes it; `files` make it, and their hash keys the cache."""
+    """Return a graph rewrite as Inductor takes it; the hash of `files`, its sources, is its key in the cache."""
     import torch._inductor.custom_graph_pass as passes
 
     class Pass(passes.CustomGraphPass):
@@ -76,16 +76,16 @@ def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
 
 
 def onednn_matmul(left: Any, right: Any) -> Any:
-    """Product of left [N, K] and right [K, M], fp32 on a CPU, by oneDNN, which torch itself asks only for bf16."""
+    """Return left [N, K] @ right [K, M], fp32 on a CPU, by oneDNN, which torch itself uses only for bf16."""
     import torch
 
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
 
 
 def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False) -> Any:
-    """(left * left_unit) @ (right * right_unit) for fp8 matrices, `right` laid out by columns, in `dtype`.
+    """Return (left * left_unit) @ (right * right_unit) for fp8 matrices, `right` laid out by columns, in `dtype`.
 
-    `fast` lets a GPU add up in fewer bits than fp32 between its partial sums.
+    `fast` lets a GPU accumulate partial sums in less than fp32.
     """
     import torch
 
@@ -93,7 +93,7 @@ def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any
 
 
 def native(source: str) -> Any:
-    """A C++ library, as ctypes has it, built for this processor once and kept in Inductor's cache between runs."""
+    """Return a C++ library loaded by ctypes, built once for this processor and kept in Inductor's cache."""
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
@@ -101,9 +101,9 @@ def native(source: str) -> Any:
 
 @functools.cache
 def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
-    """Let Inductor call `function(left, right, out=...)` for a matrix product, past torch's dispatcher; once.
+    """Let Inductor call `function(left, right, out=...)` for a matrix product, past torch's dispatcher; only once.
 
-    That saves half of a call's 5 microseconds; graphs from the cache find the function under the operator's name.
+    This saves half of a call's 5 microseconds; cached graphs find the function by the operator's name.
     """
     from torch._inductor.kernel.mm_common import mm_args
     from torch._inductor.lowering import register_lowering
@@ -119,7 +119,7 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
 
 @functools.cache
 def lower_to_memory(operator: Any) -> None:
-    """Let Inductor read the result of `operator(value)`, which is the value, from memory; once."""
+    """Let Inductor read the result of `operator(value)`, which is the value, from memory; only once."""
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
@@ -130,9 +130,9 @@ def lower_to_memory(operator: Any) -> None:
 
 @contextmanager
 def watched_kernels() -> Iterator[None]:
-    """In the block a profiler sees what graphs call on a CPU past the dispatcher, with names and arguments.
+    """In the block, show a profiler the calls that graphs make on a CPU past the dispatcher, with names and arguments.
 
-    Inductor's kernels for a GPU it sees by itself. Modules of graphs hold their kernels as globals of their own.
+    A profiler sees Inductor's kernels for a GPU by itself. Each graph's module holds its kernels as globals.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
@@ -151,7 +151,7 @@ def watched_kernels() -> Iterator[None]:
         for name, value in vars(module).items()
         if name.startswith("cpp_fused_") and callable(value)
     ]
-    # What `lower_to_call` calls past the dispatcher, under the name that a trace has for it otherwise.
+    # Functions that `lower_to_call` calls past the dispatcher get the name that a trace otherwise has for them.
     found += [
         (vars(extern_kernels), name, value, name.replace("_", "::", 1))
         for name, value in vars(extern_kernels).items()
@@ -167,19 +167,19 @@ def watched_kernels() -> Iterator[None]:
 
 
 def quiet_profiler() -> None:
-    """Keep torch's profiler from writing lines about itself to standard error; a person's own setting stands."""
+    """Keep torch's profiler from writing lines about itself to standard error; a user's own setting is kept."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-# Later than any region that checkpointing marks: what a later one reads from an earlier one is kept.
+# Higher than any region that checkpointing marks: values that a later region reads from an earlier one are kept.
 _LAST_REGION = 1 << 30
 
 
 def make_again(graph: Any) -> None:
-    """Mark what a graph computes from integers of 8 bits, up to matrix products, to be computed again going back.
+    """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the backward pass.
 
-    Left alone the partitioner keeps a frozen weight that was made dense in the forward pass, as the backward pass needs
-    it whole. `graph` has both passes; the marks are those of checkpointing.
+    Otherwise the partitioner keeps a frozen weight that the forward pass dequantised, as the backward pass needs
+    it whole. `graph` has both passes; the marks are those that checkpointing uses.
     """
     import torch
     from torch.utils.checkpoint import CheckpointPolicy
@@ -202,7 +202,7 @@ def _dtype(node: Any) -> Any:
 
 
 def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
-    """As Inductor cuts a graph in two."""
+    """Cut a joint graph in two as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     make_again(graph.graph)
@@ -210,9 +210,9 @@ def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
 
 
 def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that a compiled graph of a module's forward pass keeps for its backward pass, beside what it is given.
+    """Return the bytes that a module's compiled forward graph keeps for its backward pass, without its inputs.
 
-    It is the answer of the same partitioner that Inductor asks, which recomputes what fuses into the backward pass.
+    The partitioner is the one that Inductor asks; it recomputes values that fuse into the backward pass.
     """
     from torch import Tensor
     from torch._functorch.aot_autograd import aot_function
@@ -257,7 +257,7 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
 
 
 def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile` that makes a forward and a backward graph as Inductor does and builds neither.
+    """Return a backend of `torch.compile` that makes forward and backward graphs as Inductor does but builds neither.
 
     `forward` and `backward` turn a graph into a function of the list of its arguments.
     """
@@ -276,7 +276,7 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
 
 @contextmanager
 def activations_kept(share: float) -> Iterator[None]:
-    """In the block graphs are compiled so that their backward pass is left at most this share of the activations."""
+    """In the block, compile graphs so that they keep at most this share of the activations for the backward pass."""
     if share == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""What torch computes and how: its operators, its functions, its autograd."""
+"""Inspects and replaces what torch computes: its operators, its functions, its autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
+    """Return the FLOPs of a call of an operator that is a matrix product, a convolution or attention, else 0."""
     import torch
     from torch.utils.flop_counter import flop_registry
 
@@ -18,30 +18,30 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = getattr(operator, "overloadpacket", operator)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's list lacks it
         packet = attention
-    if str(packet).startswith("aten._scaled_dot_product"):  # torch 2.11 knows no attention with fewer key heads
+    if str(packet).startswith("aten._scaled_dot_product"):  # torch 2.11 does not support fewer key heads here
         heads = args[0].shape[1]
         args = [(len(t), heads, *t.shape[2:]) if getattr(t, "ndim", 0) == 4 else t for t in args]
     return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Whether an operator changes one of its arguments."""
+    """Return whether an operator changes one of its arguments."""
     schema = getattr(operator, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad) is being applied."""
+    """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
     import torch
 
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def allow_stashes_in_recomputed() -> None:
-    """Let a captured block that is recomputed hand a tensor from one module to another through an attribute.
+    """Let a captured, recomputed block pass a tensor from one module to another through an attribute.
 
-    Dynamo refuses all writes to attributes there, since it does not repeat them in the backward pass; such a one is
-    taken back before the block ends.
+    Dynamo refuses all writes to attributes there, since it does not repeat them in the backward pass; here the write is
+    undone before the block ends.
     """
     import torch._dynamo.config as config
 
@@ -49,9 +49,9 @@ def allow_stashes_in_recomputed() -> None:
 
 
 def sums_gradients() -> bool:
-    """Whether a sum that is taken now is autograd's own, of a tensor's gradients: it writes it over one of them.
+    """Return whether autograd is taking this sum, of a tensor's gradients: it writes the sum over one of them.
 
-    It does not where tensors have no numbers, as it does not know their class.
+    It does not do so for tensors without values, as it does not know their class.
     """
     import torch
 
@@ -60,7 +60,7 @@ def sums_gradients() -> bool:
 
 @contextmanager
 def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """In the block functions of `torch.nn.functional` are others, for whoever looks them up there.
+    """In the block, replace functions of `torch.nn.functional` for callers that look them up there.
 
     A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
@@ -72,7 +72,7 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 @contextmanager
 def _attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
-    """In the block attributes of a module or class are others; those that it has from elsewhere are put over."""
+    """In the block, replace attributes of a module or class; inherited ones are shadowed."""
     before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     try:
         for name, value in replaced.items():
@@ -92,16 +92,16 @@ def layers(
     average_of_batches: Callable[..., Any],
     recomputing: Callable[[], None],
 ) -> Iterator[None]:
-    """In the block torch's layers call other code in place of what vmap cannot batch.
+    """In the block, let torch's layers call other code where vmap cannot batch theirs.
 
-    Recurrent layers read their weights anew in each call. The list of them that they keep is made for cuDNN: it does
-    not notice that `functional_call` exchanges a weight, and would hold what a transform has ended.
+    Recurrent layers read their weights anew in each call. Their stored list of weights is made for cuDNN: it does
+    not notice that `functional_call` exchanges a weight, and would hold tensors of a finished transform.
 
     Args:
-        recurrent: what recurrent layers and cells call, by torch's names: "lstm", "gru_cell" and so on.
-        weight_norm: (direction, norm, dim) -> weight, of both of torch's ways to keep weights so.
+        recurrent: functions that recurrent layers and cells call, by torch's names: "lstm", "gru_cell" and so on.
+        weight_norm: (direction, norm, dim) -> weight, for both of torch's implementations of weight norm.
         average_of_batches: the forward pass of a batch norm that trains with momentum None.
-        recomputing: called where `torch.utils.checkpoint` would have something computed once more.
+        recomputing: called where `torch.utils.checkpoint` would recompute something.
     """
     import torch
     import torch.utils.checkpoint as checkpoint
@@ -132,14 +132,14 @@ def layers(
 
 
 def allow_recurrent() -> None:
-    """Let Dynamo trace recurrent layers, which it refuses as long as they call torch's kernels."""
+    """Let Dynamo trace recurrent layers, which it refuses while they call torch's kernels."""
     import torch._dynamo.config as config
 
     config.allow_rnn = True
 
 
 def warn_of_loops(wanted: bool) -> None:
-    """Whether torch warns of each operator that vmap runs in a loop, and asks for an issue to be filed."""
+    """Set whether torch warns about each operator that vmap runs in a loop, and asks the user to file an issue."""
     import torch
 
     torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def warn_of_loops(wanted: bool) -> None:
 
 @contextmanager
 def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """In the block `tell` gets the name of each operator that vmap runs in a loop; afterwards no warning has it."""
+    """In the block, call `tell` with the name of each operator that vmap runs in a loop, instead of a warning."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         if name := str(message).partition("implemented the batching rule for ")[2]:
@@ -165,9 +165,9 @@ def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """In the block `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run as written, also where they need not.
+    """In the block, run `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` without their fast path.
 
-    Their fused path in evaluation mode has no batched form.
+    That fused path of evaluation mode has no batched form.
     """
     import torch
 
@@ -180,5 +180,5 @@ def without_fast_path() -> Iterator[None]:
 
 
 def quiet_layout_of_stacked_gradients() -> None:
-    """Drop torch's warning that a parameter which is a view of a wider stack has gaps between its members."""
+    """Drop torch's warning about gradient layouts: a parameter that is a view of a wider stack has gaps."""
     warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")

@@ -1,4 +1,4 @@
-"""Ranks write one checkpoint: each its rows, at their place in the files that one process would write.
+"""Writes one checkpoint from all ranks: each writes its rows at their place in the files that one process would write.
 
     bytes [begin + first row x row bytes, begin + last row x row bytes) of each tensor that ranks share out
 
@@ -27,9 +27,9 @@ from monograph.storage import blocks, tensor_layout
 
 
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
-    """Save what all ranks hold together; every rank has to come here. See `monograph.checkpointing.save`.
+    """Save the state that all ranks hold together; a collective. See `monograph.checkpointing.save`.
 
-    What no rank has a part of is rank 0's. Where a rank cannot write, the checkpoint does not appear.
+    Rank 0 writes the tensors that are not shared out. Where a rank cannot write, the checkpoint does not appear.
 
     Raises:
         DiskFull: on the rank that could not write.
@@ -59,10 +59,10 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
 def newest(
     world: World, checkpoints: Path, warn: Callable[[str], None], at: int | None = None, until: int | None = None
 ) -> Checkpoint:
-    """Load what `monograph.checkpointing.newest` finds on rank 0, on every rank, all of which have to come here.
+    """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a collective.
 
     Raises:
-        NoValidCheckpoint: rank 0 finds none; on every rank.
+        NoValidCheckpoint: rank 0 has none; raised on every rank.
     """
     found, fault = None, ""
     if world.leads:
@@ -77,19 +77,19 @@ def newest(
 
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that are not finite on some rank; a collective."""
+    """Return the names of the tensors that are not finite on some rank; a collective."""
     own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
     found = world.sum(torch.stack([(~each.isfinite().all()).long() for each in own])).tolist()
     return [name for name, bad in zip(tensors, found, strict=True) if bad]
 
 
 def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write a file together; the digest of each of its blocks.
+    """Write a file together; return the digest of each of its blocks.
 
     Args:
         world: the ranks.
-        path: of the file, in a folder that rank 0 has made.
-        tensors: by name.
+        path: the file, in a folder that rank 0 has made.
+        tensors: the tensors by name.
 
     Raises:
         OSError: naming the path.
@@ -106,7 +106,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
                 blocks.write_at(file.fileno(), piece, start)
             os.fsync(file.fileno())
             world.wait()
-            # A block may be of several ranks: who hashes it reads what all of them wrote.
+            # Several ranks may share a block: the one that hashes it reads what all of them wrote.
             count = -(-length // blocks.BLOCK_BYTES)
             digests = torch.zeros(count, 32, dtype=torch.uint8)
             for index in range(world.rank, count, world.size):
@@ -120,7 +120,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
 def _own(
     world: World, prefix: memoryview, length: int, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, memoryview]]:
-    """What this rank writes of a file: (where it begins, bytes)."""
+    """Yield this rank's pieces of a file as (offset, bytes)."""
     if world.leads:
         yield 0, prefix
     for entry in tensor_layout.entries(bytes(prefix), length):

@@ -1,10 +1,10 @@
-"""The engines of one rank among several: DDP or FSDP2 adds its gradients to the others'.
+"""Engines of one rank among several, whose gradients DDP or FSDP2 adds to the others'.
 
     gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
 
-which is the gradient of one process with all micro-batches. Both of torch's engines would average, of a loss that is
-multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds what is subnormal otherwise. So they
-are told to add. A window's micro-batches go to ranks in turn.
+which is the gradient of one process with all micro-batches. Both of torch's engines would average a loss that is
+multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds subnormals differently. So they
+are told to add instead. A window's micro-batches go to ranks in turn.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T = TypeVar("T")
 class RankEngine(Engine):
     """An engine that takes its share of a window's micro-batches, as many as every other rank.
 
-    Every rank is given the same windows. Its micro-batches are the window's r-th, (r + W)-th and so on, with one that
-    has no targets where others have one more; so the rows of an update do not depend on the number of ranks.
+    Every rank is given the same windows. Its micro-batches are the window's r-th, (r + W)-th and so on, plus one that
+    has no targets where others get one more; so the rows of an update do not depend on the number of ranks.
     """
 
     world: World
@@ -55,7 +55,7 @@ class RankEngine(Engine):
             yield from super()._micro_batches(self._filled(own, size))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        # No smaller micro-batches: the other ranks are waiting for this one's gradients.
+        # The micro-batch cannot be halved: the other ranks wait for this one's gradients.
         try:
             return work()
         except RuntimeError as error:
@@ -74,16 +74,16 @@ def total(step: Step) -> None:
 
 
 def seed(world: World, step: Step, unit: int) -> None:
-    """Let what a module draws (dropout) depend on the micro-batch, not on who computes it nor on how many there are."""
+    """Seed what a module draws (dropout) by the micro-batch, whichever rank computes it and however many there are."""
     torch.manual_seed(hash((step.optim.seed, step.index, unit * world.size + world.rank)) & LOW32)
 
 
 @final
 class Replicated(RankEngine):
-    """Trains one module on all ranks, each of which has all of it (DDP): the gradient is that of one process.
+    """Trains one module on all ranks, each of which holds all of it (DDP): the gradient is that of one process.
 
     Attributes:
-        joining: gives the context of a micro-batch, told whether it is the window's last.
+        joining: returns the context of a micro-batch; its argument says whether it is the window's last.
     """
 
     def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
@@ -93,23 +93,23 @@ class Replicated(RankEngine):
             model: the same on every rank.
             world: the ranks.
             micro_batch: rows per micro-batch; None: an even share of the window.
-            others: those of `Resident`.
+            others: the arguments of `Resident`.
         """
         self.world = world
         layout = Layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
-        step.recorder = None  # a replay would hold collectives
+        step.recorder = None  # a replayed micro-step would contain collectives
         compat.one_graph_under_ddp()
-        # Not gradient_as_bucket_view: gradients are views of the planes already.
+        # gradient_as_bucket_view stays off: gradients are views of the planes already.
         self.parallel = DistributedDataParallel(_Whole(step))
-        # A lambda, since torch refuses annotations that are text.
+        # A lambda is needed because torch refuses annotations that are text.
         self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
-        # Gradients are summed over ranks with the window's last micro-batch, all at once.
+        # Gradients are summed over ranks all at once, with the window's last micro-batch.
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: (
             nullcontext() if last else self.parallel.no_sync()
         )
-        # DDP lays its buckets out anew after a process's first pass, and more than two ranks' numbers are then added in
-        # another order. That pass is over before the first update, so ranks that are started again have the same bits.
+        # DDP rebuilds its buckets after a process's first pass, and more than two ranks' numbers are then added in
+        # another order. That pass is made before the first update, so restarted ranks get the same bits.
         self.parallel(None, step.loss_factor).backward()
         super().__init__(lambda: step, micro_batch)
 
@@ -127,13 +127,13 @@ class Replicated(RankEngine):
 
 @final
 class Sharded(RankEngine):
-    """Trains one module on all ranks, each of which has some rows of every parameter (FSDP2).
+    """Trains one module on all ranks, each of which holds some rows of every parameter (FSDP2).
 
     The tensors of its state are parts of whole ones (`torch.distributed.tensor.DTensor`).
 
     Attributes:
-        joining: gives the context of a micro-batch, told whether it is the window's last.
-        shards: the module with its loss, of which torch gathers and scatters what is needed.
+        joining: returns the context of a micro-batch; its argument says whether it is the window's last.
+        shards: the module with its loss, whose parameters torch gathers and scatters.
     """
 
     def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
@@ -142,11 +142,11 @@ class Sharded(RankEngine):
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
-        step.recorder = None  # a replay would hold collectives
+        step.recorder = None  # a replayed micro-step would contain collectives
         super().__init__(lambda: step, micro_batch)
 
     def load_state(self, state: EngineState) -> None:
-        """See `Engine.load_state`; of whole tensors each rank takes its rows."""
+        """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""
         own = self.state()
         model, optimizer = OwnRows(state.model, own.model), OwnRows(state.optimizer, own.optimizer)
         super().load_state(EngineState(model, optimizer, state.scalars))

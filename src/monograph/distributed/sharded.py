@@ -1,6 +1,6 @@
-"""FSDP2: every rank has some rows of each parameter, its gradient and its optimizer state, and sees one block.
+"""FSDP2: every rank holds some rows of each parameter, gradient and optimizer state, and gathers one block at a time.
 
-Shapes: a parameter [n, ...] has rows 0 .. n - 1; W ranks have ceil(n / W) each, in their order, the last ones fewer or
+Shapes: a parameter [n, ...] has rows 0 .. n - 1; W ranks have ceil(n / W) each, in order, the last ones fewer or
 none.
 """
 
@@ -32,26 +32,26 @@ from monograph.optim import Kind, Muon, Plane, trainable
 from monograph.optim.planes import Slot
 from monograph.step import Layout, Step
 
-ROOM = 0.5  # of the free memory, for a model that is assembled beside its shards
+ROOM = 0.5  # share of the free memory that a model assembled next to its shards may take
 
 
 class Shards:
-    """A layout whose planes are rows: the update is elementwise, so each rank makes its own part of it.
+    """A layout whose planes are rows: the update is elementwise, so each rank updates its own rows.
 
     Attributes:
         root: forward pass and loss as the module that FSDP2 gathers and scatters for.
-        names: of the tensors of the model's state, as one process has them.
+        names: names of the model's tensors, as one process has them.
     """
 
     root: FSDPModule
     names: list[str]
 
     def __init__(self, world: World):
-        """Nothing is shared out until a step asks for its planes."""
+        """Note the ranks; nothing is shared out until a step asks for its planes."""
         self.world = world
 
     def layout(self, **others: Any) -> Layout:
-        """Return the layout; `others` are those of its fields that are not about rows."""
+        """Return the layout; `others` are its fields that do not concern rows."""
         return Layout(
             planes=self._planes,
             captured=lambda step, scope: (
@@ -66,12 +66,12 @@ class Shards:
         )
 
     def _planes(self, step: Step) -> list[Plane]:
-        """Give each rank its rows, block by block, and make planes of them."""
+        """Give each rank its rows, block by block, and return planes of them."""
         require_rows(step)
         kinds, model = step.optim.kinds(step.model), step.model
         self.names, self._empty = list(kept_state(model)), hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
-        # Weights that lie in a file are read a block at a time, and of each a rank keeps its rows.
+        # Mapped weights are read from their file one block at a time, and a rank keeps its rows of each.
         for block in blocks(model).values():
             fully_shard(materialize_(block), mesh=mesh)
         self.root = fully_shard(_Summed(step), mesh=mesh)  # type: ignore[assignment]
@@ -89,7 +89,7 @@ class Shards:
         try:
             return Layout().score(step, batches)
         finally:
-            self.root.reshard()  # without a backward pass the root's parameters stay whole
+            self.root.reshard()  # otherwise, without a backward pass, the root's parameters stay whole
 
     def _weights(self, step: Step) -> dict[str, Tensor]:
         """Return the model's tensors by the names that one process has; parameters are parts of whole tensors."""
@@ -98,9 +98,9 @@ class Shards:
 
     @contextmanager
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
-        """A copy with all weights on rank 0, and without numbers elsewhere.
+        """Yield a copy of the model with all weights on rank 0 and without values elsewhere; a collective.
 
-        Every rank has to come here. It is on the host where the device has no room for it.
+        It is on the host where the device has no room for it.
         """
         whole, own = copy.deepcopy(self._empty), step.model.state_dict()
         needed = sum(parameter.nbytes for parameter in whole.parameters())
@@ -117,7 +117,7 @@ class Shards:
 
 
 def require_rows(step: Any) -> None:
-    """Refuse what rows cannot do.
+    """Refuse a step that cannot be trained by rows.
 
     Raises:
         UsageError: an optimizer that needs whole matrices or blocks of numbers, a policy of recomputation that needs a
@@ -145,11 +145,11 @@ class _Summed(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         step: Step = self.__dict__["step"]
-        return pair(step.loss(self.model, batch))  # captured, it is another one
+        return pair(step.loss(self.model, batch))  # capture replaces `step.loss`, so it is looked up here
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in the place of another, wherever it is tied to."""
+    """Put a parameter in the place of another, everywhere that it is tied."""
     for owner in module.modules():
         for name, held in owner._parameters.items():
             if held is old:
@@ -157,7 +157,7 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters have shapes and no numbers."""
+    """Return a copy of a module whose parameters have shapes but no values."""
     empty = {id(p): nn.Parameter(_without_numbers(p), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, dict(empty))
 
@@ -170,7 +170,7 @@ def _without_numbers(parameter: Tensor) -> Tensor:
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the rows of a rank among so many."""
+    """Return the slice of rows that a rank among `size` has."""
     each = -(-rows // size)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
@@ -182,7 +182,7 @@ def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor as `like` lies on the ranks: this rank's rows of it, or itself."""
+    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -190,7 +190,7 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 class OwnRows(Mapping[str, Tensor]):
-    """Whole tensors, each cut when it is asked for to what this rank has of one of that name."""
+    """Whole tensors by name, each cut to this rank's rows when it is asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
         """Cut `tensors` as those of `like` are."""
@@ -212,7 +212,7 @@ class RowsPlane(Plane):
     """A plane of the rows that this rank has of one parameter: FSDP2 owns the memory of the weights."""
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Plane.views`; the view is a part of a tensor in the parameter's shape."""
+        """Yield views as `Plane.views` does; each is a part of a tensor in the parameter's shape."""
         [(name, parameter, _)] = self.slots
         local: Any = parameter
         yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
@@ -221,7 +221,7 @@ class RowsPlane(Plane):
 def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a module that is sharded.
 
-    `number` and `start` say where its elements lie in the planes of one process.
+    `number` and `start` say where its elements lie in one process's planes.
     """
     numbers: dict[Kind, int] = {}
     reached: dict[Kind, int] = {}

@@ -20,22 +20,22 @@ from torch import Tensor
 from monograph.errors import PeerLost, UsageError
 from monograph.storage.reading import entries
 
-# How long a rank waits for what rank 0 does alone, such as reading a text; one that died is noticed by its launcher.
+# A rank waits so long for work that rank 0 does alone, such as reading a text; the launcher notices a dead rank 0.
 PATIENCE = timedelta(days=7)
-# How long for a rank that does not come, and after how long that is said.
+# Ranks wait so long for one that does not come, and report it after the second time.
 COMING, SAYING, POLL_S = timedelta(minutes=10), timedelta(seconds=15), 0.05
 FINISHING_S = 60.0
-PORTS = 20_000  # where SLURM names no port: so many from the first that no system uses for connections it makes
+PORTS = 20_000  # where SLURM names no port: the first of 10,000, which systems do not use for outgoing connections
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is, as its launcher says.
+    """The place of a process among the others, as its launcher gives it.
 
     Attributes:
         rank: its number among all; size: how many there are; local: its number on its machine.
-        attempt: how often the launcher has started all of them again; again: whether it or SLURM has.
-        host, port: where rank 0's machine listens; shared: whether the launcher does, for all attempts.
+        attempt: how often the launcher has restarted all of them; again: whether it or SLURM has.
+        host, port: where rank 0's machine listens; shared: whether the launcher listens there for all attempts.
     """
 
     rank: int = 0
@@ -49,14 +49,14 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
-    """This process's place by the variables of torchrun, or those of SLURM's srun; None where neither started it.
+    """Read this process's place from torchrun's or srun's variables; return None where neither started it.
 
     Args:
         environment: the variables.
-        srun: whether tasks that srun started are ranks; they may as well be runs of their own.
+        srun: whether tasks that srun started are ranks; they may also be independent runs.
 
     Raises:
-        UsageError: several machines, and a restart would find the addresses of the attempt before.
+        UsageError: there are several machines, and a restart would read the addresses of the previous attempt.
     """
     requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -91,7 +91,7 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
 
 
 def first_host(nodes: str) -> str:
-    """The first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
+    """Return the first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
     name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
     return f"{name}{numbers or ''}"
 
@@ -100,14 +100,14 @@ class World:
     """All processes of a run, and this one's place among them; alone, every method is the identity."""
 
     def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
-        """Meet the others.
+        """Meet the other processes.
 
         Args:
             own: this process's place, None where it is alone.
-            say: what rank 0 says while it waits.
+            say: called with the lines that rank 0 reports while it waits.
 
         Raises:
-            PeerLost: some did not come.
+            PeerLost: some processes did not come.
         """
         self.own, self.alone, self._asked = own, own is None, 0
         own = own or Place()
@@ -122,21 +122,21 @@ class World:
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
             raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
-        # torchrun's store outlives an attempt, and with it the addresses of processes that are gone (docs/log.md).
+        # torchrun's store outlives an attempt, and so do addresses of processes that are gone (docs/log.md).
         self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
         self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
-            torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank its own alone
+            torch.cuda.set_device(own.local % torch.cuda.device_count())  # SLURM may show each rank only its own
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
 
     def _meet(self, say: Callable[[str], None]) -> None:
-        """Wait until all are there, which a launcher starts at about the same time."""
+        """Wait for all processes, which a launcher starts at about the same time."""
         here = [f"there/{rank}" for rank in range(self.size)]
         self._of_attempt.set(here[self.rank], "")
         began = said = time.monotonic()
-        while not self._of_attempt.check(here):  # torch writes lines of its own where one waits for a key in vain
+        while not self._of_attempt.check(here):  # poll, as torch prints its own lines when a wait for a key times out
             now = time.monotonic()
             absent = [str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])]
             if now - began > COMING.total_seconds():
@@ -152,7 +152,7 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of a tensor of one shape and dtype, a new one; a collective."""
+        """Return the sum over ranks of a tensor, a new one; every rank gives the same shape and dtype; a collective."""
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -160,22 +160,22 @@ class World:
         return total
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """The sum over ranks of a tensor, in its place, some time later; a collective."""
+        """Start summing a tensor over ranks in place; return the future of the sum; a collective."""
         work: Any = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def any(self, *flags: bool) -> list[bool]:
-        """Of each flag, whether it is set on some rank; a collective."""
+        """Return for each flag whether it is set on some rank; a collective."""
         if self.alone:
             return list(flags)
         return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
 
     def number(self, value: int) -> int:
-        """Rank 0's whole number, on all ranks; a collective, so that it ends where a rank is gone."""
+        """Return rank 0's whole number, on all ranks; a collective, so that it fails where a rank is gone."""
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
+        """Return rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
         if self.alone:
             return value
         self._asked += 1
@@ -192,13 +192,13 @@ class World:
             self.store.set(f"monograph/{what}", text)
 
     def recall(self, what: str) -> str | None:
-        """What was kept, also by an attempt before; None if nothing was, or another launcher did it."""
+        """Return the text kept by this or an earlier attempt; None if there is none under this launcher."""
         key = f"monograph/{what}"
         return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """In the block rank 0 is alone, and the others come after it: what it keeps on disk, they find."""
+        """Run the block on rank 0 first and then on the others, which can read what it wrote to disk."""
         if not self.leads:
             self.agreed(None)
         yield
@@ -206,7 +206,7 @@ class World:
             self.agreed(None)
 
     def gather(self) -> None:
-        """Rank 0 waits, however long it takes, until every other has come here."""
+        """Make rank 0 wait, however long it takes, until every other rank has come here."""
         if self.leads:
             self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
         else:
@@ -222,7 +222,7 @@ class World:
             dist.barrier()
 
     def leave(self) -> None:
-        """End together: a rank that ended while others still compute would leave them waiting."""
+        """Leave together: a rank that ended earlier would leave the others waiting."""
         if not self.alone:
             dist.barrier()
             dist.destroy_process_group()
@@ -230,7 +230,7 @@ class World:
 
 
 def _let_gloo_finish() -> None:
-    """Wait until no thread of gloo runs any more, on Linux, and for so long at most as a machine may be overloaded.
+    """Wait until no thread of gloo runs any more, on Linux, or until FINISHING_S have passed on an overloaded machine.
 
     Python aborts a process that ends while such a thread still lets go of a tensor
     (https://github.com/pytorch/pytorch/issues/190489). The group's own end waits for its threads, but torch's caches of
@@ -238,7 +238,7 @@ def _let_gloo_finish() -> None:
     """
     until = time.monotonic() + FINISHING_S
     while time.monotonic() < until:
-        time.sleep(POLL_S)  # Python's lock is free meanwhile, for which such a thread may have waited
+        time.sleep(POLL_S)  # this frees Python's lock, for which such a thread may be waiting
         if not any(_is_gloo_running(task) for task in entries("/proc/self/task")):
             return
 
@@ -251,7 +251,7 @@ def _is_gloo_running(task: Path) -> bool:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Whether an error, or what it was made from, says that another process cannot be reached."""
+    """Return whether an error, or what it was made from, says that another process cannot be reached."""
     if error is None:
         return False
     said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))

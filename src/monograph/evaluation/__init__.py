@@ -1,4 +1,4 @@
-"""How good a model is: bits per byte of text, log-probabilities of continuations, answers to multiple choice."""
+"""Measures a model: bits per byte of text, log-probabilities of continuations, answers to multiple choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores a continuation by its log-probability after a context, and the choices of a question by theirs.
+"""Scores a continuation by its log-probability after a context, and a question's choices by theirs.
 
 Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines: a record is a question,
 its choices and the number of the right one.
@@ -30,7 +30,7 @@ from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
 BATCH_TOKENS = 8192
-LOGITS = 1 << 26  # at most so many at once: 256 MiB in fp32
+LOGITS = 1 << 26  # most logits at once: 256 MiB in fp32
 
 
 class Continuation(NamedTuple):
@@ -41,7 +41,7 @@ class Continuation(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What the model gives a continuation.
+    """The score that a model gives a continuation.
 
     Attributes:
         log_probability: sum over its ids of ln p(id | everything before it).
@@ -61,11 +61,11 @@ def score(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Score continuations, in the order in which they were asked for.
+    """Score continuations; the scores have the order of `asked`.
 
         log_probability = sum over i of log_softmax(logits(context + ids[:i]))[ids[i]]
 
-    One forward pass scores a whole continuation, and rows of similar length share one. They are filled up on the right,
+    One forward pass scores a whole continuation, and rows of similar length share one. They are padded on the right,
     where causal attention never looks, so neither batch nor padding changes a score beyond rounding. Where context and
     continuation are longer than the model's positions, the context's beginning is left out, as lm-evaluation-harness
     does.
@@ -73,7 +73,7 @@ def score(
     Args:
         model: a language model; it is put into evaluation mode.
         asked: contexts of at least one id, continuations of at least one.
-        precision: of the forward pass; softmax and sums are fp32 at least.
+        precision: compute precision of the forward pass; softmax and sums are fp32 at least.
         batch_tokens: most ids of a forward pass, padding included, unless one row alone has more.
         progress: told how many are scored, ("continuation", done, all of them).
 
@@ -93,10 +93,10 @@ def score(
 
 
 def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
-    """(the last `longest` + 1 ids of context and continuation, how many of them are the continuation's).
+    """Return (the last `longest` + 1 ids of context and continuation, how many of them are the continuation's).
 
     Raises:
-        InputRefused: the continuation has no room.
+        InputRefused: the continuation does not fit.
     """
     if len(asked.ids) > longest:
         raise InputRefused(
@@ -106,7 +106,7 @@ def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices in groups of at most `batch_tokens` once filled up, the longest first, so that memory fails early."""
+    """Yield indices in groups of at most `batch_tokens` padded ids, the longest first, so that memory fails early."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if group and lengths[group[0]] * (len(group) + 1) > batch_tokens:
@@ -118,7 +118,7 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 
 def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
-    """Scores of rows that go through the model together."""
+    """Return the scores of rows that go through the model together."""
     device, inputs = model.lm_head.weight.device, max(len(row) for row, _ in rows) - 1
     tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
     targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
@@ -134,7 +134,7 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's ln p, [N] in fp32 at least, and the likeliest id there; the logits exist a few at a time."""
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id there, holding a few logits at a time."""
     chosen, best = [], []
     pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
     for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True):
@@ -146,7 +146,7 @@ def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tu
 
 
 CHOICES = "choices"
-# The names that data sets and lm-evaluation-harness have for the same two things.
+# Data sets and lm-evaluation-harness have different names for the same two things.
 QUESTION_KEYS = ("query", "question", "prompt")
 ANSWER_KEYS = ("gold", "answer")
 
@@ -157,7 +157,7 @@ class Question(NamedTuple):
     """One question.
 
     Attributes:
-        query: all of the text that stands before an answer.
+        query: all of the text before an answer.
         choices: two or more answers.
         gold: the number of the right one, from 0.
         where: "FILE:LINE", for messages.
@@ -170,10 +170,10 @@ class Question(NamedTuple):
 
 
 def hold_questions(places: Sequence[str], text_key: str) -> bool:
-    """Whether these paths are files of questions: of JSON lines, the first record with `choices` and without a text.
+    """Return whether these are files of questions: JSON lines, the first record with `choices` and without a text.
 
     Raises:
-        UsageError: some are and some are not; their scores have nothing in common.
+        UsageError: some are and some are not; their scores cannot be compared.
         InputRefused: a file cannot be read.
     """
     quizzes = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
@@ -184,13 +184,13 @@ def hold_questions(places: Sequence[str], text_key: str) -> bool:
 
 
 def read_questions(places: Sequence[str]) -> list[Question]:
-    """The questions of files, in order.
+    """Return the questions of files, in order.
 
     A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right one
-    under one of `ANSWER_KEYS`; other keys are passed over.
+    under one of `ANSWER_KEYS`; other keys are ignored.
 
     Raises:
-        InputRefused: a bad record, by file and line: a score over the others would be another quiz's.
+        InputRefused: a bad record, by file and line: without it the score would be that of another quiz.
     """
     return [question for place in places for question in _questions(Path(os.path.expanduser(place)))]
 
@@ -203,7 +203,7 @@ def _holds_questions(path: Path, text_key: str) -> bool:
 
 
 class _Bad(Exception):
-    """What is wrong with a record; completes "FILE:LINE: "."""
+    """Says what is wrong with a record; its text completes "FILE:LINE: "."""
 
 
 def _questions(path: Path) -> Iterator[Question]:
@@ -232,7 +232,7 @@ def _question(record: dict[str, Any], where: str) -> Question:
 
 
 def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
-    """The one of the keys that a record has."""
+    """Return the only one of the keys that a record has."""
     there = [key for key in keys if key in record]
     if len(there) != 1:
         raise _Bad(f"has {' and '.join(there) or 'none'} of the keys {', '.join(keys)}; expected one of them")
@@ -258,9 +258,9 @@ class Accuracy(NamedTuple):
         acc_norm_stderr: its standard error.
         acc_bytes: the same per byte of UTF-8, which is fairer where choices are in several scripts.
         acc_bytes_stderr: its standard error.
-        chance: what guessing would reach: the mean of 1 / number of choices.
-        questions: n.
-        cut: questions whose beginning had no room in the model's positions and was left out.
+        chance: the accuracy of guessing: the mean of 1 / number of choices.
+        questions: the number n of questions.
+        cut: the number of questions whose beginning did not fit the model's positions and was left out.
     """
 
     acc: float
@@ -290,11 +290,11 @@ def choose(
     progress: Progress | None = None,
     chat: bool = False,
 ) -> tuple[list[Answer], Accuracy]:
-    """Answer questions by the log-probability of " " + choice after the question; of equals the first choice counts.
+    """Answer questions by the log-probability of " " + choice after the question; the first of equal choices counts.
 
     Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
     and values are those of its metrics. `progress` is told how many choices are scored. With `chat` a question is a
-    user's message in the model's own template, and a choice stands, without the space, where the answer begins.
+    user's message in the model's own template, and a choice, without the space, begins the answer.
 
     Raises:
         InputRefused: no questions, a choice that is longer than the model's positions, or a template that is missing or
@@ -337,10 +337,10 @@ def _answer(question: Question, logs: Sequence[float]) -> Answer:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
-    """Ids of a text's two parts, the first after the token that begins a document.
+    """Return the ids of a text's two parts, the first after the token that begins a document.
 
     White space at the end of the context belongs to the continuation, as in lm-evaluation-harness: a tokenizer joins it
-    with the word that follows. Where it joins more than that, the parts are encoded each alone.
+    with the word that follows. Where it joins more than that, each part is encoded alone.
     """
     words = context.rstrip()
     context, continuation = words, context[len(words) :] + continuation

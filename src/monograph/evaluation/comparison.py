@@ -1,4 +1,4 @@
-"""Is one better? Two models, two ensembles, or an ensemble's settings, on the same held-out text, with error bars."""
+"""Compares two models, two ensembles, or an ensemble's settings on the same held-out text, with error bars."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from monograph.graph.frozen import parameter_count
 
 @dataclass(frozen=True)
 class Comparison:
-    """b - a on the same text or questions.
+    """The difference b - a on the same text or questions.
 
     Attributes:
         a: bits per byte, or the share of questions that were answered right; mean over its members.
         b: likewise.
         difference: mean of b - a over the pairs, and its standard error.
-        paired_by: "seed" and the like, or "document", or "question".
-        parameters: of a and of b, one member each; None where an engine does not say.
+        paired_by: the repeated knob, such as "seed", or "document" or "question".
+        parameters: parameters of one member of a and of one of b; None where an engine does not give them.
         unit: "bits/byte", of which less is better, or "acc", of which more is.
     """
 
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Which is better, at 95 %."""
+        """The verdict in words: which is better at 95 %."""
         if self.difference.is_noise is None:
             return "one pair: no error bar"
         if self.difference.is_noise:
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def percent(one: float, other: float) -> str:
-    """How much more than `one` the `other` is: `+4 %`."""
+    """Return how much larger `other` is than `one`: `+4 %`."""
     return f"{100 * (other / one - 1):+.0f} %"
 
 
@@ -78,19 +78,19 @@ def compare(
 ) -> Comparison | Table:
     """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
 
-    `compare(a, b, held_out)`: engines of several members each, an `Ensemble` over seeds, are paired by seed, so what
-    a seed brings to both cancels; other engines are paired by document (`by_document`), which says how sure the
+    `compare(a, b, held_out)`: engines of several members, such as an `Ensemble` over seeds, are paired by seed, so what
+    a seed contributes to both cancels; other engines are paired by document (`by_document`), which tells how sure the
     difference of these two trained models is, but not whether another seed would find it.
 
-    `compare(engine, held_out)`: every setting of the ensemble's knobs, mean and standard error over seeds, with those
-    that are tied with the best (`tabulate`).
+    `compare(engine, held_out)`: returns the ensemble's settings with mean and standard error over seeds, and those
+    tied with the best (`tabulate`).
 
     Args:
         a: an engine, or anything else with `evaluate(batch) -> (sum, count)`, of one model or [N] of N members.
-        b: the same, or `held_out` itself.
+        b: another one, or `held_out` itself.
         held_out: rows, such as `corpus.held_out`.
-        over: the knob that is a repetition.
-        progress: told how far it is.
+        over: the knob that only repeats a setting.
+        progress: told how far the comparison is.
 
     Raises:
         UsageError: no rows, a loss whose sum says nothing about bytes, or ensembles whose members differ in more than
@@ -109,10 +109,10 @@ def compare(
 def compare_on(
     a: Evaluates, rows_a: Rows, b: Evaluates, rows_b: Rows, over: str = "seed", progress: Progress | None = None
 ) -> Comparison:
-    """`compare(a, b, held_out)` where each reads the same documents in rows of its own, as its tokenizer makes them.
+    """Compare as `compare(a, b, held_out)` does, but each engine reads the documents in its own tokenizer's rows.
 
     Raises:
-        UsageError: see `compare`; or the documents are not the same.
+        UsageError: see `compare`; or the documents differ.
     """
     of_a, of_b = _repetitions(a, over), _repetitions(b, over)
     pairs = [(of_a[key], of_b[key]) for key in of_a if key in of_b]
@@ -134,13 +134,13 @@ def compare_on(
 def compare_answers(
     a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]], by: str = "seed"
 ) -> Comparison:
-    """Two models, or several of each, that were asked the same questions.
+    """Compare two models, or several of each, that were asked the same questions.
 
     Args:
-        a: the answers of each member, by the member's value of what is repeated.
+        a: the answers of each member, by the member's value of the repeated knob.
         b: likewise.
-        by: what that is. Members are paired by it where more than one are in both; else the first of each are compared
-            question by question.
+        by: the repeated knob. Members are paired by it if both sides share several values; else the first of each are
+            compared question by question.
     """
     both = [key for key in a if key in b]
     if len(both) > 1:
@@ -158,7 +158,7 @@ def _share(answers: Sequence[Answer]) -> float:
 
 
 def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> list[float]:
-    """Of each member.
+    """Return the bits per byte of each member.
 
     Raises:
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
@@ -179,7 +179,7 @@ def _named(knobs: Knobs) -> Mapping[str, Any]:
 
 
 def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
-    """Members by what is repeated; an engine of one model has none."""
+    """Return the members, by their value of the repeated knob; an engine of one model has none."""
     knobs = [_named(each) for each in _knobs(engine)]
     found = {each[over]: index for index, each in enumerate(knobs) if over in each}
     others = {name for each in knobs for name in each if name != over}
@@ -196,6 +196,6 @@ def _one(scores: Scores, member: int) -> Scores:
 
 
 def _parameters(engine: Any) -> int | None:
-    """Of one member."""
+    """Return the number of parameters of one member, None where the engine does not give it."""
     module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
     return parameter_count(module) if isinstance(module, nn.Module) else None

@@ -1,6 +1,6 @@
 """Decides whether a difference is more than chance: paired differences, their standard error, Student's t.
 
-`vertex` estimates where a loss is smallest, between the learning rates that were tried.
+`vertex` estimates the learning rate of the smallest loss, between the rates that were tried.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Mean(NamedTuple):
 
     Attributes:
         value: the mean.
-        standard_error: of the mean.
-        n: values.
+        standard_error: the mean's standard error.
+        n: the number of values.
     """
 
     value: float
@@ -31,20 +31,20 @@ class Mean(NamedTuple):
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether zero is inside the interval value ± t · standard_error at 95 %; None where nothing is known of it."""
+        """Whether zero is inside the interval value ± t · standard_error at 95 %; None where that is unknown."""
         if self.standard_error is None:
             return None
         return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """The mean of independent values, such as paired differences; raises StatisticsError without any."""
+    """Return the mean of independent values, such as paired differences; raise StatisticsError if there are none."""
     n = len(values)
     return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t for which P(|T| <= t) = confidence, T of Student's distribution with so many degrees of freedom."""
+    """Return the t for which P(|T| <= t) = confidence, where T has Student's distribution with `degrees` of freedom."""
     low, high = 0.0, 1e4
     for _ in range(80):
         middle = (low + high) / 2
@@ -53,7 +53,7 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _within(t: float, degrees: int) -> float:
-    """P(|T| <= t), a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return P(|T| <= t), a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     cosine, odd = math.cos(angle), degrees % 2
     term, total = (cosine if odd else 1.0), 0.0
@@ -67,15 +67,15 @@ def _within(t: float, degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """Members that differ in nothing but the seed.
+    """Members that differ only in the seed.
 
     Attributes:
-        knobs: what they share, by name.
+        knobs: the values that they share, by name.
         members: their indices, by seed.
-        mean: of their values, over the seeds that have one; None if none has.
+        mean: mean of their values over the seeds that have one; None if none has.
         failed: seeds without a value: their members diverged.
-        difference: to the best setting, over the seeds that both have; None for the best itself.
-        tied: whether the difference is within the noise; None where there is no way to know.
+        difference: difference from the best setting over the seeds that both have; None for the best itself.
+        tied: whether the difference is within the noise; None where that is unknown.
     """
 
     knobs: Mapping[str, Any]
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Best:
-    """The setting of the lowest mean, and which of its members is the lowest."""
+    """The setting with the lowest mean, and its member with the lowest value."""
 
     setting: Setting
     member: int
@@ -96,15 +96,15 @@ class Best:
 
 @dataclass(frozen=True)
 class Table:
-    """Settings compared, lower values being better.
+    """A comparison of settings, in which lower values are better.
 
     Attributes:
         settings: in the order in which the members came.
         best: None if every member diverged.
-        values: of each member, None for one that diverged.
-        noise: standard deviation of a paired difference over seeds, pooled; None where there is one seed.
-        degrees: of freedom that it has.
-        over: the name of the knob that is repeated.
+        values: the value of each member, None for one that diverged.
+        noise: standard deviation of a paired difference over seeds, pooled; None if there is only one seed.
+        degrees: its degrees of freedom.
+        over: the name of the repeated knob.
     """
 
     settings: tuple[Setting, ...]
@@ -117,7 +117,7 @@ class Table:
 
     @property
     def how(self) -> str:
-        """One sentence: what "tied" means here."""
+        """One sentence that says what "tied" means here."""
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
         over = self.over.rpartition(".")[2]
@@ -139,13 +139,13 @@ class Table:
         return "\n".join([*map(self.line, self.settings), self.how])
 
     def line(self, setting: Setting) -> str:
-        """A setting in one line: its knobs, mean ± standard error, and how it stands to the best."""
+        """Return a setting in one line: its knobs, mean ± standard error, and how it compares with the best."""
         name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
                         for key, value in setting.knobs.items())  # fmt: skip
         return f"{name or 'all'}: {written(setting.mean)} {self.unit}{self.standing(setting)}"
 
     def standing(self, setting: Setting) -> str:
-        """In words: best, tied, diverged; empty for the rest."""
+        """Return the standing in words: best, tied or diverged; empty for the rest."""
         words = [f"{len(setting.failed)} of {len(setting.members)} diverged"] if setting.failed and setting.mean else []
         if self.best and setting is self.best.setting:
             words.insert(0, "best")
@@ -155,7 +155,7 @@ class Table:
 
 
 def written(value: Mean | None) -> str:
-    """`2.553 ± 0.012`, without the error where there is none; `diverged` for no value."""
+    """Return `2.553 ± 0.012`, without the error where there is none; `diverged` for no value."""
     if value is None:
         return "diverged"
     return f"{value.value:.3f}" + ("" if value.standard_error is None else f" ± {value.standard_error:.3f}")
@@ -176,10 +176,10 @@ def tabulate(
     that diverged is never the best while another has none.
 
     Args:
-        values: one of each member, such as its held-out bits per byte; None or not finite: it diverged.
-        knobs: of each member, by name.
-        over: the name of the knob that is repeated; members without it are repetitions of nothing.
-        unit: of the values.
+        values: one for each member, such as its held-out bits per byte; None or not finite: it diverged.
+        knobs: the knobs of each member, by name.
+        over: the name of the repeated knob; members without it are repetitions of nothing.
+        unit: the values' unit.
     """
     found = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _settings(found, knobs, over)
@@ -222,17 +222,17 @@ def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]]
 
 
 def _paired(one: Setting, other: Setting, values: Sequence[float | None]) -> list[float]:
-    """One - other for every seed that both have a value of."""
+    """Return one value minus the other for every seed that has both."""
     pairs = ((values[one.members[s]], values[other.members[s]]) for s in one.members if s in other.members)
     return [a - b for a, b in pairs if a is not None and b is not None]
 
 
 class Vertex(NamedTuple):
-    """The minimum of a parabola.
+    """The minimum of a parabola through three losses.
 
     Attributes:
-        lr: where it is.
-        loss: what the parabola has there; at most the smallest loss that was measured.
+        lr: the learning rate of the minimum.
+        loss: the parabola's value there, at most the smallest measured loss.
         bracketed: whether a finite loss was measured on either side of the best rate. If not, `lr` is that rate itself
             and the minimum may lie beyond it, or nearer to a rate that diverged.
     """
@@ -243,24 +243,24 @@ class Vertex(NamedTuple):
 
     @property
     def log2(self) -> float:
-        """Its place in factor-2 steps."""
+        """log2 of the rate, its position in factor-2 steps."""
         return math.log2(self.lr)
 
 
 def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
-    """The minimum of the parabola in log2(lr) through the best rate and its two neighbours.
+    """Return the minimum of the parabola in log2(lr) through the best rate and its two neighbours.
 
     With x = log2(lr), best point 0 and slopes s- = (L0 - L-) / (x0 - x-), s+ = (L+ - L0) / (x+ - x0), s- <= 0 <= s+:
 
         x = (x- + x0) / 2 + (x+ - x-) / 2 * -s- / (s+ - s-)
 
-    which lies between the middles of the two intervals: less than a step away from the best rate, never outside of what
-    was tried. It resolves what the best of a grid cannot: of two neighbours with nearly the same loss, a grid's best is
+    which lies between the middles of the two intervals: less than a step away from the best rate, never outside the
+    range tried. It is finer than the best of a grid: of two neighbours with nearly the same loss, a grid's best is
     a coin flip, the vertex lies between them.
 
     Args:
-        lrs: learning rates, in any order, each once.
-        losses: of each, the mean over seeds where there are several; nan or inf where training diverged.
+        lrs: distinct learning rates, in any order.
+        losses: the loss of each rate, the mean over seeds where there are several; nan or inf where training diverged.
 
     Raises:
         UsageError: the two differ in length, a rate is given twice or is not above 0, or no loss is finite.
@@ -280,7 +280,7 @@ def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
     three = points[best - 1 : best + 2]
     (left, x, right), (above_left, y, above_right) = [math.log2(lr) for lr, _ in three], [each for _, each in three]
     down, up = (y - above_left) / (x - left), (above_right - y) / (right - x)
-    if up == down:  # all three the same
+    if up == down:  # all three losses are equal
         return Vertex(lr, loss, True)
     place = (left + x) / 2 - (right - left) / 2 * down / (up - down)
     curvature = (up - down) / (right - left)

@@ -1,4 +1,4 @@
-"""How good a model is: loss, perplexity and bits per byte on text that it was not trained on.
+"""Scores a model by loss, perplexity and bits per byte on text that it was not trained on.
 
 Scored document by document, two models can be compared in pairs, whatever their tokenizers (`by_document`).
 
@@ -26,7 +26,7 @@ class Evaluates(Protocol):
     """An engine, or anything else that can score a batch."""
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of losses in nats, number of targets), without gradients; of N members [N] each."""
+        """Return (sum of losses in nats, number of targets) without gradients; both are [N] for N members."""
         ...
 
 
@@ -35,11 +35,11 @@ class Evaluation(NamedTuple):
 
     Attributes:
         loss: nats per target.
-        bits_per_byte: nats over ln 2, per byte of text that the targets stand for; comparable across tokenizers. None
+        bits_per_byte: nats / ln 2 per byte of the targets' text; comparable across tokenizers. None
             where the loss counts something other than the rows' targets, so that its sum says nothing about bytes.
         perplexity: exp(loss), per token.
         tokens: what the loss counted: targets, or the sum of their weights, rounded.
-        bytes: bytes of text that they stand for; the end of a document is a target of no bytes.
+        bytes: bytes of their text; the end of a document is a target of no bytes.
     """
 
     loss: float
@@ -63,10 +63,10 @@ def evaluate(
         rows: a split of a corpus, such as `corpus.held_out`.
         batch_rows: rows scored at once; it changes no result beyond rounding.
         limit: score only this many rows, evenly spaced; None: all.
-        progress: told how many rows are done, ("row", done, all of them).
+        progress: called with ("row", rows done, all rows).
 
     Raises:
-        UsageError: there are no rows, or an engine of several members.
+        UsageError: there are no rows, or the engine has several members.
     """
     found = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
     if len(found) > 1:
@@ -77,7 +77,7 @@ def evaluate(
 def evaluate_members(
     engine: Evaluates, rows: Rows, *, batch_rows: int = 16, limit: int | None = None, progress: Progress | None = None
 ) -> list[Evaluation]:
-    """Score rows by every member of an engine; one of one model has one. See `evaluate`.
+    """Score rows by every member of an engine; a single model counts as one member. See `evaluate`.
 
     Raises:
         UsageError: there are no rows.
@@ -100,16 +100,16 @@ def _evaluation(total: float, counted: float, targets: int, size: int) -> Evalua
     return Evaluation(loss, bits, math.exp(min(loss, 700.0)), round(counted), size)
 
 
-MOST_UNITS = 256  # more would narrow no error bar by much, and each is a forward pass at least
-ROWS = 8  # of a forward pass
+MOST_UNITS = 256  # more would hardly narrow an error bar, and each costs a forward pass at least
+ROWS = 8  # rows of a forward pass
 
 
 class Scores(NamedTuple):
-    """What a model needs for each unit of text.
+    """The bits that a model needs for each unit of text.
 
     Attributes:
         bits_UN: float64, sum of -log2 p(target) of each unit and member.
-        bytes_U: int64, bytes of text that the targets stand for.
+        bytes_U: int64, bytes of the targets' text.
     """
 
     bits_UN: NDArray[np.float64]
@@ -117,18 +117,18 @@ class Scores(NamedTuple):
 
     @property
     def bits_per_byte_N(self) -> NDArray[np.float64]:
-        """Over all units."""
+        """Bits per byte of each member over all units."""
         return self.bits_UN.sum(0) / self.bytes_U.sum()
 
 
 def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> Scores:
-    """Score documents apart: each batch has the targets of one unit alone, in the rows in which they stand.
+    """Score each document separately: a batch holds the targets of one unit only, in their usual rows.
 
-    A unit is one document, or, of more than 256 of them, as many that follow one another as make 256 units. Which ones
+    A unit is one document or, if there are more than 256, consecutive ones that together make 256 units. The division
     does not depend on rows or tokenizer, so the units of two models of one text are the same.
 
     Raises:
-        UsageError: there are no rows, or the loss counts something other than targets, so that bytes mean nothing.
+        UsageError: there are no rows, or the loss counts something other than targets, so bits per byte mean nothing.
     """
     if len(rows) == 0:
         raise UsageError("there is nothing to compare on: data.held_out is 0; give other text")
@@ -155,7 +155,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
 
 
 def difference(one: Scores, other: Scores) -> Mean:
-    """One - other in bits per byte, of one model each, paired by unit.
+    """Return one - other in bits per byte, each of one model, paired by unit.
 
         d = sum(a - b) / sum(bytes)        standard error = sqrt(U / (U - 1) · sum(e^2)) / sum(bytes),
         e = (a - b) - d · bytes            (the ratio estimator: Cochran, Sampling Techniques, 1977, 6.4)
@@ -174,7 +174,7 @@ def difference(one: Scores, other: Scores) -> Mean:
 
 
 def _of_unit(rows: Rows, indices_R: NDArray[np.int64], mine_RT: NDArray[np.bool_]) -> tuple[Batch, int, int]:
-    """A batch of ROWS rows with no target but those at `mine_RT`, their number, and the bytes that they stand for."""
+    """Return ROWS rows with targets at `mine_RT` alone, the number of these, and the bytes of their text."""
     window = rows.window(indices_R)
     window["targets"] = np.where(mine_RT, window["targets"], IGNORE)
     empty = rows.empty(ROWS - len(indices_R))

@@ -1,4 +1,4 @@
-"""Bits per byte that simple, well-known methods reach on a held-out text: a trained model has to beat them.
+"""Bits per byte that simple, well-known methods reach on a held-out text: baselines that a trained model has to beat.
 
 `accepted_share` counts how much of a sample is Python, line by line, as Python's own tokenizer sees it.
 
@@ -26,14 +26,14 @@ _STAGE = "yardsticks"
 
 
 def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None) -> dict[str, float]:
-    """Bits per byte of `held_out_bytes` (not empty) under four methods, by name, worst known first.
+    """Return bits per byte of `held_out_bytes` (not empty) under four methods, by name, usually the worst first.
 
     "trigram": add-one byte trigram counted on the train text.
     "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor adapts to the text as
         it goes but knows nothing of the train text.
     "order 6": interpolated modified Kneser-Ney byte model with up to 6 bytes of context, counted on the train text.
 
-    Both splits are taken as one run of bytes, so contexts reach across the ends of files. About 3 s and 0.6 GB for
+    Each split is one run of bytes, so contexts reach across the ends of files. It takes about 3 s and 0.6 GB for
     10 MB of train text; both grow with it. `progress(stage, done, total)` is called between the methods.
     """
 
@@ -54,12 +54,12 @@ def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | N
 
 
 def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
-    """Add-one byte trigram: p(c | ab) = (n(abc) + 1) / (n(ab) + 256), n counted on the train text.
+    """Return bits per byte of an add-one trigram: p(c | ab) = (n(abc) + 1) / (n(ab) + 256), n from the train text.
 
     n(ab) = sum over c of n(abc). The first two bytes have no such context: 8 bits each.
     """
     train, held_out = _as_array(train_bytes), _as_array(held_out_bytes)
-    # 256³ counters are 64 MB and one pass, quicker than sorting the grams
+    # 256³ counters take 64 MB and one pass, which is quicker than sorting the grams
     counts_abc = np.bincount(_grams(train, 3).astype(np.int64), minlength=1 << 24).astype(np.int32)
     counts_ab = counts_abc.reshape(1 << 16, 256).sum(axis=1)
     grams_H = _grams(held_out, 3).astype(np.int64)
@@ -69,7 +69,7 @@ def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
 
 
 def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: int) -> float:
-    """Interpolated modified Kneser-Ney model over bytes with up to `order` (at most 7) bytes of context.
+    """Return bits per byte of an interpolated modified Kneser-Ney model with up to `order` (at most 7) bytes before.
 
         p_k(c | h) = (a(hc) - D(a(hc))) / sum_x a(hx)  +  g(h) · p_{k-1}(c | h'),   g(h) = sum_x D(a(hx)) / sum_x a(hx)
 
@@ -93,7 +93,7 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
 
 @dataclass(frozen=True)
 class _Table:
-    """One order of the model: sorted distinct (order+1)-grams, with running sums of their counts and discounts."""
+    """One order of the model: its sorted distinct (order+1)-grams with running sums of their counts and discounts."""
 
     order: int
     grams_G: Grams
@@ -113,7 +113,7 @@ class _Table:
         )
 
     def refine(self, grams_H: Grams, lower_H: NDArray[np.float64]) -> NDArray[np.float64]:
-        """This order's probabilities of the last byte of each gram, given those of the next lower order."""
+        """Return this order's probability of each gram's last byte, given those of the next lower order."""
         grams_Q, where_H = np.unique(grams_H, return_inverse=True)
         place_Q = np.searchsorted(self.grams_G, grams_Q)
         nearest_Q = np.minimum(place_Q, len(self.grams_G) - 1)
@@ -130,7 +130,7 @@ class _Table:
 
 
 def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
-    """Tables of orders 0 to `order`.
+    """Return the tables of orders 0 to `order`.
 
     Only the longest grams are sorted in full: every shorter gram but the text's first one is the tail of a longer one,
     so distinct grams, and what precedes them, follow from the distinct grams one byte longer.
@@ -148,7 +148,7 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
 
 
 def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
-    """D(0..3) of one order; index 3 stands for all counts from 3 on."""
+    """Return D(0..3) of one order; index 3 stands for all counts from 3 on."""
     n = np.bincount(np.minimum(counts_G, 5), minlength=6)[:5].astype(np.float64)
     substitute = (n[1] + 1) / (n[1] + 2 * n[2] + 2)
     ratio = n[1] / (n[1] + 2 * n[2]) if n[1] else 0.0
@@ -160,14 +160,14 @@ def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _distinct(grams: Grams) -> tuple[Grams, NDArray[np.int64]]:
-    """Sorted distinct grams and how often each occurs."""
+    """Return the sorted distinct grams and how often each occurs."""
     ordered = np.sort(grams)
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
     return ordered[starts], np.diff(np.append(starts, len(ordered)))
 
 
 def _grams(text: NDArray[np.uint8], length: int) -> Grams:
-    """All runs of `length` bytes, in order of position; the last byte is the lowest."""
+    """Return all runs of `length` bytes, in order of position; the last byte is the lowest."""
     runs = max(0, len(text) - length + 1)
     grams = np.zeros(runs, np.uint64)
     for start in range(length):
@@ -180,14 +180,14 @@ def _as_array(text: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-# What `tokenize` says of a line that is fine but goes on: an open bracket, an open triple-quoted string.
+# `tokenize` reports these for a valid line that continues: an open bracket, an open triple-quoted string.
 _GOES_ON = ("EOF in multi-line statement", "unexpected EOF in multi-line statement", "EOF in multi-line string")
 
 
 def accepted_share(text: str) -> tuple[int, int]:
-    """(lines that `tokenize` accepts, lines), of the non-empty lines of `text`.
+    """Return (lines that `tokenize` accepts, lines), counting the non-empty lines of `text`.
 
-    Its first and last line are cut by chance and left out. Each line is looked at alone, without indentation; one
+    The first and the last line may be cut off and are left out. Each line is checked alone, without indentation; one
     that opens a bracket or a triple-quoted string is accepted.
     """
     lines = [line.strip() for line in text.split("\n")[1:-1]]

@@ -10,7 +10,7 @@ from monograph.terminal import one_line
 
 
 def main() -> int:
-    """Run lm-evaluation-harness; what this package refuses is one line and its exit code."""
+    """Run lm-evaluation-harness; show this package's errors as one line with their exit code."""
     try:
         if importlib.util.find_spec("lm_eval") is None:
             raise UsageError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import lm_eval.models  # noqa: F401  # registers its own models, which it does not do once another one is there
+import lm_eval.models  # noqa: F401  # registers its own models, which it skips once another model is registered
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -23,18 +23,18 @@ from monograph.graph.precision import Precision
 from monograph.run.models import load
 from monograph.terminal import one_line
 
-MAX_TOKENS = 256  # where a task does not say; lm-evaluation-harness's own default
-# Names that tasks have for the most tokens to write, in lm-evaluation-harness's order.
+MAX_TOKENS = 256  # default where a task gives no limit, as in lm-evaluation-harness
+# Tasks use these names for the most tokens to generate, in lm-evaluation-harness's order.
 _MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @register_model("monograph")
 class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """What lm-evaluation-harness asks of a model.
+    """Answers lm-evaluation-harness's requests with a model.
 
     A context begins with the token that begins a document, as in training. Its log-likelihoods are those of lm_eval's
     `hf` model on the exported folder; those of whole texts (`loglikelihood_rolling`) too if `hf` has
-    `add_bos_token=False`, without which it scores that first token as well, as no text has it.
+    `add_bos_token=False`, without which it also scores that first token, which no text contains.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             run: a run ("last", or a run's folder), a Hugging Face folder, or a weight file.
             precision: "fp32" or "bf16".
             batch_tokens: most ids of a forward pass, padding included.
-            others: batch_size, max_batch_size and device, which lm_eval gives every model. Batches are made by their
+            others: batch_size, max_batch_size and device, which lm_eval gives every model. Batches are sized in
                 tokens, and the device is the machine's; neither changes a result beyond rounding.
 
         Raises:
             UsageError: an argument that the model does not have.
-            InputRefused: nothing that can be loaded.
+            InputRefused: there is nothing that can be loaded.
         """
         super().__init__()
         if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
@@ -62,21 +62,21 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """Ends a document."""
+        """The id that ends a document."""
         return self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Begins a document."""
+        """The id that begins a document."""
         return self._tokenizer.bos_id
 
     @property
     def max_length(self) -> int:
-        """The model's positions."""
+        """The number of the model's positions."""
         return self._model.config.max_position_embeddings
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Ids of a text, after the one that begins a document unless told otherwise."""
+        """Return the ids of a text, after the id that begins a document unless told otherwise."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
@@ -89,7 +89,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, each token predicted once, after as many before it as there is room for."""
+        """Return log-likelihoods of whole texts; each token is predicted once, after as many earlier ones as fit."""
         windows, owners = list[Continuation](), list[int]()
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -105,12 +105,12 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that go on from contexts; requests that ask for the same settings are generated together."""
+        """Return texts that continue contexts; requests with the same settings are generated together."""
         groups: dict[str, list[int]] = defaultdict(list)
         seen: Counter[str] = Counter()
         for index, request in enumerate(requests):
             asked = json.dumps(request.args, sort_keys=True)
-            # A request that comes again is a further sample of the same text, so it has draws of its own.
+            # A repeated request is a further sample of the same text, so it gets its own draws.
             groups[json.dumps([request.args[1], seen[asked]], sort_keys=True)].append(index)
             seen[asked] += 1
         texts: dict[int, str] = {}
@@ -139,12 +139,12 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, list[str]]:
-    """(sampling, most tokens, stop strings) of a task's generation arguments.
+    """Return (sampling, most tokens, stop strings) from a task's generation arguments.
 
-    As in lm-evaluation-harness, nothing is sampled unless the task says so by `do_sample` or a temperature.
+    As in lm-evaluation-harness, nothing is sampled unless the task asks for it by `do_sample` or a temperature.
 
     Raises:
-        UsageError: an argument that means nothing here.
+        UsageError: an argument has no meaning here.
     """
     left = {name: value for name, value in options.items() if value is not None}
     limits = [left.pop(key) for key in _MAX_TOKENS_KEYS if key in left]

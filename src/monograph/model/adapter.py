@@ -26,10 +26,10 @@ from monograph.storage.reading import exists, inside, is_file, read_json, withou
 from monograph.text.tokenizer import Tokenizer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Of ours, beside PEFT's two files, which PEFT does not read.
+# Monograph's own file next to PEFT's two; PEFT does not read it.
 BASE = "monograph_base.json"
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path", KEY}
-# Whatever they say, the adapter's tensors mean the same.
+# The adapter's tensors mean the same whatever these keys say.
 _NO_MATTER = {
     "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
     "qalora_group_size", "layers_pattern", "ensure_weight_tying",
@@ -39,13 +39,13 @@ MOST_RANK = 2**16
 
 
 class Adapter(NamedTuple):
-    """An adapter's folder as its configuration says it is; no tensor was read yet.
+    """An adapter's folder as its configuration describes it; none of its tensors has been read yet.
 
     Attributes:
-        folder: where.
+        folder: the folder that holds it.
         lora: rank, alpha, targets, dropout, tokens.
-        base: the model that it is for, as the file names it, "" where it does not.
-        tokens: of which layers the tokens' rows are, as the file says it.
+        base: the name of its base model in the file; "" where the file names none.
+        tokens: the layers whose token rows are trained, as the file gives them.
     """
 
     folder: Path
@@ -54,10 +54,10 @@ class Adapter(NamedTuple):
     tokens: Any = None
 
     def require(self, config: LlamaConfig | None) -> None:
-        """Compare the base with the one that the adapter was trained beside, where the folder says which that was.
+        """Compare the base with the one that the adapter was trained on, where the folder names that one.
 
         Raises:
-            InputRefused: another one.
+            InputRefused: the two differ.
         """
         if config is None or not exists(self.folder / BASE):
             return
@@ -69,7 +69,7 @@ class Adapter(NamedTuple):
 
     @property
     def weights_sha256(self) -> str | None:
-        """The digest of its base's weights, None where the folder does not say it, as PEFT's own do not."""
+        """Return the digest of its base's weights; None where the folder does not give it, as PEFT's folders do not."""
         if not exists(self.folder / BASE):
             return None
         found = read_json(inside(self.folder, BASE)).get("weights_sha256")
@@ -77,13 +77,13 @@ class Adapter(NamedTuple):
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
+    """Return whether a folder holds an adapter and no model."""
     folder = Path(folder)
     return is_file(folder / CONFIG) and not exists(folder / "config.json")
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """SHA-256 of a base's shape, as its config.json has it, in hex; an id and a list of it alone are the same."""
+    """Return the SHA-256 in hex of a base's shape, as its config.json has it; an id equals a list of it alone."""
     values = config.to_hf()
     del values["attention_dropout"], values["pad_token_id"]  # they change no weight's shape
     if len(config.ends) == 1:
@@ -92,10 +92,10 @@ def config_digest(config: LlamaConfig) -> str:
 
 
 def read_adapter(folder: str | Path) -> Adapter:
-    """The configuration of an adapter's folder.
+    """Return the configuration of an adapter's folder.
 
     Raises:
-        InputRefused: another kind of adapter, a key that is set and not understood, or a wrong value; names it.
+        InputRefused: another kind of adapter, a set key that is not understood, or a wrong value; the message names it.
     """
     path = inside(Path(folder), CONFIG)
     values = read_json(path)
@@ -167,18 +167,18 @@ def put(
     precision: Precision | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Make of a module what a run with adapters trains.
+    """Turn a module into the one that a run with adapters trains.
 
     Args:
         module: the base, in fp32, or mapped weights that become that.
-        lora: which adapters.
-        seed: of fresh ones.
+        lora: the adapters' settings.
+        seed: seeds the initial values of new adapters.
         start: a stored adapter to begin from.
-        precision: that it is computed in; where that is 16 bits, the base is kept in them too.
-        device: where adapters and what is narrower or quantised go; None: they stay.
+        precision: the compute precision; where it has 16 bits, the base is stored in them too.
+        device: where adapters, narrower weights and quantised weights are moved; None: they stay.
 
     Raises:
-        UsageError: a target that matches nothing, and the like; see `adapt`.
+        UsageError: a target that matches nothing, or another refusal of `adapt`.
         InputRefused: the stored adapter does not fit.
     """
     if start is None:
@@ -190,13 +190,13 @@ def put(
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # Its hidden states are rounded right after the embedding, so that this is too.
+        # A Llama rounds its hidden states right after the embedding, so the embedding is stored in 16 bits too.
         more = [module.model.embed_tokens] if isinstance(module, Llama) else []
         narrow(module, precision.dtype, more, device)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's adapters by name, the live ones, those of trained tokens among them."""
+    """Return a module's live adapter tensors by name, with the rows of trained tokens."""
     factors = {
         f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
         for name, layer in adapters(module).items()
@@ -209,10 +209,10 @@ class Packed(NamedTuple):
     """Adapters as PEFT stores them.
 
     Attributes:
-        values: of adapter_config.json.
-        tensors: of adapter_model.safetensors.
-        base: what is written beside of the base; nothing of a module of one's own.
-        tokenizer: that has more tokens than the base's, None where it is the base's.
+        values: the content of adapter_config.json.
+        tensors: the content of adapter_model.safetensors.
+        base: the content of monograph_base.json, which describes the base; empty for a user's own module.
+        tokenizer: a tokenizer with more tokens than the base's; None where it is the base's.
     """
 
     values: dict[str, Any]
@@ -222,12 +222,12 @@ class Packed(NamedTuple):
 
 
 def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None) -> Packed:
-    """The adapters of a module, copied, so that they are still there when they were merged.
+    """Return copies of a module's adapters, which stay valid when the adapters are merged.
 
     Args:
         module: with adapters.
-        lora: which they are.
-        base: what they are for, a folder's path or a hub id.
+        lora: the adapters' settings.
+        base: the base model, a folder's path or a hub id.
         config: the shape of the base as it is stored; None: the module's.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
@@ -245,11 +245,11 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
 
 
 def save_adapter(stored: Packed, folder: str | Path) -> None:
-    """Write a folder that PEFT and `read_adapter` read; it is to be created, and may exist if it is empty.
+    """Write a folder that PEFT and `read_adapter` read; it is created, and may exist only if it is empty.
 
     Raises:
         InputRefused: the folder exists and holds something, or cannot be written.
-        DiskFull: no space left; nothing of it remains.
+        DiskFull: no space left; nothing of the adapter remains.
     """
     with new_folder(Path(folder)) as new:
         write_json(new / CONFIG, stored.values)
@@ -264,7 +264,7 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
 
 
 def _targets(module: nn.Module, found: Mapping[str, Adapted], lora: Lora) -> list[str] | str:
-    """`target_modules` that mean the same layers to PEFT, for which "all-linear" depends on the class of the model."""
+    """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on the model's class."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     ends = sorted({name.rpartition(".")[2] for name in found})
@@ -274,7 +274,7 @@ def _targets(module: nn.Module, found: Mapping[str, Adapted], lora: Lora) -> lis
 
 
 def resolved_base(adapter: Adapter) -> str:
-    """The folder of the model that an adapter is for.
+    """Return the folder of the model that an adapter is for.
 
     Raises:
         InputRefused: it is not there; nothing is fetched from the network.

@@ -23,11 +23,11 @@ from monograph.model.families import (
 from monograph.model.families import LinearScaling as LinearScaling
 from monograph.model.families import Llama3Scaling as Llama3Scaling
 
-WEIGHT_FILES = (".pth", ".pt")  # how the name of a file of torch.save ends; see `torch_file`
+WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-_OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that not every family has
-_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # in a file: null is no number there
+_OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that only some families have
+_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # a null in a file is refused for these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
     Attributes:
-        model_type: the family, a name in `families.FAMILIES`; what is exported bears it.
+        model_type: the family, a name in `families.FAMILIES`; exports carry it.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layer.
         num_hidden_layers: blocks.
-        num_attention_heads: query heads; hidden_size must be a multiple, but for a head_dim of another family's own.
+        num_attention_heads: query heads; hidden_size must be a multiple, unless another family sets head_dim.
         num_key_value_heads: key-value heads; must divide num_attention_heads. 0: as many as query heads.
         head_dim: width of a head, even. 0: hidden_size / num_attention_heads.
         max_position_embeddings: longest sequence, tokens.
@@ -49,13 +49,13 @@ class LlamaConfig:
         rope_scaling: None, or how the wavelengths are stretched.
         tie_word_embeddings: the head is the embedding matrix.
         attention_bias: biases on all four projections of attention, where the family has the key (llama, qwen3).
-        sliding_window: None, or how many positions a query sees, its own the last of them (mistral, qwen2, qwen3).
+        sliding_window: None, or how many positions a query sees, its own the last (mistral, qwen2, qwen3).
         layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3). (): all layers are alike.
         initializer_range: standard deviation of the initial weights, see `Llama`.
-        attention_dropout: what transformers drops of the attention weights in training; kept for what is exported, and
+        attention_dropout: transformers' dropout rate for attention weights in training; kept for exports and
             not computed here.
-        pad_token_id: id whose row of the embedding gets no gradient from being looked up, if there is one. Below 0 it
-            is counted from the end of the vocabulary, and becomes what it means.
+        pad_token_id: id whose embedding row gets no gradient from look-ups, if there is one. A value below 0
+            is counted from the end of the vocabulary and replaced by the id that it means.
         bos_token_id: id that begins a document, if the vocabulary has one.
         eos_token_id: id or ids that end a document.
 
@@ -88,10 +88,10 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in _REQUIRED:
             check_whole(name, getattr(self, name))
-        # transformers refuses any Llama whose heads do not divide its width, and their size follows from that.
+        # transformers refuses a Llama whose width is not a multiple of its heads, and derives their size from it.
         if self.head_dim == 0 or self.model_type == "llama":
             self._check_multiple("hidden_size", "num_attention_heads")
-        # A frozen dataclass sets its derived fields this way.
+        # A frozen dataclass can set its derived fields only this way.
         if self.num_key_value_heads == 0:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim == 0:
@@ -139,7 +139,7 @@ class LlamaConfig:
             )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # One way to say that all layers are alike, so that equal models have equal configurations.
+        # Keep one spelling of "all layers are alike", so that equal models have equal configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1:
@@ -147,7 +147,7 @@ class LlamaConfig:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a document."""
+        """Return the ids that end a document."""
         found = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         return tuple(index for index in found if index is not None)
 
@@ -166,7 +166,7 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LlamaConfig:
-        """A named shape, with any of its values replaced.
+        """Return a named shape, with any of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
         |---|---|---|---|---|---|---|---|---|---|
@@ -179,10 +179,10 @@ class LlamaConfig:
 
         The first three take their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with heads of 128,
         where GPU attention is fastest; llama-179m is that of A. Tam, "Pretraining a Llama Model on Your Local GPU"
-        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro start from weights of
-        standard deviation sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width, and micro was 0.1 bits per byte behind with it after 200 updates. A preset's spread is for its own width;
-        at another hidden_size it is that much smaller or larger, as 1 / sqrt(hidden_size).
+        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro begin with
+        a spread of sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
+        width, and micro with it was 0.1 bits per byte worse after 200 updates. A preset's spread is for its own width;
+        at another hidden_size it changes as 1 / sqrt(hidden_size).
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
@@ -201,10 +201,10 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
-        """The content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
+        """Read the content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
 
         Raises:
-            InputRefused: another architecture, a variant that is not computed here, or a wrong or missing value.
+            InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong or missing value.
         """
         for key in ("model_type", *_REQUIRED):
             if values.get(key) is None:
@@ -214,7 +214,7 @@ class LlamaConfig:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
         own = family(values["model_type"])
         check_computed(values)
-        # transformers' own epsilon, where the file does not say
+        # This is the epsilon that transformers takes where the file gives none.
         values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
         names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
@@ -227,7 +227,7 @@ class LlamaConfig:
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of config.json, in the form that transformers 4 and 5 and other readers of the format know."""
+        """Return the content of config.json in the form that transformers 4 and 5 and other readers know."""
         values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
         if self.rope_scaling is not None:
             values["rope_scaling"] = families.to_hf(self.rope_scaling)
@@ -236,23 +236,23 @@ class LlamaConfig:
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
             values["layer_types"] = [SLIDING if each else FULL for each in slides]
-            # What readers use that know no layer_types.
+            # Readers that know no layer_types use these keys.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
         return {"architectures": [self.family.architecture], "hidden_act": "silu", "mlp_bias": False, **values}
 
     @property
     def family(self) -> Family:
-        """What sets models of this `model_type` apart."""
+        """Return the properties that distinguish models of this `model_type`."""
         return family(self.model_type)
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of that layer sees, its own the last of them; None: all up to its own."""
+        """Return how many positions a query of a layer sees, its own the last of them; None: all up to its own."""
         slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
     def layer_axes(self) -> dict[str, tuple[str, ...]]:
-        """How long each axis of a block's parameters is, in keys, by the parameters' names inside the block."""
+        """Return the axes of a block's parameters, as configuration keys, by the parameters' names inside the block."""
         query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
         axes: dict[str, tuple[str, ...]] = {
             "input_layernorm.weight": ("hidden_size",),
@@ -274,25 +274,25 @@ class LlamaConfig:
         return axes
 
     def outer_axes(self) -> dict[str, tuple[str, ...]]:
-        """The same for the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the axes of the parameters outside the blocks, by their full names; a tied head is not listed."""
         embedding = ("vocab_size", "hidden_size")
         head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
         return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one block's parameters, by their names inside the block."""
+        """Return the shapes of one block's parameters, by their names inside the block."""
         return {name: self.shape_of(axes) for name, axes in self.layer_axes().items()}
 
     def outer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
         return {name: self.shape_of(axes) for name, axes in self.outer_axes().items()}
 
     def shape_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Axes in keys as numbers."""
+        """Return the sizes of axes that are given as configuration keys."""
         return tuple(math.prod(getattr(self, key) for key in axis.split(" * ")) for axis in axes)
 
     def parameter_count(self) -> int:
-        """Number of parameters, a tied head counted once."""
+        """Return the number of parameters, a tied head counted once."""
         in_a_layer = sum(math.prod(shape) for shape in self.layer_shapes().values())
         return self.num_hidden_layers * in_a_layer + sum(math.prod(shape) for shape in self.outer_shapes().values())
 

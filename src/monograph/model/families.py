@@ -1,8 +1,8 @@
 """The architectures that the one decoder computes, by the model_type of their config.json. Needs no torch.
 
 All are the Llama decoder with at most four differences: biases on the projections of attention (Qwen 2), a norm on each
-query and key head (Qwen 3), a window that attention does not look beyond (Mistral, some layers of Qwen), and what
-transformers takes where the file says nothing.
+query and key head (Qwen 3), a window that limits attention (Mistral, some layers of Qwen), and the values that
+transformers assumes for missing keys.
 
 Rotary position embeddings may be scaled for longer contexts, in one of the forms here.
 """
@@ -20,7 +20,7 @@ LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every wavelength `factor` times as long: position interpolation (Chen et al., arXiv 2306.15595).
+    """Position interpolation, which makes every wavelength `factor` times as long (Chen et al., arXiv 2306.15595).
 
     Attributes:
         factor: at least 1.
@@ -67,12 +67,12 @@ _KINDS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Sca
 
 
 def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
-    """The rotary base, not checked yet, and the scaling of a config.json.
+    """Return the rotary base, not checked yet, and the scaling of a config.json.
 
     Raises:
-        InputRefused: a kind of scaling that is not computed here, or a wrong or missing value.
+        InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
     """
-    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` beside `rope_scaling`. Of a file that
+    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. From a file that
     # has both transformers reads `rope_scaling` alone.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name) or {}
@@ -89,7 +89,7 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
     names, length = [field.name for field in fields(_KINDS[kind])], "original_max_position_embeddings"
-    if length in values:  # beside the table it counts more than in it
+    if length in values:  # next to the table it takes precedence over a value inside it
         rope = {**rope, length: values[length]}
     rope = {length: values["max_position_embeddings"], **rope}
     if missing := [name for name in names if name not in rope]:
@@ -98,12 +98,12 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
 
 
 def to_hf(scaling: Scaling) -> dict[str, Any]:
-    """The table `rope_scaling` of a config.json."""
+    """Return the table `rope_scaling` of a config.json."""
     return {"rope_type": next(name for name, kind in _KINDS.items() if type(scaling) is kind), **asdict(scaling)}
 
 
 def check_whole(name: str, value: object) -> None:
-    """Raises InputRefused unless the value is a whole number from 1 to 2^31 - 1, which is as much as GGUF can hold."""
+    """Raise InputRefused unless the value is a whole number from 1 to 2^31 - 1, the largest that GGUF can hold."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputRefused(f"{name} = {value!r}: expected a whole number of at least 1")
     if value > LARGEST_SIZE:
@@ -111,23 +111,23 @@ def check_whole(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises InputRefused unless the value is a positive number."""
+    """Raise InputRefused unless the value is a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise InputRefused(f"{name} = {value!r}: expected a positive number")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_LAYERS = 10_000  # of which a list is made from two numbers in a file; far above any decoder that was trained
+MOST_LAYERS = 10_000  # a file can ask for a long list of layers by two numbers; no trained decoder comes near this
 
 
 class Family(NamedTuple):
     """One architecture.
 
     Attributes:
-        architecture: the class of transformers that loads it.
-        keys: keys that some families have, and that this one has.
-        defaults: what transformers takes where config.json lacks the key.
-        qkv_bias: biases on the query, key and value projections, always and not by a key.
+        architecture: the transformers class that loads it.
+        keys: the optional keys that this family has.
+        defaults: the values that transformers takes for keys that config.json lacks.
+        qkv_bias: biases on the query, key and value projections, always, whatever the keys say.
         qk_norm: an RMS norm on each query and key head before the rotation.
     """
 
@@ -160,7 +160,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
     ),
 }
-# Keys of config.json that change what transformers computes or loads, with the values that mean what is computed here.
+# Keys of config.json that change what transformers computes or loads, with the values that match `Llama`.
 # Where a key is missing transformers takes one of them.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -173,7 +173,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def family(model_type: object) -> Family:
-    """The family of that name.
+    """Return the family of that name.
 
     Raises:
         InputRefused: the decoder does not compute it.
@@ -184,7 +184,7 @@ def family(model_type: object) -> Family:
 
 
 def check_computed(values: Mapping[str, Any]) -> None:
-    """Raises InputRefused, naming the key, if a config.json asks for what the decoder does not compute."""
+    """Raise InputRefused, naming the key, if a config.json asks for something that the decoder does not compute."""
     for key, known in _COMPUTED.items():
         if key == "mlp_bias" and values["model_type"] != "llama":  # the others never read it
             continue
@@ -195,7 +195,7 @@ def check_computed(values: Mapping[str, Any]) -> None:
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """sliding_window and layer_types, () for "all alike", of a config.json with its family's defaults filled in.
+    """Read sliding_window and layer_types, () for "all alike", from a config.json with its family's defaults filled in.
 
     Qwen's window counts only with use_sliding_window, and then from layer max_window_layers on where the file does not
     list its layer_types.

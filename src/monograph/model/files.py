@@ -50,12 +50,12 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights, sound or not."""
+    """Return whether a folder has weights, sound or not."""
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's weights, by name; no weights are read.
+    """Return every tensor of the folder's weights, by name; no weights are read.
 
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
@@ -75,24 +75,24 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
+    """Return every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
     with _opened(path) as file:
         views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
         return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
 
 
 def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors themselves, on the CPU, as stored or in a dtype; beside the result, one at a time is in memory.
+    """Return the tensors on the CPU, as stored or in a dtype; in addition to the result, one at a time is in memory.
 
     Raises:
         InputRefused: a damaged file.
     """
-    # What is mapped is the file's, whose bytes may change later: copy it.
+    # A mapped tensor shares the file's bytes, which may change later, so it is copied.
     return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
 
 
 def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors as stored and without a copy: mapped, they are read when somebody looks.
+    """Return the tensors as stored and without a copy: they are mapped, and read on first access.
 
     Raises:
         InputRefused: a damaged file.
@@ -106,11 +106,11 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with open_input(path) as file:  # the library would take a second for each 100,000 tensors that a header lists
+        with open_input(path) as file:  # first, as the library takes a second per 100,000 tensors in a header
             tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    # Two of them by torch, which maps the file, and by safetensors where the system has no memory for that.
+    # torch, which maps the file, and safetensors raise two of these where the system has no memory for that.
     except (SafetensorError, OSError, RuntimeError, MemoryError, tensor_layout.LayoutError) as error:
         if error_number(error):
             raise unreadable(path, error) from None
@@ -159,7 +159,7 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target` to write into; when the block ends, it is synced and renamed to `target`.
+    """Yield a hidden folder next to `target` to write into; at the block's end it is synced and renamed to `target`.
 
     Whatever happens, the target is either whole or absent (or, if it was an empty folder, still empty).
 
@@ -174,6 +174,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         with _claimed(partial):
             yield partial
+            # Synced before the rename, or a power cut could leave a target with missing bytes.
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(target)
@@ -190,8 +191,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    """Make a folder, which is gone at the end whatever happens; what a killed process left there goes first."""
-    with suppress(OSError), held(partial):  # of a process that still writes the lock is refused
+    """Make a folder that is gone at the end whatever happens; remove what a killed process left there first."""
+    with suppress(OSError), held(partial):  # the lock is refused while another process still writes
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:

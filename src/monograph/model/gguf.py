@@ -1,12 +1,12 @@
 """A model as a GGUF file, which llama.cpp and Ollama run: configuration, tokenizer and weights in one file.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf` (an extra). What is
-said of llama.cpp here was read in its src/models/ and tried on it (tests/laws/test_exported_is_original.py).
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf` (an extra). The
+statements about llama.cpp here were read in its src/models/ and tested on it (tests/laws/test_exported_is_original.py).
 
-llama.cpp does not read a tokenizer's split pattern, it has a list of its own and takes a name. A wrong name loads
-without a word and tokenises otherwise, so a name is written only for patterns for which the tokens were compared on ten
-thousand strings (the same test). Of a tokenizer in SentencePiece's way it takes no merges but a score for each token,
-which says the same if every way to join two tokens into a third is a merge, as in published files.
+llama.cpp does not read a tokenizer's split pattern: it has its own list of them and takes a name. A wrong name loads
+silently and tokenises differently, so a name is written only for patterns for which the tokens were compared on ten
+thousand strings (the same test). From a SentencePiece-style tokenizer it takes a score per token instead of merges,
+which is equivalent if every way to join two tokens into a third is a merge, as in published files.
 
 Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns of a matrix.
 """
@@ -38,8 +38,8 @@ from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.h, llama_token_type
 
-# (split pattern, whether a word that is a token is taken before any merge): llama.cpp's name. Qwen composes its text
-# first (NFC), which llama.cpp leaves to others.
+# (split pattern, whether a word that is a token is taken before any merge): llama.cpp's name. Qwen normalises its text
+# first (NFC), which llama.cpp leaves to the caller.
 _SPLITS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
@@ -58,15 +58,15 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     Args:
         writer: a GGUFWriter.
         tokenizer: with its chat template, if it has one.
-        config: of the model: rows without a token are named as unused ones, and its own end of a text stays one.
+        config: the model's: rows without a token are named as unused, and its own end-of-text ids are kept.
         warn: called with each line that a person should read.
 
     Returns:
         The ids that end a text.
 
     Raises:
-        InputRefused: a split pattern or a set of stop tokens that llama.cpp does not know, or a tokenizer that changes
-            text as llama.cpp does not.
+        InputRefused: a split pattern or a set of stop tokens that llama.cpp lacks, or a tokenizer that changes
+            text in a way that llama.cpp does not.
     """
     content = json.loads(tokenizer.to_json())
     for changed in tokenizer.notes:
@@ -76,7 +76,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
         pre = pre_tokenizer(content)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        # llama.cpp wants at least one merge; no word is split into these two.
+        # llama.cpp wants at least one merge; no word contains these two tokens, so this one never applies.
         merges = content["model"]["merges"] or [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
@@ -113,10 +113,10 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
 
 
 def pre_tokenizer(content: dict[str, Any]) -> str:
-    """llama.cpp's name for how a checked tokenizer.json splits text.
+    """Return llama.cpp's name for the way in which a checked tokenizer.json splits text.
 
     Raises:
-        InputRefused: it has none, or one that tokenises otherwise.
+        InputRefused: llama.cpp has no name for it, or only one that tokenises differently.
     """
     part, whole_words = content["pre_tokenizer"], content["model"]["ignore_merges"]
     steps = part["pretokenizers"] if part["type"] == "Sequence" else [part]
@@ -134,7 +134,7 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
 
 
 def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """A score per token by which llama.cpp joins what the merges join, the best first: minus the rank of its merge.
+    """Return a score per token, minus the rank of its merge, by which llama.cpp makes the same joins, best first.
 
     Raises:
         InputRefused: llama.cpp would join other tokens, or in another order, or put spaces elsewhere.
@@ -163,7 +163,7 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
 
 
 def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Text and type of each row's token."""
+    """Return the text and the type of each row's token."""
     text_of = {index: text for text, index in content["model"]["vocab"].items()}
     kind_of = dict.fromkeys(text_of, _NORMAL)
     for token in content["added_tokens"]:
@@ -174,7 +174,7 @@ def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
 
 
 def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]) -> bool:
-    """Whether llama.cpp is to put the beginning-of-text token before a text: where there is a template, as it does."""
+    """Return whether llama.cpp is to put the beginning-of-text token before a text; a chat template decides."""
     part = content["post_processor"] or {}
     steps = part.get("processors", [part])
     added = any(step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}] for step in steps)
@@ -191,7 +191,7 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
 def _add_stops(
     writer: Any, tokenizer: Tokenizer, stops: tuple[int, ...], tokens: list[str], warn: Callable[[str], None]
 ) -> None:
-    """The file has room for the end of the text and two more stop tokens; some need none, as their names say it."""
+    """Add the stop tokens: the file has room for three, and llama.cpp knows some more by their names."""
     others = [stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP]
     if len(others) > 2:
         raise InputRefused(
@@ -209,7 +209,7 @@ def _add_stops(
 
 FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0
-# What weights are stored as, by the name on the command line: the type's name in the package, the dtype before it.
+# How weights are stored, by the name on the command line: gguf's name of the type, and the dtype before conversion.
 DTYPES = {
     "f32": ("F32", torch.float32),
     "f16": ("F16", torch.float16),
@@ -219,7 +219,7 @@ DTYPES = {
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftype
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
-# A Mistral is llama.cpp's "llama" too. Its rotary pairs are neighbours, here they are halves of a head.
+# llama.cpp loads a Mistral as "llama" too. Its rotary pairs are neighbours; here they are halves of a head.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
@@ -244,10 +244,10 @@ def save_gguf(
 
     Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp wants them. q8_0 holds 32 neighbours w
     of a row as a float16 scale d and whole numbers q with w = d q and d = max|w| / 127, so no weight is off by more
-    than d / 2 and the rounding of d. Beside the model, one tensor at a time is in memory.
+    than d / 2 and the rounding of d. In addition to the model, one tensor at a time is in memory.
 
     Args:
-        model: its weights may be on any device, and lie in a file still; adapters are merged.
+        model: its weights may be on any device, or still lie in a file; adapters are merged.
         folder: to be created; may exist if it is empty.
         tokenizer: of the model; goes into the file with its chat template.
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
@@ -255,7 +255,7 @@ def save_gguf(
 
     Raises:
         UsageError: the package is not installed.
-        InputRefused: what llama.cpp does not compute or would read wrongly (a window, a split pattern that it has not,
+        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, a split pattern that it lacks,
             more stop tokens than it knows), weights that do not fit the dtype, or a folder that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
@@ -282,7 +282,7 @@ def save_gguf(
 
 
 def package() -> Any:
-    """The package `gguf`; raises UsageError where it is not installed."""
+    """Return the package `gguf`; raises UsageError where it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
@@ -290,7 +290,7 @@ def package() -> Any:
 
 
 def _check(config: LlamaConfig, dtype: str) -> None:
-    """Refuse what llama.cpp would leave out without a word."""
+    """Refuse features that llama.cpp would silently ignore."""
     family, positions = config.model_type, config.max_position_embeddings
     instead = "; export it with --format hf"
     if config.sliding_window is not None and config.sliding_window < positions:
@@ -329,7 +329,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 
 
 def _tensors(model: Llama) -> Iterator[Plain]:
-    """Every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
+    """Yield every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
     config = model.config
     if isinstance(config.rope_scaling, Llama3Scaling):
         divisors = _rope_divisors(config)
@@ -350,7 +350,7 @@ def _turned(read: Callable[[], Tensor], head_dim: int) -> Tensor:
 
 
 def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
-    """The rows of a projection to heads, so ordered that rotary pairs are neighbours instead of halves of the head.
+    """Reorder the rows of a projection to heads so that rotary pairs are neighbours instead of halves of the head.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
@@ -361,7 +361,7 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_divisors(config: LlamaConfig) -> Tensor:
-    """What llama.cpp divides each rotary frequency by, [F]: it knows Llama 3's stretching as its result only."""
+    """Return the divisor of each rotary frequency, [F]: this is how llama.cpp takes Llama 3's scaling."""
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
     plain_F, scaled_F = (inverse_frequencies(each, torch.float64, torch.device("cpu")) for each in (unscaled, config))
     return (plain_F / scaled_F).float()
@@ -374,17 +374,17 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     for name, _, read in _tensors(model):
-        # Not the package's own way, numpy's tofile, which hides why it cannot write: a full disk must be told apart.
+        # numpy's tofile, which the package uses, hides why it cannot write; a full disk must be reported as one.
         writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), dtype)).cast("B")))
 
 
 def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
-    """The bytes of a tensor as a contiguous array."""
+    """Return the bytes of a tensor as a contiguous array."""
     if weight.ndim != 2:
         return weight.float().cpu().contiguous().numpy()
     weight_RC, (kind, before) = weight, DTYPES[dtype]
     cast_RC = weight_RC.to("cpu", before).contiguous()
-    # Q8_0's scales are float16, too.
+    # Q8_0's scale, max|w| / 127, is a float16 too.
     largest = float(torch.stack(weight_RC.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
     if not largest <= torch.finfo(torch.float16 if kind == "Q8_0" else before).max:
         raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {dtype}: use --dtype f32 or bf16")

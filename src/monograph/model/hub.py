@@ -23,35 +23,35 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer_config import TokenizerConfig
 
-LONGEST_FAULT = 400  # letters of a message that quotes what a file says, which may be of any length
+LONGEST_FAULT = 400  # letters of an error message that quotes a file, whose text may be of any length
 SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# A buffer that old exports stored and that follows from config.json.
+# Old exports stored this buffer, which follows from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer must offer to be saved beside a model."""
+    """A tokenizer that can be saved with a model."""
 
     @property
     def bos_id(self) -> int | None:
-        """Id that begins a document."""
+        """The id that begins a document."""
         ...
 
     @property
     def eos_id(self) -> int | None:
-        """Id that ends a document."""
+        """The id that ends a document."""
         ...
 
     @property
     def space_first(self) -> bool:
-        """Whether a text that begins with no space is given one."""
+        """Whether a space is put before a text that does not begin with one."""
         ...
 
     @property
     def config(self) -> TokenizerConfig:
-        """What belongs beside the tokenizer.json."""
+        """The settings that are stored next to tokenizer.json."""
         ...
 
     def save(self, path: Path) -> None:
@@ -60,10 +60,10 @@ class Tokenizer(Protocol):
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """The shape of the model in a folder, from config.json alone.
+    """Return the shape of the model in a folder, from config.json alone.
 
     Raises:
-        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; names file and key.
+        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; it names file and key.
     """
     folder = Path(folder)
     if not is_folder(folder):
@@ -79,7 +79,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """The shape of the model in a folder, and its tensors, not read yet, which agree with it in name, shape and dtype.
+    """Return a folder's model shape and its unread tensors, which agree with it in name, shape and dtype.
 
     Raises:
         InputRefused: as `mapped_model`.
@@ -91,21 +91,21 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
 
 
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """The model of a Hugging Face folder, on the CPU.
+    """Return the model of a Hugging Face folder, on the CPU.
 
-    Beside the model one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
+    In addition to the model, one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
     """
     return materialize_(mapped_model(folder, dtype))
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """Return the same model in no memory of its own: its parameters are mapped (`monograph.graph.mmap_weights`).
+    """Return the model with its weights left in their files, mapped (`monograph.graph.mmap_weights`).
 
     Nothing is built before the headers of the weight files agree with config.json.
 
     Args:
         folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
-        dtype: in which the weights will be kept; None: as stored, which must then be one dtype.
+        dtype: dtype of the weights; None: the stored one, which must then be the same for all.
 
     Raises:
         InputRefused: a damaged, missing, superfluous or unsupported file, tensor or value; the message names it.
@@ -120,10 +120,10 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
-    """A model that holds the tensors themselves, no copies; names and shapes were checked.
+    """Return a model that holds the given tensors without copying them; names and shapes have been checked.
 
     Raises:
-        InputRefused: a head that should be the embedding and is not.
+        InputRefused: a tied head that differs from the embedding.
     """
     if config.tie_word_embeddings:
         embedding = state["model.embed_tokens.weight"]
@@ -133,15 +133,16 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
                 "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
+    # On the meta device no initial weights are drawn or allocated: the tensors of `state` take their place.
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)
-    model.tie_weights()  # `assign` made two parameters of the one tensor
+    model.tie_weights()  # `assign` made two parameters out of the one tensor
     return model
 
 
 def tokenizer_file(folder: str | Path) -> Path | None:
-    """The folder's tokenizer.json, or None where it has none."""
+    """Return the folder's tokenizer.json, or None where it has none."""
     folder = Path(folder)
     return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
@@ -151,15 +152,15 @@ def save_model(
 ) -> None:
     """Write a folder that transformers and `load_model` read: config, weights and, if given, the tokenizer.
 
-    Everything is written and synced in a hidden folder beside the target, then renamed, so that the target is whole or
+    Everything is written and synced in a hidden folder next to the target, then renamed, so that the target is whole or
     absent. Files get the modes that the umask gives.
 
     Args:
-        model: its weights are written in the dtype that they are kept in, a tied head once, adapters merged; beside the
+        model: its weights are written in their own dtype, a tied head once, adapters merged; besides the
             model one tensor at a time is in memory.
         folder: to be created; may exist if it is empty.
-        tokenizer: its bos and eos ids are used where the model's configuration has none; what belongs beside it, the
-            chat template above all, is written, too.
+        tokenizer: its bos and eos ids are used where the model's configuration has none; its other files, the
+            chat template above all, are written, too.
         max_shard_bytes: weights above this size are split into shards with an index.
 
     Raises:
@@ -183,17 +184,17 @@ def save_model(
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Which ids begin and end a text: the model's, unless the tokenizer came with more of them."""
+    """Return the ids that begin and end a text: the model's, and more of them where the tokenizer brings more."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
         listed = tokenizer.config.stops
-        if listed or (own and tokenizer.eos_id not in own):  # each may end what was trained on
+        if listed or (own and tokenizer.eos_id not in own):  # each may end a training text
             return {**ends, "eos_token_id": list(dict.fromkeys((*(listed or own), tokenizer.eos_id)))}
     return {"_from_model_config": True, **ends}
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
-    """What transformers asks for beside tokenizer.json: which tokens, by their text, begin and end a document."""
+    """Return the rest of what transformers reads of a tokenizer: the tokens, by text, that begin and end a document."""
     content = read_json(folder / "tokenizer.json")
     text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
     text_of |= {token["id"]: token["content"] for token in content["added_tokens"]}
@@ -202,19 +203,19 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
-        "add_prefix_space": tokenizer.space_first,  # what transformers 4 would set to false in the tokenizer.json
+        "add_prefix_space": tokenizer.space_first,  # else transformers 4 would set it to false in tokenizer.json
         **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
     }
 
 
 def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json") -> None:
-    """Compare tensors that were not read yet with what the configuration, `said_by` a file or so, makes of them.
+    """Compare tensors that have not been read yet with those that the configuration, named `said_by`, requires.
 
     Raises:
         InputRefused: a missing or superfluous tensor, a wrong shape or a dtype that is not read; the message names
             tensor, shapes and keys.
     """
-    # The number of layers comes first: nothing may take time or memory in proportion to a number in config.json.
+    # The number of layers comes first: a huge number in config.json must not cost time or memory.
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(

@@ -1,8 +1,8 @@
 """The Llama decoder and its relatives: tokens in, final hidden states out. Parameter names are Hugging Face's.
 
 Which positions a position attends to is one rule for documents, windows and padding, built once per forward pass and
-shared by all blocks that see alike: position t sees position s if s <= t, both carry the same segment number and, with
-a window of w, t - s < w. A document lies in one piece, so distances in the row are distances in the document. Padding
+shared by all blocks with the same window: position t sees position s if s <= t, both have the same segment and, with
+a window of w, t - s < w. A document is contiguous, so distances in the row are distances in the document. Padding
 is segment 0, a segment like any other: no document sees it, and each of its positions sees itself at least, so that no
 row of a softmax is ever empty.
 
@@ -28,14 +28,14 @@ from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 BLOCK = 128  # positions per side of a block: flex attention's own default
-_LAST = 2**62  # above every document's number, and a double, as F.pad takes it: 2^63 - 1 wraps round in torch 2.13
+_LAST = 2**62  # above every document number; F.pad takes a double, in which 2^63 - 1 wraps round (torch 2.13)
 
 
 def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None) -> Mask:
-    """The mask of a forward pass without a cache, in the form that `impl` reads.
+    """Return the mask of a forward pass without a cache, in the form that `impl` reads.
 
     "auto" is flex attention inside a compiled graph on a GPU, for it is fused only there, and a dense boolean mask
-    everywhere else. Without segments, and with a window that no row outgrows, there is only causality: a flag (None)
+    everywhere else. Without segments, and with a window that no row outgrows, only causality is left: a flag (None)
     that needs no mask at all.
 
     Args:
@@ -54,13 +54,13 @@ def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, wi
 
 
 def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
-    """The rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
+    """Return the rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (seen_BTT if window is None else seen_BTT.triu(1 - window))[:, None]
 
 
 def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
-    """The rule for flex attention: which blocks of keys a block of queries needs at all, and which of them in full.
+    """Return the mask for flex attention: which blocks of keys each block of queries needs at all, and which in full.
 
     Two blocks can share a document only if their ranges of segment numbers overlap, so N numbers a row decide and the
     [T, T] mask is never built (building it can cost more than the attention: lightseekorg/TorchSpec issue 86). Ranges
@@ -68,7 +68,7 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     """
     length = segments_BT.shape[1]
     blocks = -(-length // BLOCK)
-    # Padding ends a row: with the highest number there instead of 0, a row's numbers only grow and ranges stay short.
+    # Padding ends a row. Numbered highest instead of 0, it lets a row's numbers only grow, and ranges stay short.
     numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
     blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST)
     blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
@@ -92,14 +92,14 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
 
 
 def _listed(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Flex attention's sparse form: how many blocks each block of queries needs, and all indices, needed ones first."""
+    """Return flex attention's sparse form: each block's number of needed blocks, and all indices, needed ones first."""
     needed_B1NN = needed_BNN[:, None].to(torch.int32)
     order_B1NN = needed_B1NN.argsort(dim=-1, descending=True, stable=True)
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
 class Cache(Protocol):
-    """What a key-value cache does for the model; slot s holds the key and value of position s."""
+    """A key-value cache as the model uses it; slot s holds the key and value of position s."""
 
     def attend(
         self,
@@ -110,12 +110,12 @@ class Cache(Protocol):
         positions_BT: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Store the new keys and values at their positions; attention of the queries to the slots they see."""
+        """Store the new keys and values at their positions; return the queries' attention to the slots they see."""
         ...
 
 
 class LayerCache(NamedTuple):
-    """One block's share of a cache, where the tokens of this pass stand, and how far back they see."""
+    """One block's view of a cache: its layer, the positions of this pass's tokens, and how far back they see."""
 
     cache: Cache
     layer_index: int
@@ -131,7 +131,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight."""
+    """Applies `rms_norm` with a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last axis."""
+        """Normalise over the last axis."""
         return rms_norm(hidden, self.weight, self.eps)
 
 
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = "torch"
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), the norms over a head."""
+        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), norms per head."""
         query_BHTE, key_BKTE, value_BKTE = (
             projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -188,7 +188,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
 
 
@@ -203,18 +203,18 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         attended_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), cos_sin_B1TF, mask, cache)
         return attended_BTD + self.mlp(self.post_attention_layernorm(attended_BTD))
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm; a container for the names that Hugging Face gives them."""
+    """Embedding, blocks and final norm; a container that gives them the names that Hugging Face uses."""
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        # As in transformers looking up the row of the padding gives it no gradient; a tied head still does.
+        # As in transformers, a look-up of the padding row gives it no gradient; a tied head still does.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD)
         self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -231,8 +231,8 @@ class Llama(nn.Module):
 
     Args:
         config: the shape.
-        seed: of the initial weights.
-        attention: see `attention_mask`; "auto" is right unless an implementation is to be compared.
+        seed: seeds the initial weights.
+        attention: see `attention_mask`; "auto" is right except to compare implementations.
     """
 
     def __init__(self, config: LlamaConfig, seed: int = 0, attention: Impl = "auto") -> None:
@@ -251,13 +251,13 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Final hidden states, after the last norm.
+        """Return the final hidden states, after the last norm.
 
         Args:
             tokens_BT: ids, int64.
             segments: [B, T] int64, document number inside the row, 0 on padding; None: one document a row, causal.
-            positions: [B, T] int64, position inside the document; None: 0 .. T - 1. With a cache the caller sees to
-                it that they stay below max_position_embeddings: their values are not read here.
+            positions: [B, T] int64, position inside the document; None: 0 .. T - 1. With a cache the caller ensures
+                that they stay below max_position_embeddings: their values are not read here.
             cache: keys and values of earlier tokens; a query at position p then sees slots s <= p of its window.
 
         Returns:
@@ -282,10 +282,10 @@ class Llama(nn.Module):
     def begin(
         self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, list[tuple[CosSin, Mask]]]:
-        """What comes before the blocks: the embedded tokens, and what each block takes beside its hidden states.
+        """Return the embedded tokens, and what each block takes in addition to its hidden states.
 
-        The arguments are those of `forward`. `forward(x) = end(blocks of begin(x))`; who runs the blocks themselves, as
-        streaming does, needs of this module only `parts_before` here and `parts_after` in `end` and the loss.
+        The arguments are those of `forward`. `forward(x) = end(blocks of begin(x))`; a caller that runs the blocks, as
+        streaming does, needs only the `parts_before` of this module here and its `parts_after` in `end` and the loss.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -297,23 +297,23 @@ class Llama(nn.Module):
         return hidden_BTD, [(cos_sin_B1TF, mask) for mask in layer_masks]
 
     def end(self, hidden_BTD: Tensor) -> Tensor:
-        """What comes after the blocks: the last norm."""
+        """Return the output of the last norm, which follows the blocks."""
         return self.model.norm(hidden_BTD)
 
     @property
     def parts_before(self) -> list[nn.Module]:
-        """Whose parameters `begin` reads."""
+        """Return the modules whose parameters `begin` reads."""
         return [self.model.embed_tokens]
 
     @property
     def parts_after(self) -> list[nn.Module]:
-        """Whose parameters `end` and the head read."""
+        """Return the modules whose parameters `end` and the head read."""
         return [self.model.norm, self.lm_head]
 
     def attention_inputs(
         self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor
     ) -> tuple[CosSin, list[Mask]]:
-        """What the blocks need beside the hidden states: cosine and sine of the positions, and each layer's mask.
+        """Return what the blocks need besides hidden states: cosine and sine of the positions, and each layer's mask.
 
         Layers with the same window share one mask.
 
@@ -327,24 +327,24 @@ class Llama(nn.Module):
                 "shorten the sequence or choose a model with more positions"
             )
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
-        # A window that the row does not outgrow is none.
+        # A window at least as long as the row limits nothing.
         windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
         by_window = {w: attention_mask(segments, tokens_BT, self.attention, w) for w in dict.fromkeys(windows)}
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
+        """Return the scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
     def use_attention(self, impl: Impl, kernel: Kernel = "torch") -> None:
-        """Choose the attention implementation, as the argument `attention` does, and which of torch's kernels it is."""
+        """Choose the attention implementation, as the argument `attention` does, and the torch kernel that it uses."""
         self.attention = impl
         for block in self.model.layers:
             attention = cast(Block, block).self_attn
             attention.impl, attention.kernel = impl, kernel
 
     def tie_weights(self) -> None:
-        """Make the head the embedding matrix where the configuration says so; again after parameters were replaced."""
+        """Make the head the embedding matrix where the configuration says so; repeat it after replacing parameters."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

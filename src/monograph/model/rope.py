@@ -17,7 +17,7 @@ CosSin = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians per position of each pair of channels.
+    """Return the radians per position of each pair of channels.
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
@@ -28,8 +28,8 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
 
     Args:
         config: head_dim, rope_theta, rope_scaling.
-        dtype: float32 or float64, in which it is computed.
-        device: where.
+        dtype: float32 or float64, the dtype of the computation.
+        device: the device of the result.
 
     Returns:
         [F] in `dtype`.
@@ -37,7 +37,7 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
     Source: Su et al., "RoFormer", arXiv 2104.09864; the scaling is `apply_scaling` of the Llama 3.1 reference code
     (meta-llama/llama-models, models/llama3/model.py).
     """
-    # In this order transformers computes it too: at position 2,000 one rounding of a frequency is 1e-4 radians.
+    # transformers computes it in this order: at position 2,000, one rounding of a frequency is 1e-4 radians.
     exponents_F = torch.arange(0, config.head_dim, 2, device=device).to(dtype) / config.head_dim
     frequencies_F = 1.0 / config.rope_theta**exponents_F
     if config.rope_scaling is None:
@@ -58,7 +58,7 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> CosSin:
-    """Cosine and sine of position * frequency, once per forward pass and shared by all blocks.
+    """Return the cosine and sine of position * frequency, computed once per forward pass and shared by all blocks.
 
     They are computed where they are used and kept in no buffer: a buffer would land in checkpoints or be lost on the
     meta device, and a cast of the model to bf16 would cast it too, where neighbouring positions above 256 coincide.

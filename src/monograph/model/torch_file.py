@@ -1,7 +1,7 @@
 """A Llama from a file of `torch.save`: the checkpoint of A. Tam's "Pretraining a Llama Model on Your Local GPU".
 
 Such a file holds a state dict, alone or under "model", with the decoder under "base_model." and the rotary tables as
-buffers. It says nothing of the shape: sizes are read off the tensors, heads off the rotary tables, and what neither
+buffers. It does not give the shape: sizes are read off the tensors, heads off the rotary tables, and what neither
 shows comes from the keys of [model] or, for weights of its shape, from the preset llama-179m.
 """
 
@@ -24,14 +24,14 @@ from monograph.model.files import DTYPES, Stored
 from monograph.model.rope import cos_sin
 from monograph.storage.reading import open_input, readable
 
-_INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights beside the optimizer
-# What torch.compile, DistributedDataParallel and the article put before a name.
+_INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights next to the optimizer
+# torch.compile, DistributedDataParallel and the article put these before a name.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# A rotary table that was cast to bf16 is 2^-9 off; of another base, or memory that was never filled, about 1.
+# A rotary table that was cast to bf16 is off by 2^-9; a table of another base, or unfilled memory, is off by about 1.
 _TABLE_ERROR = 0.01
-# What an archive of torch.save ends with, without a comment: where its list of entries is and how long.
+# An archive of torch.save, without a comment, ends with the place and length of its list of entries.
 _END_BYTES, MOST_LISTED_BYTES = 98, 1 << 24
 
 
@@ -42,7 +42,7 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
     Args:
         path: the file.
-        sizes: keys of `LlamaConfig` that somebody gave; they must agree with what the tensors show.
+        sizes: keys of `LlamaConfig` that the user gave; they must agree with what the tensors show.
 
     Raises:
         InputRefused: no such file, no weights of a Llama, or a size that is wrong or cannot be known.
@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
     except MonographError:
         raise
-    except Exception as error:  # the unpickler raises whatever a damaged file makes it run into
+    except Exception as error:  # on a damaged file the unpickler may raise anything
         line = (str(error).splitlines() or [""])[0][:100]
         raise InputRefused(
             f"{path}: not weights that torch.save wrote ({type(error).__name__}: {line}); save model.state_dict() alone"
@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _require_stored(path: Path) -> None:
-    """Refuse an archive whose entries are larger than the file: torch stores them as they are."""
+    """Refuse an archive whose entries are larger than the file: torch stores entries uncompressed."""
     with open_input(path) as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         end = file.read(_END_BYTES)
@@ -134,7 +134,7 @@ def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) ->
 
 
 def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping[str, Any]) -> int:
-    """Without a rotary table: the width of a head by the number of heads that was given, or that the preset has."""
+    """Return the head width from the number of heads, given or the preset's, where there is no rotary table."""
     if heads := sizes.get("num_attention_heads"):
         return max(1, queries // int(heads))
     known = LlamaConfig.preset("llama-179m")
@@ -145,9 +145,9 @@ def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping
 
 
 def _rope_theta(cos_TE: Tensor) -> float:
-    """The base whose second frequency, theta ^ (-2 / E), the table's second position has; whatever else if it has none.
+    """Return the base theta that gives a table's second frequency, theta ^ (-2 / E); the default if it shows none.
 
-    Four digits of it: the table's own rounding is in the sixth. `_check_rotary` then looks at the whole table.
+    It is rounded to four digits, as the table's own rounding is in the sixth. `_check_rotary` then checks all of it.
     """
     usual = LlamaConfig.rope_theta
     if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
@@ -156,7 +156,7 @@ def _rope_theta(cos_TE: Tensor) -> float:
 
 
 def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) -> None:
-    """Whether the tables that the weights were trained with are those that will be computed."""
+    """Refuse weights that were trained with other rotary tables than those that will be computed."""
     if "model.rotary_emb.cos" not in state:
         return
     positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]

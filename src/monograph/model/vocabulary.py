@@ -1,8 +1,8 @@
-"""Rows of tokens that a base did not have or had not trained: in a model, and in an adapter's folder as PEFT has them.
+"""Rows of tokens that a base lacked or had not trained: in a model, and in an adapter's folder in PEFT's format.
 
 In the folder (`trainable_token_indices`) a list means the embedding, and a tied head with it; an object names the
 layers: {"embed_tokens": [...], "lm_head": [...]}. Their rows are `LAYER.token_adapter.trainable_tokens_delta`, in the
-order of the list, and are no difference but the rows themselves. A table that had become larger is stored as a whole
+order of the list, and hold the rows themselves, not a difference. A table that has grown is stored as a whole
 next to them.
 """
 
@@ -30,10 +30,10 @@ _THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
 
 
 def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
-    """The ids that the configuration lists, for all layers alike.
+    """Read the ids that the configuration lists, for all layers alike.
 
     Raises:
-        InputRefused: something else, or layers that differ.
+        InputRefused: the value has another form, or the layers differ.
     """
     lists = list(value.values()) if isinstance(value, dict) else [value or []]
     ids = lists[0] if lists else []
@@ -46,7 +46,7 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
 
 
 def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
-    """What the configuration says of a module's trained rows."""
+    """Return the configuration's entry for a module's trained rows."""
     found = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
     if len(found) > 1:
         return {name.rpartition(".")[2]: ids for name, ids in found.items()}
@@ -54,12 +54,12 @@ def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None
 
 
 def to_peft(name: str) -> str:
-    """PEFT's name of a tensor of an adapter."""
+    """Return PEFT's name of a tensor of an adapter."""
     return PREFIX + (name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name)
 
 
 def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
-    """The tensors of a file by our names, without what only repeats others or the base.
+    """Return the tensors of a file by Monograph's names, without those that only repeat others or the base.
 
     Raises:
         InputRefused: a whole table that is not the base's.
@@ -81,7 +81,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
 
 
 def left_out(value: Any, module: nn.Module) -> set[str]:
-    """Rows of ours that a configuration does not ask for, by name: those of a head of its own, mostly."""
+    """Return the names of our rows that a configuration does not ask for: mostly those of an untied head."""
     named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
 
@@ -104,7 +104,7 @@ def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
         )
 
 
-ROWS_AT_ONCE = 4096  # that are summed in float64, of a table that would not fit the memory in it
+ROWS_AT_ONCE = 4096  # summed in float64 at a time: a large table would not fit the memory in it
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def extend(model: Llama, known: int, tokens: int) -> None:
     Spare rows are used first, missing ones are added and none is taken away. Rows below `known` keep their bits, an
     untied head gets rows of its own mean, a tied one stays tied. A draw around the mean would be no better
     (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"). The sum is in float64 and rounded
-    once, so that it is the same bits wherever it is made and in whichever dtype the folder was read.
+    once, so that it is the same bits wherever it is computed and in whichever dtype the folder was read.
 
     Args:
         model: on any device.
@@ -143,6 +143,6 @@ def _extended(weight_VD: nn.Parameter, known: int, tokens: int) -> nn.Parameter:
 
 
 def _mean(rows_VD: Tensor) -> Tensor:
-    """In fp32, or fp64 of fp64."""
+    """Return the mean row in fp32, or in fp64 for an fp64 table."""
     total_D = torch.stack([part.double().sum(0) for part in rows_VD.split(ROWS_AT_ONCE)]).sum(0)
     return (total_D / len(rows_VD)).to(torch.promote_types(rows_VD.dtype, torch.float32))

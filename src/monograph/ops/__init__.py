@@ -1,1 +1,1 @@
-"""One operation per file, each with its reference beside its fast path where there are two."""
+"""One operation per file, with a reference next to each fast path."""

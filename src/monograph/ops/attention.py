@@ -1,9 +1,9 @@
 """Grouped-query scaled dot-product attention: the plain softmax next to the fused kernels.
 
-Which of torch's kernels computes causal attention fastest on a GPU is measured: those that can, on a run's own shapes.
+Torch's fastest kernel for causal attention on a GPU is found by timing those that can, on a run's own shapes.
 
 Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
-dimension, Q queries of a block, R keys that they may see, N = B K, M = G Q.
+dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
-QUERIES = 128  # of a block
-MOST_KEYS = 1024  # for which probabilities are kept until the backward pass
+QUERIES = 128  # queries of a block
+MOST_KEYS = 1024  # most keys for which probabilities are kept until the backward pass
 
 
 def attention(
     query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto", kernel: Kernel = "torch"
 ) -> Tensor:
-    """Softmax attention in which H / K neighbouring query heads share one key-value head.
+    """Compute softmax attention in which H / K neighbouring query heads share one key-value head.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // (H / K), s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // (H / K), s]) / sqrt(D)
@@ -54,20 +54,20 @@ def attention(
             "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
             "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it is fused only inside
             a compiled graph and has no backward on a CPU.
-            "blocks": matrix products of 128 queries with the keys up to the last of them, for a causal mask. Where
+            "blocks": multiplies 128 queries with the keys up to the last of them, for a causal mask. Where
             heads are bf16 it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on
             a CPU it takes half the time of the fused kernel there (docs/log.md), for memory that grows with T^2.
-            "auto": what the mask is made for: "flex" for a BlockMask, else "sdpa", which is "blocks" for bf16 and up
-            to 1,024 keys in a compiled graph on a CPU; a mask of one's own that is not causal needs "sdpa" there.
-        kernel: which of torch's kernels "sdpa" is where there is no mask: the one that torch takes, or one by name,
-            on a GPU (`monograph.ops.attention` finds the fastest). Dense masks are read by the one that can.
+            "auto": whichever fits the mask: "flex" for a BlockMask, else "sdpa", run as "blocks" for bf16 and up
+            to 1,024 keys in a compiled graph on a CPU; a mask that is not causal needs "sdpa" there.
+        kernel: the torch kernel of "sdpa" where there is no mask: torch's own choice, or one by name
+            on a GPU (`monograph.ops.attention` finds the fastest). Only one kernel reads dense masks, so it takes them.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
 
     Raises:
         ValueError: the mask is of a kind that `impl` cannot read.
-        RuntimeError: torch's, the kernel that was named cannot compute this on this device.
+        RuntimeError: raised by torch: the named kernel cannot compute this on this device.
     """
     if isinstance(mask, BlockMask):
         if impl not in ("auto", "flex"):
@@ -108,7 +108,7 @@ def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
-    # Half of the lowest, so that a score is added to it without overflow. Added in the product, as a mask that a loop
+    # Half of the lowest number, so that adding a score cannot overflow. Added in the product, as a mask that a loop
     # over scores has to read keeps Inductor from computing a row's softmax in one go (docs/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
@@ -145,7 +145,7 @@ def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     return (probabilities_BHTS @ value_BHSD).to(query_BHTD.dtype)
 
 
-# The unfused path is none: it keeps the scores of all pairs, which no plan of the memory expects.
+# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has room.
 KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
 ROUNDS, CALLS = 5, 4
 MARGIN = 1.05  # how much faster than torch's own choice a kernel has to be, or the clock's noise would choose
@@ -154,11 +154,11 @@ MARGIN = 1.05  # how much faster than torch's own choice a kernel has to be, or 
 def timed(
     attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
 ) -> dict[Kernel, float]:
-    """Seconds of a call of `attempt`, the least of a few, by the kernels that it does not fail with.
+    """Return the least seconds of a few calls of `attempt`, by kernel, without those that fail.
 
     Args:
         attempt: runs one kernel; a RuntimeError says that it cannot, out of memory being one.
-        finish: waits until what `attempt` began is done.
+        finish: waits until the work that `attempt` began is done.
         now: the clock.
     """
     able: list[Kernel] = []
@@ -170,7 +170,7 @@ def timed(
             continue
         able.append(kernel)
     times = dict.fromkeys(able, float("inf"))
-    for _ in range(ROUNDS):  # in turn: what disturbs the machine for a while disturbs all alike
+    for _ in range(ROUNDS):  # kernels take turns, so that a passing disturbance of the machine affects all alike
         for kernel in able:
             began = now()
             for _ in range(CALLS):
@@ -181,7 +181,7 @@ def timed(
 
 
 def fastest(times: Mapping[Kernel, float]) -> Kernel:
-    """The kernel that takes the least time, "torch" if none is faster than that by the margin."""
+    """Return the fastest kernel; "torch" unless another one is faster by MARGIN."""
     if not times:
         return "torch"
     best = min(times, key=times.__getitem__)
@@ -189,7 +189,7 @@ def fastest(times: Mapping[Kernel, float]) -> Kernel:
 
 
 def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
-    """In words: the kernel that is used, and how many times as fast as torch's choice each of them is."""
+    """Return a text that names the chosen kernel and how many times as fast as torch's choice each of them is."""
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
     speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
@@ -201,7 +201,7 @@ def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
 def time_kernels(
     batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[Kernel, float]:
-    """Seconds of causal attention forward and backward, by kernel; none where there is no memory for its inputs.
+    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory for its inputs.
 
     Args:
         batch: rows, B.
@@ -209,9 +209,9 @@ def time_kernels(
         length: T.
         size: D.
         dtype: of queries, keys and values.
-        device: where.
+        device: the device to time on.
     """
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay where they are
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random state is not touched
 
     def drawn(heads: int) -> torch.Tensor:
         made = torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator)
@@ -228,5 +228,5 @@ def time_kernels(
         torch.autograd.grad(out_BHTD, (query_BHTD, key_BKTD, value_BKTD), cotangent_BHTD)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of each kernel that cannot, and why
+        warnings.simplefilter("ignore")  # torch warns about each kernel that cannot run, and why
         return timed(attempt, lambda: synchronize(device))

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache whose result does not depend on how much of the cache is looked at.
+"""Attention over a key-value cache, whose result does not depend on how much of the cache is read.
 
 Shape suffixes: B rows, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, M = G T, E head
 dimension, N blocks of the cache, C slots in a block, S = N C slots; slot s holds the key and value of position s.
@@ -15,14 +15,14 @@ BLOCK = 128  # slots
 def cached_attention(
     query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, positions_BT: Tensor, window: int | None = None
 ) -> Tensor:
-    """Softmax attention of queries at given positions to the slots up to their own.
+    """Compute softmax attention of queries at given positions to the slots up to their own.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // G, s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // G, s]) / sqrt(E)
         visible      : positions[b, t] - window < s <= positions[b, t]
 
     Sums over slots are taken inside a block and then over blocks by halving, as if the number of blocks were padded to
-    a power of two. A block that nobody sees adds zeros, so more blocks, or other rows' lengths, change no bit.
+    a power of two. A block that no query sees adds zeros, so more blocks, or other rows' lengths, change no bit.
 
     Args:
         query_BHTE: floating.
@@ -52,7 +52,7 @@ def cached_attention(
 
 
 def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype) -> Tensor:
-    """Batched matrix products, their sums kept in `wide`."""
+    """Return batched matrix products, summed in the dtype `wide`."""
     if left.dtype == wide or not left.is_cuda:
         return left.to(wide) @ right_NBKXY.to(wide)
     left_NBKMX = left.expand(*right_NBKXY.shape[:-2], *left.shape[-2:])
@@ -62,7 +62,7 @@ def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _halved(parts_N: Tensor) -> Tensor:
-    """The sum over the first axis: i and i + P / 2 together, again and again; P the next power of two."""
+    """Return the sum over the first axis by repeatedly adding i and i + P / 2, where P is the next power of two."""
     while (count := parts_N.shape[0]) > 1:
         half = 1 << (count - 1).bit_length() - 1
         parts_N = torch.cat([parts_N[: count - half] + parts_N[half:], parts_N[count - half : half]])

@@ -17,11 +17,11 @@ from monograph.ops.token_rows import Rows, change, replaced
 # A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
 # cache, large enough that the matrix products keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# The loop is unrolled in a compiled graph, so its length is compile time; and each chunk adds to the weight's whole
+# The loop is unrolled in a compiled graph, so its length costs compile time; and each chunk adds to the weight's whole
 # gradient, [V, D]. Eight are enough for an eighth of what dense logits take (benchmarks/loss.py).
 MAX_CHUNKS = 8
 NO_ROWS = (None, None, None)
-# What works in place does so on parts of this size in fp32: small enough for a CPU's cache.
+# In-place work is done on parts of this size in fp32: small enough for a CPU's cache.
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 
 
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     impl: Literal["chunked", "reference"] = "chunked",
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of a linear classifier, and how many targets were summed.
+    """Return the summed cross-entropies of a linear classifier and the number of targets.
 
     loss = sum over n with targets[n] != ignore_index of  logsumexp(z[n]) - z[n, targets[n]],   z = hidden @ weight.T
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
@@ -52,8 +52,8 @@ def linear_cross_entropy(
         ignore_index: the target value that is not predicted (torch's default).
         chunks: how many pieces N is cut into; None chooses by the size of a chunk's logits.
         impl: "chunked" or "reference".
-        rows: in the place of the weight's own, which is frozen; they alone get a gradient, and no copy of the weight is
-            made. What they add to its logits is computed apart, so that rows which are its own leave its bits.
+        rows: replace rows of the weight, which is frozen; they alone get a gradient, and no copy of the weight is
+            made. Their change to the logits is computed separately, so unchanged rows leave the logits' bits alone.
 
     Returns:
         (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number of targets.
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     if torch.is_grad_enabled():
-        # A transform hides what requires a gradient.
+        # Inside a transform of torch.func `requires_grad` is not visible.
         if rows is not None or not (weight_VD.requires_grad or compat.in_transform()):
             return _FrozenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks, *(rows or NO_ROWS))[0], count
         return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
@@ -83,7 +83,7 @@ def linear_cross_entropy(
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Pieces into which `tokens` are cut so that one piece's fp32 logits stay under CHUNK_BYTES; at most MAX_CHUNKS."""
+    """Return the number of pieces of `tokens` whose fp32 logits stay under CHUNK_BYTES each; at most MAX_CHUNKS."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
@@ -97,7 +97,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
-    """Rows as what they add to the weight's own."""
+    """Return rows as the differences that they add to the weight's own."""
     return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
 
 
@@ -131,7 +131,7 @@ def _pieces(
 def _chunk_gradients(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's loss and gradients, the weight's added to those of the chunks before."""
+    """Return a chunk's loss and gradients, the weight's added to those of the chunks before."""
     term, grad_CD, hidden_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C)
     if grad_weight_VD is None:
         grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
@@ -143,9 +143,9 @@ def _chunk_gradients(
 def _chunk_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, added: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A chunk's loss, the hidden states' gradient, and what the weight's is made of: hidden states, softmax - onehot.
+    """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states and softmax - onehot.
 
-    A function of its own, so that nothing of a chunk is alive in the next one.
+    It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
     # Zero where nothing is predicted: such a row then adds nothing to the weight's gradient. Under vmap this also makes
     # the logits batched if the targets are, which the in-place writes below need.
@@ -159,7 +159,7 @@ def _chunk_difference(
     return (losses_C * weights_C).sum(), grad_CD * kept_C1, hidden_CD, grad_CV
 
 
-# An operator of its own: of a plain sum a compiler makes one kernel that reads the products of many chunks and so keeps
+# An operator, because a compiler would make of a plain sum one kernel that reads many chunks' products and so keeps
 # all of them, [V, D] each.
 @torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -184,7 +184,7 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
 def _traced_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Losses [C], and softmax - onehot [C, V] in the dtype of `hidden_CD`: out of place, a compiler fuses it."""
+    """Return losses [C] and softmax - onehot [C, V] in `hidden_CD`'s dtype, out of place for a compiler to fuse."""
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
     if added is not None:
         more_CV = (hidden_CD @ added.values_KD.T).to(dtype)[:, added.slot_V.clamp_min(0)]
@@ -200,7 +200,7 @@ def _traced_difference(
 def _eager_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in place, some rows at a time: a fresh [C, V] tensor costs a CPU more than the arithmetic on it."""
+    """Compute the same in place, in parts: on a CPU a fresh [C, V] tensor costs more than the arithmetic on it."""
     logits_CV = _logits(hidden_CD, weight_VD, added)
     rows = max(1, _block_bytes(logits_CV) // (4 * weight_VD.shape[0]))
     losses: list[Tensor] = []
@@ -227,7 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: list[Tensor] = []
         grads: list[Tensor] = []
         grad_weight_VD = None
-        weight_VD = weight_VD.to(hidden_ND.dtype)  # in here, so that its gradient is not rounded to that dtype
+        weight_VD = weight_VD.to(hidden_ND.dtype)  # cast in here, so that its gradient is not rounded to that dtype
         for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
             term, grad_CD, grad_weight_VD = _chunk_gradients(hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD)
             terms.append(term)
@@ -238,7 +238,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         _, grad_hidden_ND, grad_weight_VD = output
         ctx.mark_non_differentiable(grad_hidden_ND, grad_weight_VD)
-        ctx.set_materialize_grads(False)  # or both get a gradient of zeros, of their own size
+        ctx.set_materialize_grads(False)  # otherwise both unused outputs get a full-size gradient of zeros
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype = inputs[1].dtype
 
@@ -253,9 +253,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _FrozenLoss(torch.autograd.Function):
-    """The same beside a frozen weight: a third of the arithmetic, and [V, D], less.
+    """The loss for a frozen weight, which saves a third of the arithmetic and one [V, D] tensor.
 
-    With rows it gives their gradient, of a chunk  (softmax - onehot)[:, index].T @ hidden.
+    With rows it computes their gradient, (softmax - onehot)[:, index].T @ hidden for each chunk.
     """
 
     generate_vmap_rule = True

@@ -1,4 +1,4 @@
-"""A number that is computed once, where a compiler would compute it again for every element that it is applied to."""
+"""Keeps a value in memory where a compiler would compute it again for every element that uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def materialize(value: Tensor) -> Tensor:
-    """The same tensor; in a compiled graph it is kept in memory instead of being fused into what reads it.
+    """Return the same tensor; in a compiled graph it is kept in memory instead of being fused into its readers.
 
     Inductor fuses small tensors into the loops of large ones, where a power or a division by a learning rate is then
     repeated for every element: on a CPU two powers cost an AdamW update more than everything else in it.

@@ -1,4 +1,4 @@
-"""Trained rows of a table that is frozen otherwise: lookups in it and products with it, without a second table.
+"""Trained rows of an otherwise frozen table: look-ups and products without a second table.
 
 Shapes: V rows of the table, D their size, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Rows that stand in the place of a table's own.
+    """Rows that replace some of a table's own.
 
     Attributes:
-        values_KD: the rows; alone in it they have a gradient.
-        index_K: where they stand, int64, each once.
-        slot_V: the other way round: the place in `values_KD` of each row of the table, -1 of one that is its own.
+        values_KD: the rows, the only ones with a gradient.
+        index_K: their distinct positions in the table, int64.
+        slot_V: the inverse: for each row of the table its position in `values_KD`, -1 where it is not replaced.
     """
 
     values_KD: Tensor
@@ -27,25 +27,25 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """The table with the rows in it, a copy, in its dtype: what everything below is compared with."""
+    """Return a copy of the table with the rows in it, in its dtype: the reference for everything below."""
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
 def change(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """What is added to the table's own rows, [K, D] in its dtype: exactly zero while both are the same numbers."""
+    """Return the difference to the table's own rows, [K, D] in its dtype: exactly zero while both are equal."""
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
 def embedding(
     tokens: Tensor, weight_VD: Tensor, rows: Rows, impl: Literal["gathered", "reference"] = "gathered"
 ) -> Tensor:
-    """`F.embedding` in the table with the rows in it: int64 [...] to [..., D] in the table's dtype.
+    """Look tokens up in the table with the rows in it, as `F.embedding`: int64 [...] to [..., D] in the table's dtype.
 
     Args:
         tokens: ids.
         weight_VD: the table, which gets no gradient.
-        rows: of it.
-        impl: "gathered" looks in the table and in the rows; "reference" in a copy of the table.
+        rows: the rows that replace some of its own.
+        impl: "gathered" reads the table and the rows; "reference" reads a copy of the table with the rows in it.
     """
     if impl == "reference":
         return F.embedding(tokens, replaced(weight_VD, rows))
@@ -54,7 +54,7 @@ def embedding(
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
-    """`F.linear` with the table with the rows in it, [..., D] to [..., V]; rows that are its own leave its bits.
+    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows leave the table's bits.
 
     y = x W^T,   y[..., index] += x (rows - W[index])^T
     """
@@ -63,7 +63,7 @@ def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None 
 
 
 class _Lookup(torch.autograd.Function):
-    """The rows where a token has one; their gradient is a product, as sums by many threads have no order."""
+    """Looks up the replaced rows; their gradient is a matrix product, as threads' sums have no fixed order."""
 
     generate_vmap_rule = True
 

@@ -1,1 +1,1 @@
-"""Watches a run and never steers it: where its time went, what binds it, its memory, the health of the machine."""
+"""Observes a run without changing it: where its time goes, its bottleneck, its memory, and the machine's health."""

@@ -1,11 +1,11 @@
-"""What binds a run, and the one change that is predicted to help most: rules over where its time went.
+"""Names a run's bottleneck and the change that is predicted to help most, by rules over where its time went.
 
     floor of a kernel = max(operations / measured matmul rate, bytes / measured copy bandwidth), at most its time
-    recoverable       = time - floor of what is computed; all of data waits, host gaps and transfers;
-                        of empty positions their share of it all, as an update has so many tokens fewer
-    gain of a change  = time / (time - what it saves)                                      (Amdahl)
+    recoverable       = time - floor of the computing; all of data waits, host gaps and transfers;
+                        for empty positions their share of the whole, as an update has so many tokens fewer
+    gain of a change  = time / (time - time saved)                                         (Amdahl)
 
-The verdict is the largest recoverable share. What a change saves is said beside each (`changes`).
+The verdict is the largest recoverable share. `changes` gives the saving of each change with it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Bound = Literal["compute", "memory", "latency", "unknown"]
 Binds = Part | Literal["padding", "nothing"]
 
 LATENCY = 0.15  # a kernel whose floor is a smaller share of its time is bound by neither compute nor memory
-NOTHING = 0.05  # a smaller share of the step is not worth a change
-# Of eager elementwise time what is left when a compiler fuses it (docs/profile.md has the measurement).
+NOTHING = 0.05  # no change is worth making for a smaller share of the step
+# Share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the measurement).
 FUSED = 0.45
-# Of the host's time between kernels what is left when the step is one graph: as many as kernels are, and so long for
-# each graph that is called, of a micro-step or of the update.
+# Share of the host's time between kernels that remains when the step is one graph, by the number of kernels, and the
+# seconds of each call of a graph, of a micro-step or of the update.
 LAUNCHED, CALLED_S = KERNELS[True] / KERNELS[False], MICRO_STEP_S
-UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # of the optimizer's bytes, in one pass
+UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # share of the optimizer's bytes that remains in one pass
 COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the device reaches: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a copy."""
+    """The device's rates: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a copy."""
 
     matmul_flops: float
     copy_bytes_per_s: float
@@ -42,14 +42,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Situation:
-    """How the run is set up, as far as a change could mend it.
+    """The parts of a run's setup that a change could improve.
 
     Attributes:
         captured: whether the step is compiled.
-        can_compile: whether it could be.
-        micro_steps: of an update.
-        bf16: what takes how many times as long in bf16 as in the run's dtype; nothing where bf16 is no choice.
-        used: share of the positions that hold tokens; packed: what it would be with rows packed.
+        can_compile: whether it could be compiled.
+        micro_steps: the number of micro-steps of an update.
+        bf16: time in bf16 over time in the run's dtype, by part; empty where bf16 is no option.
+        used: share of the positions that hold tokens; packed: that share with rows packed.
     """
 
     captured: bool = True
@@ -62,10 +62,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class Change:
-    """One thing to do: a key of the configuration or an action, what it saves of the time for as many tokens, and why.
+    """A configuration key or action, the time that it saves for the same number of tokens, and the reason.
 
     Attributes:
-        same_training: whether the model that comes out is the same, up to rounding.
+        same_training: whether the trained model is the same, up to rounding.
     """
 
     what: str
@@ -76,15 +76,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What binds a run.
+    """The bottleneck of a run.
 
     Attributes:
         spent: the update's seconds by part.
-        floors: the least each part could take on this device, in seconds; unknown operations keep their time.
+        floors: the least each part could take on this device, in seconds; operations of unknown work keep their time.
         bounds: seconds of the kernels of each part that are compute-, memory- or latency-bound.
-        recoverable: seconds by what could be gained, "padding" among them.
-        binds: the largest of these, "nothing" if it is a small share.
-        changes: what may be done, the best first; those that change the training come last.
+        recoverable: seconds that each part could gain, and "padding".
+        binds: the part with the largest of these, or "nothing" if its share is small.
+        changes: possible changes, the best first; those that change the training come last.
     """
 
     spent: Spent
@@ -96,33 +96,33 @@ class Verdict:
 
     @property
     def floor_s(self) -> float:
-        """The least that the update could take with all gaps closed."""
+        """The shortest time that the update could take with all gaps closed."""
         return sum(self.floors.values())
 
     @property
     def change(self) -> Change | None:
-        """The one to make; None if nothing is worth it."""
+        """The change to make; None if none is worth it."""
         return self.changes[0] if self.changes else None
 
     @property
     def unknown_s(self) -> float:
-        """Of what is computed the seconds that have no floor but themselves, as nobody can count the work."""
+        """Seconds of kernels whose work cannot be counted, so that their floor is their own time."""
         return sum(self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED)
 
     def gain(self, change: Change) -> float:
-        """How many times as fast the run is predicted to be after a change."""
+        """Return how many times as fast the run is predicted to be after a change."""
         return self.spent.total_s / max(self.spent.total_s - change.saved_s, 1e-12)
 
 
 def floor_s(kernel: Kernel, machine: Machine) -> float:
-    """The least a kernel could take; its own time where neither operations nor bytes are known."""
+    """Return a kernel's shortest possible time; its own time where neither operations nor bytes are known."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return kernel.seconds
     return min(kernel.seconds, max(_least(kernel, machine)))
 
 
 def bound(kernel: Kernel, machine: Machine) -> Bound:
-    """Which of its two floors is the higher, unless both are far below its time."""
+    """Return the higher of a kernel's two floors, or "latency" if both are far below its time."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
     compute, memory = _least(kernel, machine)
@@ -137,9 +137,9 @@ def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
 
 
 def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
-    """What binds a stretch of work whose seconds are `found`, made of `kernels`.
+    """Return the bottleneck of a stretch of work that took `found` and consists of `kernels`.
 
-    Kernels that ran beside one another, or watched by a profiler, took longer than the parts: floors are scaled alike.
+    Kernels that overlap or are profiled take longer than the parts, so floors are scaled by the same factor.
     """
     busy: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     least: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -152,7 +152,7 @@ def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation
         part: found.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
     }
     if not busy["other"]:
-        floors["other"] = found.parts["other"]  # nobody knows what it is, so nobody knows how to win it back
+        floors["other"] = found.parts["other"]  # its cause is unknown, so none of it counts as recoverable
     recoverable: dict[str, float] = {part: found.parts[part] - floors[part] for part in PARTS}
     recoverable["padding"] = (1 - situation.used) * found.total_s
     most = max(recoverable, key=lambda name: recoverable[name])
@@ -163,7 +163,7 @@ def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation
 def changes(
     found: Spent, floors: Mapping[Part, float], bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation
 ) -> list[Change]:
-    """What may be done, each worth its share, by what it saves; what changes the training is after all others."""
+    """Return the changes worth making, by the time that they save; those that change the training come last."""
     sync = found.gaps.get("sync", 0.0)
     gaps = found.parts["host gaps"] - sync
     offered = [
@@ -191,9 +191,9 @@ def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound
 def _of_graphs(
     found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
 ) -> list[Change]:
-    """Fewer micro-steps, of which the update counts as one more; and one graph for all operators of each.
+    """Offer fewer micro-steps, where the update counts as one more, and one graph for all operators of each.
 
-    Of an optimizer that multiplies matrices, as Muon does, a graph makes one pass of what lies between the products.
+    In an optimizer that multiplies matrices, such as Muon, a graph fuses the work between products into one pass.
     """
     steps = situation.micro_steps
     larger = Change(
@@ -209,10 +209,10 @@ def _of_graphs(
 
 
 def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
-    """Half as many bits: faster are products that compute binds, and of the rest what memory binds.
+    """Offer bf16: it speeds up compute-bound products, and elsewhere the memory-bound kernels.
 
-    A kernel that is too small for either floor gains nothing. What is slower is so in all of a part, but for the
-    products of an optimizer, as Muon's.
+    A latency-bound kernel gains nothing. A slowdown applies to all of a part, except to the
+    products of an optimizer such as Muon.
     """
     saved, products = 0.0, _share(bounds, "optimizer", "compute") * found.parts["optimizer"]
     for part, times in situation.bf16.items():
@@ -226,7 +226,7 @@ def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situ
 
 
 def _of_another_training(found: Spent, floors: Mapping[Part, float]) -> list[Change]:
-    """What costs less of a part by doing less of it; worth saying where that part is above its floor."""
+    """Offer to do less of a part, where that part is above its floor; this changes the training."""
 
     def over(part: Part) -> bool:
         return found.parts[part] - floors[part] > NOTHING * found.total_s

@@ -1,4 +1,4 @@
-"""Whether what a run relies on works here: torch's compiler, the disk, the system's limits."""
+"""Checks what a run relies on: torch's compiler, the disk, the system's limits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from monograph.device import clock
 from monograph.storage.reading import is_folder
 
 PROBE_BYTES = 1 << 25
-FEWEST_FILES = 256  # a run holds some dozens open
+FEWEST_FILES = 256  # a run keeps some dozens open
 
 
 class Disk(NamedTuple):
-    """A folder's disk; `obstacle` says why nothing can be written there, None if something can."""
+    """The disk of a folder; `obstacle` says why it cannot be written, None if it can."""
 
     folder: str
     free_bytes: int
@@ -29,7 +29,7 @@ class Disk(NamedTuple):
 
 
 def disk(folder: Path) -> Disk:
-    """Write 32 MiB durably below a folder, or below the nearest one above it that is there, and take them away."""
+    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent, and remove them."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if is_folder(each))
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
@@ -43,7 +43,7 @@ def disk(folder: Path) -> Disk:
 
 
 def compiled_obstacle(device: torch.device) -> str | None:
-    """What is wrong with a small function, forward and backward, that torch compiles for the device; None: nothing."""
+    """Return what is wrong with a small compiled function, forward and backward, on the device; None if nothing is."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x @ x.T) * 2).sum()
@@ -64,7 +64,7 @@ def compiled_obstacle(device: torch.device) -> str | None:
 
 
 def limits() -> dict[str, int | None]:
-    """The system's limits on this process, None where there is none: open files, and bytes of memory and of a file."""
+    """Return the limits on this process, None for no limit: open files, and bytes of memory and of a file."""
     kinds = {
         "open_files": resource.RLIMIT_NOFILE,
         "address_space_bytes": resource.RLIMIT_AS,
@@ -75,7 +75,7 @@ def limits() -> dict[str, int | None]:
 
 
 def limits_said(found: dict[str, int | None]) -> str:
-    """The same in words."""
+    """Return the limits in words."""
     files, memory, file = found.values()
     said = [f"{files:,} open files" if files else ""]
     said += [f"memory {memory / 2**30:.3g} GiB (ulimit -v)" if memory is not None else ""]

@@ -1,7 +1,7 @@
-"""Where the time of a stretch of work went: busy intervals and what the host did between them, in shares that add up.
+"""Splits the time of a stretch of work into shares that add up: busy intervals, and the gaps between by cause.
 
-No torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or are made up. On a CPU, where host and
-device are one, a busy interval is an operator's and a gap between two is the host's: Python, guards, dispatch.
+It needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or a test. On a CPU, host and
+device are one: a busy interval is an operator's, and a gap between two is the host's (Python, guards, dispatch).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 PARTS: tuple[Part, ...] = (
     "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other",
 )  # fmt: skip
-# What a gap counts as, by its cause.
+# The part that a gap counts towards, by its cause.
 OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",
     "sync": "host gaps",
@@ -29,9 +29,9 @@ OF_CAUSE: Mapping[Cause, Part] = {
     "transfer": "transfers",
     "other": "other",
 }
-# Shape and strides of each.
+# Shape and strides of each operand.
 Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-KERNEL_GAP_S = 2e-6  # between two kernels that were both launched long before: what the device itself takes
+KERNEL_GAP_S = 2e-6  # the device's own gap between two kernels that were both launched long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Kernel:
     """A busy interval of the device, in seconds on the trace's clock.
 
     Attributes:
-        part: what it computes; "transfers" is a copy from or to the host.
+        part: the part that it computes; "transfers" is a copy from or to the host.
         begin_s: when it begins; end_s: when it ends.
-        flops: operations, None where nobody knows.
-        moved_bytes: read and written, None where nobody knows.
+        flops: operations, None where unknown.
+        moved_bytes: bytes read and written, None where unknown.
         launched_s: when the host launched it, None where that is not in the trace.
-        name: of its operator or kernel.
-        operands: shape and strides of the two that a product multiplies, None where nobody knows.
+        name: the name of its operator or kernel.
+        operands: shape and strides of a product's two operands, None where unknown.
     """
 
     part: Part
@@ -59,13 +59,13 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        """How long it runs."""
+        """Seconds that it runs."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the host did: "data", waiting for a window; "sync", waiting for the device."""
+    """A wait of the host: "data", waiting for a window; "sync", waiting for the device."""
 
     kind: Literal["data", "sync"]
     begin_s: float
@@ -74,16 +74,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A stretch of work.
+    """A stretch of work on the host's clock.
 
     Attributes:
-        begin_s: on the host's clock; end_s: likewise.
-        kernels: what the device did; those that reach beyond the stretch are cut.
-        spans: of the host.
-        updates: from when to when the optimizer was at work, in order.
-        events: how many a profiler noted inside of each part's kernels, and as "host gaps" between them, outside of
+        begin_s: when it begins; end_s: when it ends.
+        kernels: the device's busy intervals, cut at the ends of the stretch.
+        spans: the host's waits.
+        updates: the intervals in which the optimizer worked, in order.
+        events: the number that a profiler recorded inside each part's kernels, and as "host gaps" between them, outside
             updates.
-        update_events: in updates.
+        update_events: those inside updates.
     """
 
     begin_s: float
@@ -96,14 +96,14 @@ class Timeline:
 
     @property
     def rest(self) -> list[tuple[float, float]]:
-        """What lies between updates, before them and after."""
+        """The intervals before, between and after updates."""
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a stretch, by what they went to.
+    """Seconds of a stretch, by part.
 
     Attributes:
         parts: all of `PARTS`; they add up to the stretch.
@@ -115,11 +115,11 @@ class Spent:
 
     @property
     def total_s(self) -> float:
-        """The whole stretch."""
+        """Seconds of the whole stretch."""
         return sum(self.parts.values())
 
     def share(self, part: Part) -> float:
-        """Of the stretch, 0 to 1; of an empty stretch all is "other"."""
+        """Return the part's share of the stretch, 0 to 1; all of an empty stretch is "other"."""
         return self.parts[part] / self.total_s if self.total_s else float(part == "other")
 
     def __add__(self, other: Spent) -> Spent:
@@ -128,10 +128,10 @@ class Spent:
 
 
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
-    """Every moment of the stretch, or of what lies `within` it, to one part.
+    """Attribute every moment of the stretch, or of the intervals `within` it, to one part.
 
-    A moment belongs to the kernels that run in it, in equal shares where several do; a copy beside a kernel is hidden
-    and counts nothing. Where only copies run it is a transfer. Where nothing runs it is a gap: of data, or of a wait
+    A moment belongs to the kernels that run in it, in equal shares where several do; a copy under a kernel is hidden
+    and not counted. Where only copies run, it is a transfer. Where nothing runs, it is a gap: of data, or of a wait
     for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
     """
@@ -170,7 +170,7 @@ def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list
 
 
 def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
-    """Why nothing runs between `left` and `right`, which no span's edge divides."""
+    """Return why nothing runs between `left` and `right`, which no span's edge divides."""
     over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
     if "data" in over:
         return "data"
@@ -182,14 +182,14 @@ def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | No
 
 
 def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool) -> Spent:
-    """Of one update what some that a profiler watched say, as if it had not.
+    """Return the time of one unprofiled update by part, estimated from a few profiled ones.
 
     Args:
-        watched: a few updates.
+        watched: a few profiled updates.
         event_s: see `undisturbed`.
-        whole_s: an update takes that nobody watches.
-        optimizer_s: of that.
-        overlaps: whether the device is still at work on what came before when the host begins with the optimizer; then
+        whole_s: seconds of an unprofiled update.
+        optimizer_s: seconds of its optimizer.
+        overlaps: whether the device still runs earlier work when the host begins the optimizer; then
             the two cannot be timed apart.
     """
     if overlaps:
@@ -202,13 +202,13 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
 
 
 def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
-    """The same of a run that no profiler watched, which took `measured_s`.
+    """Return a profiled stretch's time by part, corrected to an unprofiled one that took `measured_s`.
 
     Args:
-        found: of the watched one.
-        events: how many the profiler noted in it, by where: see `Timeline`.
-        event_s: what noting one costs. It is spent outside of the event, in what called it.
-        measured_s: what is left is scaled to.
+        found: the seconds of the profiled stretch.
+        events: the number that the profiler recorded in it, by place: see `Timeline`.
+        event_s: seconds to record one event, which are spent outside the event, in its caller.
+        measured_s: the total to which the remaining time is scaled.
     """
     parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
     left = sum(parts.values())

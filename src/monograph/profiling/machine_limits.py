@@ -1,4 +1,4 @@
-"""What a profiled engine's device reaches, and what its work would take in other numbers: measured, not looked up."""
+"""Measures the rates of a profiled engine's device, and how long its work would take in bf16."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from monograph.profiling.bottleneck import Machine, Situation
 from monograph.profiling.intervals import Kernel, Operands, Part
 
 COLD_BYTES = 2**26
-# Seconds in bf16 over those in fp32, of an optimizer without its products: of code that a compiler made for a CPU,
-# which converts each number twice (docs/profile.md), and of any where numbers of 16 bits are as good as others.
+# Seconds in bf16 over those in fp32, with an optimizer's products left out: for code that a compiler made for a CPU,
+# which converts each number twice (docs/profile.md), and for a device where 16-bit numbers are as good as others.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-KINDS = 12  # of products that are timed in bf16, those of most seconds
-ROUNDS = 3  # of a product; the quickest counts
+KINDS = 12  # kinds of products that are timed in bf16, those that take longest
+ROUNDS = 3  # rounds of timing a product; the quickest counts
 
 
 def machine_of(engine: Engine) -> Machine:
-    """What the engine's device reaches in its dtype."""
+    """Return the rates of the engine's device in the engine's dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
-    known = describe(device).bandwidth_bytes_per_s  # of a card: the datasheet's, as nothing here measures it
+    known = describe(device).bandwidth_bytes_per_s  # for a card the datasheet's, as nothing here measures it
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
 def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
-    """How the engine is set up, and what its own products would take in bf16."""
+    """Return how the engine is set up, and how long its own products would take in bf16."""
     step, device = engine.step, engine.step.device
     narrow: dict[Part, float] = {}
-    # An eager step casts its weights in each micro-step, which costs about what it saves.
+    # An eager step casts its weights in each micro-step, which costs about as much as bf16 saves.
     if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
         products = _in_bf16(device, kernels)
         narrow = {"matmul": products, "loss head": products, "attention": products}
@@ -44,7 +44,7 @@ def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, us
 
 
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Seconds in bf16 over those in fp32 of the run's own products, of operands that no cache holds."""
+    """Return the seconds in bf16 over those in fp32 for the run's own products, with operands outside the caches."""
     taken: defaultdict[Operands, list[float]] = defaultdict(list)
     for each in kernels:
         if each.part in ("matmul", "loss head") and each.operands and each.flops:
@@ -58,7 +58,7 @@ def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
-    """Of one product; the quickest of a few rounds over several that are alike."""
+    """Return the seconds of one product: the quickest of a few rounds over several equal ones."""
     sizes = [1 + sum((side - 1) * stride for side, stride in zip(*each, strict=True)) for each in operands]
     count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
     given = [
@@ -68,7 +68,7 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
         ]
         for _ in range(count)
     ]
-    # As a captured step multiplies them.
+    # Multiply as a captured step does.
     by_onednn = device.type == "cpu" and dtype == torch.float32 and len(operands[0][0]) == 2 and mkl_is_slow()
     multiply, times = onednn if by_onednn else torch.matmul, []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Peak memory: of the device over a run, and of the CPU allocator over a region of code."""
+"""Measures peak memory: of the device over a run, and of the CPU allocator over a region of code."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from monograph.storage.writing import temporary_folder
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory used since the start or the last `reset_peak_memory`, in bytes.
+    """Return the most memory used since the start or the last `reset_peak_memory`, in bytes.
 
     CUDA: what tensors occupied (`torch.cuda.max_memory_allocated`; without the caching allocator's slack and without
-    the context, some hundred MB), and what captured graphs hold for their replays, which therefore counts twice unless
-    the peak is started again after the captures. CPU: the process's peak resident set, tensors, code and libraries
+    the context, some hundred MB), and what captured graphs hold for their replays, which counts twice unless
+    the peak is reset after the captures. CPU: the process's peak resident set, tensors, code and libraries
     together (VmHWM of /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which cannot be reset).
     """
     if device.type == "cuda":
@@ -45,9 +45,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(match[1]) * 1024
 
 
-@functools.lru_cache(maxsize=1)  # looking takes milliseconds, and is asked for all the time
+@functools.lru_cache(maxsize=1)  # counting takes milliseconds and is asked for often
 def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
-    """Bytes in the pools of captured graphs that no tensor occupies; another number of segments looks anew."""
+    """Return the unoccupied bytes in captured graphs' pools; another number of segments makes it count anew."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -56,9 +56,9 @@ def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Start the peak again from what is in use now; False where the system does not permit it.
+    """Reset the peak to the present use; return False where the system does not permit it.
 
-    On a CPU by writing 5 to /proc/self/clear_refs, see proc(5).
+    On a CPU this writes 5 to /proc/self/clear_refs, see proc(5).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -73,9 +73,9 @@ def reset_peak_memory(device: torch.device) -> bool:
 def ledger(
     planes: Iterable[Plane], planned: Mapping[str, int] | None, device: torch.device
 ) -> dict[str, dict[str, int]]:
-    """Peak memory by origin, as planned and as measured on a GPU; a part that is not known is left out.
+    """Return peak memory by origin, as planned and as measured on a GPU; unknown parts are left out.
 
-    What the planes hold is known to the byte; the rest of the measured peak is activations, the loss head and workspace
+    The bytes of the planes are known exactly; the rest of the measured peak is activations, loss head and workspace
     together.
     """
     static = {"weights": 0, "gradients": 0, "moments": 0}
@@ -91,14 +91,14 @@ def ledger(
 
 
 class LiveBytes:
-    """Counts the CPU allocator's own events inside a `with` block, which slows code down.
+    """Counts the CPU allocator's own events inside a `with` block, which slows the code down.
 
         with LiveBytes() as live:
             loss(hidden, head).backward()
         live.peak_bytes, live.kept_bytes
 
     `peak_bytes` is the largest sum, at any moment, of bytes allocated inside the block and not yet freed; `kept_bytes`
-    is what is left of them at its end. Temporaries inside an operator and buffers of compiled code count, because the
+    is their part that is left at its end. Temporaries inside an operator and buffers of compiled code count, as the
     allocator sees them; memory allocated before the block never counts, freed inside it or not. At the end of the
     block DiskFull is raised where the system's folder for temporary files has no room for a trace.
     """
@@ -123,21 +123,21 @@ class LiveBytes:
         for address, size_bytes in self._allocations():
             if size_bytes > 0:
                 live_bytes[address] = size_bytes
-            # torch never forgets what an earlier profile saw allocated: the size that it says of a block that was
-            # there before may be that of another one, long gone, at the same address.
+            # torch keeps the allocations of earlier profiles for ever: the size that it gives for a block that existed
+            # before may be that of an older block, long freed, at the same address.
             elif live_bytes.pop(address, None) is None:
                 continue
             self.kept_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
 
     def _allocations(self) -> list[tuple[int, int]]:
-        """Addresses and signed sizes in order of time, from the profiler's trace file: the only public way to them."""
+        """Return addresses and signed sizes in order of time, from the trace file, their only public source."""
         with temporary_folder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
             try:
                 events = json.loads(read_input(path, None))["traceEvents"]
-            except (OSError, ValueError):  # torch does not say when it could not write
+            except (OSError, ValueError):  # torch does not report a failed write
                 raise DiskFull(
                     f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"
                 ) from None

@@ -1,4 +1,4 @@
-"""A few updates of an engine under torch's profiler: where their time went, the floor, and what to change."""
+"""Runs a few updates under torch's profiler: where their time went, the floor, and what to change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from monograph.profiling.machine_limits import machine_of, situation_of
 from monograph.storage.reading import is_folder
 
 UPDATES, WARM = 3, 2
-EVENTS, ROUNDS = 1000, 3  # of which the cost of watching is measured
-WATCHES, UNDISTURBED = 3, 1.1  # until an update takes at most so many times as long as unwatched
-MEASURED = 9  # updates that nobody watches; their lower quartile counts
+EVENTS, ROUNDS = 1000, 3  # with which the cost of profiling is measured
+WATCHES, UNDISTURBED = 3, 1.1  # attempts, until a profiled update takes at most so many times the unprofiled time
+MEASURED = 9  # unprofiled updates; their lower quartile counts
 NEEDED = WARM + MEASURED + 1 + UPDATES
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
@@ -41,12 +41,12 @@ class Profile:
     """Where an update's time went.
 
     Attributes:
-        update_s: seconds of an update that no profiler watched, the lower quartile of a few.
-        watched_s: the same under the profiler.
-        updates: how many were watched.
-        micro_steps: of an update.
-        machine: what the device was measured at.
-        verdict: of one update, its seconds adding up to `update_s`.
+        update_s: seconds of an unprofiled update, the lower quartile of a few.
+        watched_s: seconds of an update under the profiler.
+        updates: the number of profiled updates.
+        micro_steps: the number of micro-steps of an update.
+        machine: the measured rates of the device.
+        verdict: the verdict on one update, whose seconds add up to `update_s`.
         trace: the Chrome trace.
     """
 
@@ -62,18 +62,18 @@ class Profile:
 def profile(
     engine: Engine, windows: Iterable[Any], file: str | Path, *, packed: float = 1.0, used: float = 1.0
 ) -> Profile:
-    """Train a few updates, some of them watched, and say where their time goes.
+    """Train a few updates, some of them profiled, and report where their time goes.
 
     Args:
-        engine: ready to train, and captured if it is to be; its weights and counters change as in any training.
-        windows: of rows, `NEEDED` of them.
+        engine: ready to train, and captured if wanted; its weights and counters change as in any training.
+        windows: `NEEDED` windows of rows.
         file: the Chrome trace to write, `*.json`.
         used: share of the rows' positions that hold tokens.
-        packed: what that share would be with the rows packed.
+        packed: that share with the rows packed.
 
     Raises:
-        UsageError: no engine, or no windows of rows, or they end too early.
-        InputRefused: the trace's folder is not there.
+        UsageError: the engine or the windows are of another kind, or the windows end too early.
+        InputRefused: the trace's folder does not exist.
         DiskFull: the trace could not be written.
     """
     file = Path(file)
@@ -106,16 +106,16 @@ def profile(
 
 @dataclass(frozen=True, order=True)
 class _Times:
-    """Seconds of all that an update takes, and of the optimizer's in it."""
+    """Seconds of a whole update, and of the optimizer in it."""
 
     whole_s: float
     optimizer_s: float
 
 
 def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
-    """Of a few times that some updates were watched, the one that disturbed them least, and what an update took.
+    """Profile some updates a few times; return the profile that disturbed them least, and the seconds of its update.
 
-    A profiler's own memory can make the allocator give back an eager update's, and fetch it again page by page.
+    The profiler's own memory can make the allocator release an eager update's and fetch it again page by page.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
     found: list[tuple[torch.profiler.profile, float]] = []
@@ -123,7 +123,7 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
         watching = torch.profiler.profile(activities=activities, record_shapes=True)
         try:
             with watched_kernels(), watching, _spans(engine):
-                _update(engine, _next(windows))  # the first one that is watched takes longer
+                _update(engine, _next(windows))  # the first profiled one takes longer
                 times = _each(engine, windows, UPDATES)
             found.append((watching, sum(each.whole_s for each in times) / UPDATES))
         except UsageError:  # no more windows
@@ -136,7 +136,7 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
 
 
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
-    """Write the trace, and return it: torch does not say when it could not write, nor escape the name it writes to."""
+    """Write the trace, and return it: torch neither reports a failed write nor escapes the file's name."""
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "trace.json")
         watched.export_chrome_trace(str(plain))
@@ -152,7 +152,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
 
 
 def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
-    """Seconds of so many updates, one by one."""
+    """Return the seconds of `count` updates, one by one."""
     times = []
     for _ in range(count):
         began = clock()
@@ -165,7 +165,7 @@ def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
 
 
 def _update(engine: Engine, window: Any) -> float:
-    """Seconds from the optimizer's beginning to the end."""
+    """Run an update; return the seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
     began = clock()
     with record_function(trace.UPDATE):
@@ -183,9 +183,9 @@ def _next(windows: Iterator[Any]) -> Any:
 
 @contextmanager
 def _spans(engine: Engine) -> Iterator[None]:
-    """In the block the loss's head has a span of its own, where it is a function that something outside calls.
+    """In the block, give the loss's head its own span, where it is a function that the step calls.
 
-    Inside one graph of the whole step there is nothing to call.
+    In one graph of the whole step there is no such call.
     """
     step = engine.step
     head: Callable[..., Any] | None = getattr(step.loss, "head", None)
@@ -209,7 +209,7 @@ def _spans(engine: Engine) -> Iterator[None]:
 
 @functools.cache
 def has_kernel(name: str) -> bool:
-    """Whether an operator computes something itself: it is no view, allocates not only, and calls not only others."""
+    """Return whether an operator computes something itself instead of making a view, allocating or calling others."""
     room, _, operator = name.rpartition("::")
     packet = getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
     if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
@@ -223,9 +223,9 @@ def has_kernel(name: str) -> bool:
 
 
 def _head_rows(engine: Engine, tokens: int) -> int | None:
-    """The vocabulary, where a side of that length tells the head's products from all others: in one graph of a Llama.
+    """Return the vocabulary where a side of that length identifies the head's products, in one graph of a Llama.
 
-    Not where another side of a product is as long, of a weight or as many as the `tokens` of a micro-step.
+    It is None where another side is as long: one of a weight, or the `tokens` of a micro-step.
     """
     if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
         return None
@@ -238,7 +238,7 @@ def _head_rows(engine: Engine, tokens: int) -> int | None:
 
 
 def _event_s() -> float:
-    """What it costs to note one operator with its shapes: many tiny ones, watched and not, the quickest of each."""
+    """Return the profiler's seconds per recorded operator: many tiny ones, profiled and not, the quickest of each."""
     one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
     for watched in (False, True) * ROUNDS:
         watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)

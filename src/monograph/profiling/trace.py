@@ -1,6 +1,6 @@
-"""A profiler's Chrome trace as intervals: which operator belongs to which part of a step.
+"""Reads a profiler's Chrome trace into intervals, and tells which part of a step each operator belongs to.
 
-What a kernel is, is read from where it ran and what ran, in this order: inside the span of the update it is the
+A kernel's part follows from where it ran and what ran, in this order: inside the span of the update it is the
 optimizer's; inside the span of the loss's head, or in the backward pass of what ran there, the loss head's; torch's
 attention operators are attention; a product with the vocabulary as a side is the head's, as one graph of the whole step
 has no spans; other products are matmul; what else torch or its compiler runs is elementwise (reductions, lookups and
@@ -19,20 +19,20 @@ from typing import Any
 from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 
 STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
-ADDED = "monograph::add_product_"  # in one graph of the step, where the head has no span, part of it
+ADDED = "monograph::add_product_"  # part of the head, in one graph of the step, where the head has no span
 Event = Mapping[str, Any]
 
 _BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
 }  # fmt: skip
-# And which of their inputs is the left one; the last three are `monograph.graph.matmul`'s.
+# Products, with the index of their left input; the last three are `monograph.graph.matmul`'s.
 _PRODUCTS = {
     "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
     "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
 }  # fmt: skip
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
-# Inductor's kernels, by the names that it gives them.
+# Inductor gives its kernels these names.
 _GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -40,26 +40,26 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the step an event runs: the part that its spans say, if they do."""
+    """The place of an event in the step: the part that its spans give, if any."""
 
     part: Part | None = None
-    inside: Part | None = None  # of an operator that is counted as a whole
+    inside: Part | None = None  # the part of an operator that is counted as a whole
 
 
 def read(
     trace: Mapping[str, Any], has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool
 ) -> Timeline:
-    """The stretch from the first step's span to the end of the last one.
+    """Return the timeline from the first step's span to the end of the last one.
 
     Args:
-        trace: what `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
+        trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
         has_kernel: whether an operator of that name computes something itself: not a view, not an allocation, and not
             one that only calls others.
         vocabulary: rows of the head where no other side of a product is as long; None where one is.
         heads_are_batched: whether batched products are attention's, as in a Llama, whose layers multiply matrices.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
-    # Spans are on the device's tracks too, where they say nothing new.
+    # Spans appear on the device's tracks too, where they add nothing.
     steps = [each for each in events if each["name"] == STEP and each.get("cat") == "user_annotation"]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
@@ -86,7 +86,7 @@ def _seconds(microseconds: float) -> float:
 
 
 def _sequence_numbers(events: Sequence[Event]) -> set[int]:
-    """Of the operators inside of a head's span: their nodes of the backward pass have the same."""
+    """Return the numbers of the operators inside a head's span, which their nodes of the backward pass share."""
     heads = [each for each in events if each["name"] == HEAD]
     return {
         each["args"]["Sequence number"]
@@ -101,7 +101,7 @@ def _inside(event: Event, other: Event) -> bool:
 
 
 class _Reader:
-    """Walks the host's events, each inside of those that called it."""
+    """Walks the host's events, each inside the events that called it."""
 
     def __init__(
         self, has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool, begin_s: float
@@ -179,7 +179,7 @@ class _Reader:
         return "elementwise" if known else "other"
 
     def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
-        """What ran on the device, each with the operator that launched it; what nobody launched here is "other"."""
+        """Yield the device's kernels, each with the operator that launched it; without a launch here it is "other"."""
         seen: set[int] = set()
         for event in events:
             begin = self._at(event)
@@ -192,7 +192,7 @@ class _Reader:
             flops = moved = operands = None
             if operator is not None:
                 part = self._part(operator, place.part)
-                if id(operator) not in seen:  # of several kernels of an operator the first has its work
+                if id(operator) not in seen:  # the first of an operator's kernels gets its work
                     (flops, moved), operands = work(operator), _operands(operator)
                     seen.add(id(operator))
             elif place.part is None and _GENERATED.search(event["name"]):
@@ -201,12 +201,12 @@ class _Reader:
 
 
 def _shapes(event: Event) -> list[list[int]]:
-    """Of the tensors among an operator's inputs."""
+    """Return the shapes of the tensors among an operator's inputs."""
     return [shape for shape in event.get("args", {}).get("Input Dims", []) if shape and isinstance(shape[0], int)]
 
 
 def _operands(event: Event) -> Operands | None:
-    """Of what is one product of two matrices, or of two batches of them."""
+    """Return the operands of a product of two matrices or two batches of them; None for anything else."""
     name, given = event["name"].rpartition("::")[2], event.get("args", {})
     if name not in _PRODUCTS or name.startswith("_"):
         return None
@@ -217,11 +217,11 @@ def _operands(event: Event) -> Operands | None:
 
 
 def work(event: Event) -> tuple[float | None, float | None]:
-    """(operations, bytes) of an operator's call from its inputs' shapes; None of what they do not tell.
+    """Return (operations, bytes) of an operator's call by its inputs' shapes; None for what these do not tell.
 
-    A product of [N, K] and [K, M]: 2 N K M. Attention over T queries and S keys of E numbers: 4 B H T S E, half of it
-    as it is causal; 2.5 times that backward. Bytes: each input read once, and what comes out, as large as a product's
-    result or else as the largest input, written once. Generated code is given what it writes, too; what its templates
+    A product of [N, K] and [K, M]: 2 N K M. Attention over T queries and S keys of E numbers: 4 B H T S E, halved
+    as it is causal; 2.5 times that backward. Bytes: each input read once, and the output, as large as a product's
+    result or else as the largest input, written once. Generated code is given its outputs too; what its templates
     multiply is not among their arguments.
     """
     name, shapes = event["name"].rpartition("::")[2], _shapes(event)

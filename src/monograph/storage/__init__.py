@@ -1,1 +1,1 @@
-"""The one place that opens files: what a person gave is read with suspicion, what is written is on the disk."""
+"""Opens all files of the package: distrusts files that a user gave, and sees that written ones are on the disk."""

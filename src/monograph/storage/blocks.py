@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-# One thread of SHA-256 is slower than a disk (0.3 to 2 GB/s by processor); hashlib releases the interpreter's lock.
+# One SHA-256 thread is slower than a disk (0.3 to 2 GB/s by processor); hashlib releases the interpreter's lock.
 BLOCK_BYTES = 64 * 1024 * 1024
 HASH_THREADS = min(8, os.cpu_count() or 1)
 MOST_PIECES = os.sysconf("SC_IOV_MAX")
@@ -41,7 +41,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
         The SHA-256 digest of each block of BLOCK_BYTES.
 
     Raises:
-        OSError: naming the path; also when it exists. A failed fsync is final: the kernel may have dropped the very
+        OSError: names the path; also if the file exists. A failed fsync is final: the kernel may have dropped the very
             pages that it could not write, so that a second fsync would succeed and prove nothing
             (PostgreSQL's "fsyncgate", 2018).
     """
@@ -62,14 +62,14 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
-    """Fill the pieces from the file's start; the digests are those of the bytes that are handed out, block by block."""
+    """Fill the pieces from the file's start; return the digest of each block of the bytes that are handed out."""
     return _digests(
         in_blocks(pieces), lambda index, block: _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
     )
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
+    """Return the digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
     return read_pieces(descriptor, (memoryview(bytearray(each)) for each in lengths))
 
@@ -81,7 +81,7 @@ def write_at(descriptor: int, piece: memoryview, start: int) -> None:
 
 
 def digest_at(descriptor: int, index: int, length: int) -> bytes:
-    """The SHA-256 digest of one block of a file of so many bytes, in binary."""
+    """Return the SHA-256 digest of one block of a file of `length` bytes, in binary."""
     block = memoryview(bytearray(min(BLOCK_BYTES, length - index * BLOCK_BYTES)))
     _transfer(os.preadv, descriptor, [block], index * BLOCK_BYTES)
     return hashlib.sha256(block).digest()

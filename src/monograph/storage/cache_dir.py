@@ -1,4 +1,4 @@
-"""Where Monograph keeps what it could make again: tokens of a corpus, and code that torch compiled."""
+"""Finds the folders for data that can be made again: tokens of a corpus, and code that torch compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
-    """The cache folder: `given`, $MONOGRAPH_HOME or the system's; and whether a person chose it (then it must work)."""
+    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether a person chose it.
+
+    A folder that a person chose must work.
+    """
     if given is not None:
         return Path(os.path.expanduser(given)), True
     if home := os.environ.get("MONOGRAPH_HOME"):
@@ -19,9 +22,9 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
 
 
 def state_root() -> Path:
-    """The folder for what a user must not lose or share, $MONOGRAPH_HOME or the system's.
+    """Return the folder for data that a user must not lose or share: $MONOGRAPH_HOME or the system's.
 
-    A relative path is passed over: it would mean a folder of whoever made the one that this process was started in.
+    A relative path is ignored: it would be a folder of whoever owns the directory that this process was started in.
     """
     home, xdg = (Path(os.path.expanduser(os.environ.get(name, ""))) for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
     if home.is_absolute():
@@ -30,12 +33,12 @@ def state_root() -> Path:
 
 
 def calibration_file() -> Path:
-    """Where it is kept how long updates took on this machine."""
+    """Return the file that records how long updates took on this machine."""
     return cache_root()[0] / "calibration.json"
 
 
 def keep_compiled() -> None:
-    """Let torch keep compiled code there, not in a temporary folder that is gone after a reboot.
+    """Let torch keep compiled code in the cache folder, not in a temporary one that is gone after a reboot.
 
     $TORCHINDUCTOR_CACHE_DIR has precedence; where the folder cannot be written torch keeps its own.
     """

@@ -1,8 +1,8 @@
-"""Reads files and folders without taking what could not be read for what is not there.
+"""Reads files and folders without mistaking an unreadable file for a missing one.
 
-`Path.exists` and its like answer False to some errors of the system, in newer Pythons to all of them, and a folder that
-cannot be listed has no files for `glob`. What is decided by such an answer (that a run has not begun, that a checkpoint
-is incomplete, that a number starts at 0) costs data. So everything that looks at a person's files does it here.
+`Path.exists` and its like answer False on some system errors, in newer Pythons on all of them, and a folder that
+cannot be listed has no files for `glob`. A decision by such an answer (that a run has not begun, that a checkpoint
+is incomplete, that a number starts at 0) costs data. So all access to a user's files goes through here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from monograph.errors import InputRefused, Unreadable
 
-MOST_JSON_BYTES = 1 << 24  # the index of a model's weights has about 100 bytes for a tensor
-# Errors that say for certain what is there: nothing, or something else than a file.
+MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
+# Errors that are certain about what is there: nothing, or something other than a file.
 _CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _REMEDIES = {
     errno.EACCES: "check its permissions",
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 def error_number(error: BaseException) -> int | None:
-    """The system's number of an error; safetensors and torch only write it into their text."""
+    """Return the errno of an error; safetensors and torch only write it into their text."""
     if number := getattr(error, "errno", None):
         return int(number)
     written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
@@ -43,7 +43,7 @@ def error_number(error: BaseException) -> int | None:
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefused | Unreadable:
-    """The refusal that says which file could not be read, why, and what to do; Unreadable unless nothing is there."""
+    """Return the error that says which file could not be read, why, and what to do; Unreadable unless none is there."""
     number, named = error_number(error) or 0, getattr(error, "filename", None)
     said = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
     why = f"{named if isinstance(named, str) else path}: cannot be read: {said}"
@@ -54,11 +54,11 @@ def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefus
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """In the block, an error of the system is `Unreadable`, but for one that is certain about what is there.
+    """Turn the system's errors in the block into `Unreadable`, except for those in `_CERTAIN`.
 
     Raises:
         Unreadable: with the file that the error names, else `path`.
-        OSError: nothing is there, or no file.
+        OSError: nothing is there, or something other than a file.
     """
     try:
         yield
@@ -69,15 +69,15 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a file that somebody gave; nothing else in the package opens one for reading. See `readable` for reading.
+    """Open a user's file; nothing else in the package opens one for reading. Wrap reads in `readable`.
 
     A FIFO would wait for its writer for ever, and a device may never end, so only a regular file is an input.
 
     Raises:
         Unreadable: see `readable`.
-        OSError: nothing is there, or a folder, a FIFO, a device or a socket.
+        OSError: nothing is there, or it is a folder, a FIFO, a device or a socket.
     """
-    with readable(path):  # without O_NONBLOCK, to open a FIFO is to wait already
+    with readable(path):  # without O_NONBLOCK, opening a FIFO would wait
         try:
             file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except ValueError:
@@ -92,7 +92,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
-    """The content of such a file, of which no more is read than the file system says it has.
+    """Return the content of a user's file, reading no more bytes than the file system reports.
 
     Raises:
         Unreadable: see `readable`.
@@ -107,7 +107,7 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
 
 def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
-    """The content of a file, None where there is no file of that name.
+    """Return the content of a file, None where there is no file of that name.
 
     Raises:
         Unreadable: see `readable`.
@@ -120,43 +120,43 @@ def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | No
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
-    """What the system says of a path, None where nothing is there; raises Unreadable.
+    """Return the system's `stat` of a path, None where nothing is there; raise Unreadable.
 
     Args:
-        path: of anything.
-        follow: whether of a link what it leads to is meant, else the link itself.
+        path: a path to anything.
+        follow: whether a link stands for its target; else for itself.
     """
-    with suppress(OSError, ValueError), readable(path):  # the latter for a name with a NUL
+    with suppress(OSError, ValueError), readable(path):  # ValueError comes from a name with a NUL
         return os.stat(path, follow_symlinks=follow)
     return None
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether something is there; raises Unreadable."""
+    """Return whether something is there; raise Unreadable."""
     return status(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file is there; raises Unreadable."""
+    """Return whether a regular file is there; raise Unreadable."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is there; raises Unreadable."""
+    """Return whether a folder is there; raise Unreadable."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """What a folder holds, by name, of names that begin with `prefix`; of no folder nothing. Raises Unreadable."""
+    """Return a folder's entries that begin with `prefix`, by name; none if there is no folder. Raise Unreadable."""
     with suppress(OSError, ValueError), readable(folder):
         return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
     return []
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """What `glob.glob` finds for a pattern, `**` included; but a folder that cannot be listed is Unreadable."""
+    """Return the paths that match a pattern, as `glob.glob` does; but raise Unreadable if a folder cannot be listed."""
     path = Path(pattern)
     return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
 
@@ -182,7 +182,7 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
 
 
 def resolved(path: Path) -> Path:
-    """Where a file lies, all links followed.
+    """Return the real path of a file, with all links followed.
 
     Raises:
         InputRefused: nothing is there.
@@ -191,15 +191,15 @@ def resolved(path: Path) -> Path:
     try:
         with readable(path):
             return path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError comes from links in a circle
         raise InputRefused(f"{path}: there is no such file") from error
 
 
 def without_links(path: str | os.PathLike[str]) -> Path:
-    """The absolute path, its links followed as far as anything is there.
+    """Return the absolute path, with links followed as far as the path exists.
 
     Raises:
-        InputRefused: its links lead in a circle, or it is none (it holds a NUL).
+        InputRefused: its links form a circle, or it is no valid path (it holds a NUL).
         Unreadable: a part of it cannot be read.
     """
     try:
@@ -210,10 +210,10 @@ def without_links(path: str | os.PathLike[str]) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The regular file of that name in the folder; links may lead only into Hugging Face's cache of the same model.
+    """Return the regular file of that name in the folder; links may only lead into Hugging Face's cache of that model.
 
     Raises:
-        InputRefused: a name with a path in it, no such file, or a link that leads elsewhere.
+        InputRefused: the name contains a path, there is no such file, or a link leads elsewhere.
     """
     path = folder / name
     if Path(name).name != name or not is_file(path):
@@ -226,11 +226,11 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class KeyTwice(ValueError):
-    """An object has a key twice, of which every reader would take another value."""
+    """An object has a key twice; different readers would take different values of it."""
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a decoder's pairs; raises KeyTwice."""
+    """Return the object of a decoder's pairs; raise KeyTwice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -242,25 +242,25 @@ _ONCE = json.JSONDecoder(object_pairs_hook=object_once)
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """A JSON value, none of whose objects has a key twice.
+    """Parse JSON text in which no object has a key twice.
 
     Raises:
-        ValueError: it is none, or `KeyTwice`; see `json_fault`.
+        ValueError: the text is not JSON, or `KeyTwice`; see `json_fault`.
         RecursionError: it is nested too deeply.
     """
     return _ONCE.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
 
 
 def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file that may be anybody's.
+    """Read the JSON object in an untrusted file.
 
     Args:
         path: the file.
-        instead: ends the message of what is wrong, with what to do.
+        instead: the end of the error message, which says what to do.
         most_bytes: a larger file is not read.
 
     Raises:
-        InputRefused: the file holds something else, or a key twice.
+        InputRefused: the file holds something else, or an object has a key twice.
     """
     try:
         values = parse_json(read_input(path, most_bytes))
@@ -274,7 +274,7 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Why `parse_json` refused a text, in a reader's words."""
+    """Return why `parse_json` refused a text, in plain words."""
     if isinstance(error, KeyTwice):
         return f"has the key {ascii(str(error)[:40])} twice in one object"
     if isinstance(error, RecursionError):

@@ -1,8 +1,8 @@
-"""The safetensors layout, both ways, without a second copy of the tensors in memory.
+"""Encodes and decodes the safetensors layout without a second copy of the tensors in memory.
 
 The `safetensors` library is the oracle in the tests. It is not used here because its writer refuses strided tensors and
-shared storage (so that copies of all of them would have to be there at once), creates files with mode 0600 and renames
-without fsync, and because its reader maps the file, where we want to hand out the very bytes that were verified.
+shared storage (so copies of all of them would be needed at once), creates files with mode 0600 and renames
+without fsync, and because its reader maps the file, where the very bytes that were verified must be handed out.
 Layout: u64 little-endian header length, JSON header padded with spaces, then the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# In the library's order, by falling element size: laid out so, every tensor is aligned to its element.
+# The library's order, by falling element size, which aligns every tensor to its element.
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
     "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
@@ -49,14 +49,14 @@ def encode(
 
     Args:
         tensors: by name.
-        read: gives a tensor of that name when its turn comes, where `tensors` only say shapes and dtypes.
+        read: returns a tensor by name when its turn comes, where `tensors` only give shapes and dtypes.
 
     Returns:
         The file's length in bytes and its pieces in order.
 
     Raises:
-        TypeError: for a dtype that the format does not have (complex, quantised).
-        InputRefused: so many tensors that nobody here would read the file.
+        TypeError: a dtype that the format lacks (complex, quantised).
+        InputRefused: the header would be larger than `decode` accepts.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
@@ -83,7 +83,7 @@ def encode(
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Length of the header, which begins with these LENGTH_BYTES, with them included."""
+    """Return the header's length from its first LENGTH_BYTES, with these included."""
     length = LENGTH_BYTES + int.from_bytes(first, "little")
     if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
         raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MOST_HEADER_BYTES}")
@@ -101,20 +101,20 @@ class Entry(NamedTuple):
 
 
 def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
-    """Allocate the tensors that a file's first `header_bytes` describe, in the order of their bytes, yet to be filled.
+    """Allocate the tensors that a file's first `header_bytes` describe, in the order of their bytes, unfilled.
 
     Raises:
-        LayoutError: as `entries`.
+        LayoutError: see `entries`.
     """
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries(prefix, file_bytes)}
 
 
 def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
-    """The tensors that a file's first `header_bytes` describe, in the order of their bytes.
+    """Return the tensors that a file's first `header_bytes` describe, in the order of their bytes.
 
     Raises:
-        LayoutError: unless the tensors' bytes follow each other to the file's end without gap or overlap, so that what
-            is allocated is never more than the file's length.
+        LayoutError: the tensors' bytes do not follow each other to the file's end without gap or overlap. So what
+            is allocated never exceeds the file's length.
     """
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
@@ -136,7 +136,7 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
+    """Return the tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -145,5 +145,5 @@ def _entry(name: str, value: dict[str, Any]) -> Entry:
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
     if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:
-        raise ValueError(f"tensor {name} has an impossible shape")  # an empty one's strides would overflow too
+        raise ValueError(f"tensor {name} has an impossible shape")  # the strides of an empty one would overflow too
     return Entry(name, begin, end, dtype, shape)

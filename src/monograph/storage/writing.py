@@ -1,4 +1,4 @@
-"""What is written is on the disk, or one clear line says why not. Durability is said here, once."""
+"""Writes durably: data is on the disk, or one clear line says why not. Durability is implemented only here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from monograph.storage.reading import entries, open_input
 _TEMPORARY, _LOCK = "monograph-", "in-use"
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room, over quota, larger than a file may be
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no room, over quota, above the limit on a file's size
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns the operating system's errors while writing under `folder` into ours.
+    """Turn the operating system's errors while writing under `folder` into Monograph's.
 
     Raises:
         DiskFull: no room, or over quota.
@@ -41,13 +41,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder that goes away with the `with` block, or, if this process is killed, when the next one is made.
+    """Yield a new folder that is removed after the block or, if this process is killed, when the next one is made.
 
-    A locked file in it says that its process lives; the kernel frees the lock however that process ends.
+    A locked file in it shows that its process lives; the kernel frees the lock however that process ends.
     """
-    with suppress(Unreadable):  # the folder of them all
+    with suppress(Unreadable):  # the parent folder of all temporary folders
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # Not there: no such folder, or one half made. Unreadable: another person's.
+            # OSError: the folder or its lock is gone, or half made. Unreadable: it is another person's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():
@@ -55,7 +55,7 @@ def temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
         with open(Path(name, "new"), "xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(lock.name, Path(name, _LOCK))  # whoever finds the name finds it locked
+            os.rename(lock.name, Path(name, _LOCK))  # so no process ever sees the name unlocked
             yield Path(name)
 
 

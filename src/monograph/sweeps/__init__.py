@@ -1,1 +1,1 @@
-"""Many runs that differ in a few settings: who they are, how many train at once, what came of them."""
+"""Trains many runs that differ in a few settings: which runs, how many at once, and their results."""

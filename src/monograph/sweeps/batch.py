@@ -1,4 +1,4 @@
-"""Members that train at once: one engine, a session for each of them, and the windows that they read.
+"""Members that train at once: one engine, a session for each member, and the windows that they read.
 
 Shapes: N members, R rows of a window.
 """
@@ -36,14 +36,14 @@ from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.storage.reading import entries
 from monograph.sweeps.spec import Member
 
-EVALUATIONS = 6  # of each member, where the settings leave it open
+EVALUATIONS = 6  # evaluations of each member, where the settings give no number
 
 
 class MemberEngine:
     """One member of an ensemble as its session sees an engine: its module, its state, and the step of all members.
 
     Attributes:
-        step: trains all members; the sessions of all of them are at the same update.
+        step: trains all members; all their sessions are at the same update.
     """
 
     def __init__(self, engine: Ensemble, number: int):
@@ -51,17 +51,17 @@ class MemberEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The member, an ordinary module."""
+        """The member as an ordinary module."""
         return self._engine.members[self._number]
 
     @property
     def index(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return self._engine.index
 
     @property
     def micro_batch(self) -> int | None:
-        """Rows on the device at once."""
+        """Number of rows on the device at once."""
         return self._engine.micro_batch
 
     @micro_batch.setter
@@ -69,11 +69,11 @@ class MemberEngine:
         self._engine.micro_batch = rows
 
     def state(self) -> EngineState:
-        """Return what an engine of this member alone would return."""
+        """Return the state that an engine of this member alone would have."""
         return self._engine.member_state(self._number)
 
     def load_state(self, state: EngineState) -> None:
-        """Take weights, moments and counters over.
+        """Replace weights, moments and counters.
 
         Raises:
             InputRefused: they do not fit.
@@ -89,10 +89,10 @@ class MemberEngine:
 
 
 class Windows:
-    """The members' windows: the same [R, ...] for all where they have one seed, else [N, R, ...], each its own."""
+    """The members' windows: one [R, ...] for all where they have the same seed, else [N, R, ...], one for each."""
 
     def __init__(self, sessions: Sequence[Session]):
-        """Members of one seed share what reads their rows from here on."""
+        """Let members of one seed share the reader of their rows."""
         by_seed: dict[int, Batches] = {}
         for session in sessions:
             shared = by_seed.setdefault(session.plan.seed, session.batches)
@@ -104,7 +104,7 @@ class Windows:
 
     @property
     def each(self) -> bool:
-        """Whether a window has a member axis."""
+        """Whether windows have a member axis."""
         return len(self._sources) > 1
 
     def __iter__(self) -> Iterator[Batch]:
@@ -115,26 +115,26 @@ class Windows:
         return found[0] if len(found) == 1 else stacked(found, self._which)
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         for source in self._sources:
             source.close()
 
 
 def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
-    """[N, R, ...]: of each member the window that it trains on."""
+    """Return [N, R, ...], the window that each member trains on."""
     return {name: torch.stack([windows[index][name] for index in which]) for name in windows[0]}
 
 
 @dataclass
 class MemberBatch:
-    """What trains a round.
+    """The members of a round with what they need to train.
 
     Attributes:
-        members: of the round, in order.
-        engine: of all of them, an ordinary one for a single member.
-        sessions: of each, to save and to be told as any run is.
-        windows: what they train on.
-        ended: members that diverged, by their place in the round, and after which update.
+        members: the round's members, in order.
+        engine: the engine of all of them; an ordinary one for a single member.
+        sessions: a session for each, which saves and records it as any run.
+        windows: the data that they train on.
+        ended: for each diverged member, by its place in the round, the update after which it diverged.
     """
 
     members: list[Member]
@@ -144,28 +144,28 @@ class MemberBatch:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """A checkpoint of each member that still learns; what a member would draw next depends on its seed alone."""
-        # Each keeps the one before as well, or a crash between two members would leave no update that all have.
+        """Save every member that still learns; what a member would draw next depends on its seed alone."""
+        # Each keeps its previous checkpoint too, or a crash between two members would leave no update that all have.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
                 seed_all(session.plan.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
     def freeze(self, ended: dict[int, int]) -> None:
-        """Members that learn nothing more."""
+        """Stop training members that diverged."""
         self.ended |= ended
         if ended and isinstance(self.engine, Ensemble):
             self.engine.freeze(list(ended))
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
         self.windows.close()
 
 
 def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
-    """The members' models, and their settings with every value fixed but those that follow from the run's length.
+    """Return the members' models, and their settings with every value fixed but those that the run's length decides.
 
-    What the planner chooses it chooses once, for the first of them.
+    The planner chooses once, for the first member.
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
@@ -176,21 +176,21 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
 
 
 def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
-    """The same, trained for so many updates."""
+    """Return the same models, with settings to train for so many updates."""
     length = Length(updates, EVALUATIONS)
     return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
 
 
 def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
-    """The engine of these models: the ordinary one for one of them, an ensemble for more.
+    """Return the engine of these models: an ordinary one for one model, an ensemble for more.
 
     Args:
-        made: one for each member.
+        made: one model for each member.
         each: whether their windows differ.
-        device: where they train.
+        device: the device that trains them.
 
     Raises:
-        UsageError: they cannot be one graph.
+        UsageError: they cannot share one graph.
         InputRefused: likewise.
     """
     if len(made) == 1:
@@ -219,13 +219,13 @@ def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
 
 
 def refill(engine: Engine, fresh: Engine) -> bool:
-    """Let an engine that is captured train another model of the same shape from its beginning, as `fresh` would.
+    """Let a captured engine train another model of the same shape from its beginning, as `fresh` would.
 
     Returns:
-        False, nothing changed, where more than weights and learning rate differ: the rest is in the graph.
+        False, with nothing changed, where more than weights and learning rate differ: the rest is fixed in the graph.
     """
     old, new = engine.step.optim, fresh.step.optim
-    seed = old.seed if old.state == "fp32" else new.seed  # of stochastic rounding
+    seed = old.seed if old.state == "fp32" else new.seed  # the seed of stochastic rounding
     in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr, seed=seed)
     if in_graph != ([plane.kind for plane in fresh.step.planes], replace(new, seed=seed)):
         return False
@@ -237,7 +237,7 @@ def refill(engine: Engine, fresh: Engine) -> bool:
 def batch_of(
     members: Sequence[Member], runs: Sequence[Run], made: Sequence[BuiltRun], text: Corpus, engine: Engine
 ) -> MemberBatch:
-    """Sessions of members at their runs' beginning; their settings and tokenizer are written where they are not yet."""
+    """Return the members' sessions at their runs' beginning; write settings and tokenizers where they are missing."""
     schedule(engine, made)
     sessions = []
     for number, (run, each) in enumerate(zip(runs, made, strict=True)):
@@ -253,9 +253,9 @@ def batch_of(
 
 
 def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
-    """Take the members up where all of them stood last; the update, 0 where there is none.
+    """Resume the members at the last update that all of them saved and return it; 0 where there is none.
 
-    A member that had diverged by then has its last checkpoint, and stays as it is.
+    A member that had diverged by then keeps its last checkpoint.
 
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
@@ -268,7 +268,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
     lost = {place: at for place, at in ended.items() if at <= update}
     for place, session in enumerate(batch.sessions):
         session.restore(_checkpoint(session, None if place in lost else update), progress)
-        if place in lost:  # its place in a window stays, whatever it reads there
+        if place in lost:  # it keeps its place in a window, whose values no longer matter to it
             session.run.log({"update": update, "diverged": lost[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
@@ -282,7 +282,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
 
 
 def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
-    """The newest update of which every member that had not diverged by then has a sound checkpoint."""
+    """Return the newest update of which every member that had not diverged by then has a sound checkpoint."""
     saved = [
         {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
         for session in batch.sessions

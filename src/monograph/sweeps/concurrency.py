@@ -1,6 +1,6 @@
-"""How many members train at once, from times that are measured: one member's, and those of a few fused widths.
+"""Decides how many members train at once from measured times: of one member, and of a few fused widths.
 
-    T(K) = seconds of one update of K members in one graph; between measured widths a straight line, a + b·K
+    T(K) = seconds of one update of K members in one graph; linear between measured widths, a + b·K
     total(K) = updates · sum over rounds of T(members of the round), and the compiling that is still to do
 
 No width is good by itself: where one member fills the device, T(K) is K · T(1) or worse.
@@ -31,13 +31,13 @@ from monograph.session.warmup import seconds_per_update
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.spec import Group, Member
 
-# Nothing is known of a wider graph before it is compiled: one is tried where it could save twice what that costs, so
-# that a disappointment takes no more than half as long again as one after another.
+# How long a wider graph takes is unknown before it is compiled: one is tried only where it could save twice its
+# compile time, so that a disappointment costs at most half as long again as training one after another.
 WORTH = 2.0
 
 
 class Timed(NamedTuple):
-    """What a width took; width 1 is the ordinary engine.
+    """The cost of a width; width 1 is the ordinary engine.
 
     Attributes:
         update_s: seconds of an update of all its members.
@@ -49,13 +49,13 @@ class Timed(NamedTuple):
 
 
 class Width(NamedTuple):
-    """A choice.
+    """The chosen number of members that train at once.
 
     Attributes:
-        members: at once; 1: one after another.
-        total_s: seconds that the whole takes, compiling that is still to do included.
-        gain: how many times faster than one after another the best fused width is, compiling left out.
-        why: in one line.
+        members: members at once; 1: one after another.
+        total_s: seconds of the whole training, with the compiling that is still to do.
+        gain: the best fused width's speed over one after another, without compiling.
+        why: the reason, in one line.
     """
 
     members: int
@@ -65,18 +65,18 @@ class Width(NamedTuple):
 
 
 def rounds(members: int, width: int) -> list[int]:
-    """How many members each round has: as few rounds as possible, as equal as possible, the larger first."""
+    """Return the members of each round: as few rounds as possible, as equal as possible, the larger first."""
     count = -(-members // width)
     return [members // count + (index < members % count) for index in range(count)]
 
 
 def update_s(timed: Mapping[int, Timed], width: int) -> float:
-    """T(width): measured, or on the straight line through the nearest measured widths, never less than below it."""
+    """Return T(width), measured or linear between the nearest measured widths, never less than a narrower width's."""
     if width in timed:
         return timed[width].update_s
     below = max((each for each in timed if each < width), default=1)
     above = min((each for each in timed if each > width), default=None)
-    if above is None:  # beyond what was measured a member costs what it did on average
+    if above is None:  # beyond the widest measured width a member costs its average there
         return timed[below].update_s * width / below
     share = (width - below) / (above - below)
     line = timed[below].update_s + share * (timed[above].update_s - timed[below].update_s)
@@ -84,7 +84,7 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
 
 
 def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
-    """Seconds until all members are trained; widths that were not compiled yet take as long as the nearest one."""
+    """Return the seconds until all members are trained; an uncompiled width compiles as long as the nearest one."""
     sizes = rounds(members, width)
     new = {size for size in sizes if size not in timed}
     compile_s = sum(timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new)
@@ -92,17 +92,17 @@ def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) 
 
 
 def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
-    """The width that is worth measuring next; None if none is.
+    """Return the width that is worth measuring next; None if there is none.
 
-    First one member; then as many as fit, where they could save WORTH times what compiling them costs: K members take
-    at least as long as one. From then on what the straight line promises to be faster than anything that was measured.
+    One member comes first; then as many as fit, where they could save WORTH times their compiling: K members take
+    at least as long as one. After that, the width that the line predicts to be faster than all measured ones.
 
     Args:
-        timed: what was measured so far.
-        members: of the group.
+        timed: the measurements so far.
+        members: the number in the group.
         most: members that fit the memory at once.
-        updates: of each member.
-        dearer: how many times as long as a member's graphs one of several takes to compile, as far as is known before.
+        updates: the number for each member.
+        dearer: compile time of a graph of several members over one member's, as far as it is known before.
     """
     if 1 not in timed:
         return 1
@@ -119,7 +119,7 @@ def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int
 
 
 def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
-    """The measured width with the shortest total; of equals the smaller."""
+    """Return the measured width with the shortest total; among equals the smaller."""
     best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
     alone = members * timed[1].update_s
     fused = [width for width in timed if width > 1]
@@ -129,7 +129,7 @@ def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
 
 
 def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
-    """Seconds of one update of all members."""
+    """Return the seconds of one update of all members."""
     return sum(update_s(timed, size) for size in rounds(members, width))
 
 
@@ -145,26 +145,26 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"
 
 
-# How many times as long as a member's graphs one of several takes to compile (docs/log.md), and the
-# share of it where the compiler's cache has them (benchmarks/start.py).
+# Compile time of a graph of several members over that of one member's (docs/log.md), and the
+# share of it that remains where the compiler's cache has the graph (benchmarks/start.py).
 DEARER, CACHED = 1.3, 0.23
 CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
 
 
 class Timing:
-    """The widths of one group, timed; what was built and captured last is kept, to train with.
+    """The timed widths of one group; the engine that was built and captured last is kept, to train with.
 
     Attributes:
-        timed: by width.
-        most: members that fit at once.
-        dearer: how many times as long as a member's graphs took one of several would take to compile.
+        timed: the measurements by width.
+        most: the number of members that fit at once.
+        dearer: compile time of a graph of several members over that of one member's.
         refused: why no graph holds several, in one line; empty if one does or it was not tried.
-        row_s: seconds that a held-out row takes, of all members of a width.
-        kept: the first members and an engine of them that is captured, by width.
+        row_s: seconds of a held-out row for all members, by width.
+        kept: the first members and their captured engine, by width.
     """
 
     def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
-        """Nothing is built yet."""
+        """Note the group; nothing is built yet."""
         self.group, self.text, self.device, self.machine = group, text, device, machine
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
@@ -172,7 +172,7 @@ class Timing:
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
     def measure(self, updates: int, progress: Progress) -> None:
-        """Time every width that the planner wants to know for runs of so many updates.
+        """Time every width that `next_width` asks for, for runs of so many updates.
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
@@ -202,15 +202,15 @@ class Timing:
             del self.kept[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
-        """Seconds of all evaluations of members that train in such rounds."""
+        """Return the seconds of all evaluations of members that train in these rounds."""
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
 
     def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
-        """Members of a round, ready to train from their beginning.
+        """Return the members of a round, ready to train from their beginning.
 
-        The first ones have the engine that was timed; who comes alone after them takes it over. Another round of
-        several is built and captured anew, which the compiler's cache makes short.
+        The first round has the engine that was timed; a single member after it takes that engine over. Another round of
+        several is built and captured again, which the compiler's cache makes short.
         """
         size, first = len(members), members[0] is self.group.members[0]
         if first and size in self.kept:
@@ -239,7 +239,7 @@ class Timing:
         capture(engine, window, made[0].plan.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
-            self.dearer = DEARER / CACHED  # as the graph of several, of which nothing is known, may not be there
+            self.dearer = DEARER / CACHED  # the graph of several members may not be in the cache
         with buffers_kept(engine.model):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
@@ -251,7 +251,7 @@ class Timing:
 
 
 def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
-    """Compile as `monograph train` does; where it cannot be the reason is said and training is eager."""
+    """Compile as `monograph train` does; where that fails, report the reason and train eagerly."""
     size = engine.size if isinstance(engine, Ensemble) else 1
     if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
         return
@@ -263,11 +263,11 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+    """Return the seconds of an update of all members; weights, counters and the number of updates stay as they are."""
 
     def together() -> None:
         engine.accumulate(window)
-        engine.update()  # of members that are frozen it is made, and thrown away
+        engine.update()  # frozen members compute it too and discard it
 
     if not isinstance(engine, Ensemble):
         return seconds_per_update(engine, lambda: engine.rehearse(window))
@@ -280,12 +280,12 @@ def timed_update(engine: Engine, window: Batch) -> float:
 
 
 def several(made: Sequence[BuiltRun]) -> bool:
-    """Whether the members have different seeds, and so windows of their own."""
+    """Return whether the members have different seeds, and therefore different windows."""
     return len({one.plan.seed for one in made}) > 1
 
 
 def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
-    """The first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
+    """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
     for one in made if several(made) else made[:1]:
         batches = text.batches(one.plan.tokens_per_update, seed=one.plan.seed)
@@ -295,9 +295,9 @@ def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
 
 
 def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
-    """Updates of each group's members, measuring what it takes to know: given, or what the time of all allows.
+    """Return the updates of each group's members, given or as many as the time allows, measuring what that takes.
 
-    Where minutes are given they are the whole sweep's, and every member learns from as many tokens, no fewer than
+    Given minutes are those of the whole sweep, and every member learns from equally many tokens, no fewer than
     `least_tokens`.
     """
     for timing in timings:
@@ -310,7 +310,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
     minutes = open_ended[0].group.plan.minutes
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
-        timing.measure(1, progress)  # one member, whatever the length
+        timing.measure(1, progress)  # one member is always timed, whatever the length
     per_token_s, beside_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
     tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, beside_s))
     for timing in open_ended:
@@ -335,7 +335,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
 
 
 def _given(timing: Timing) -> int:
-    """Updates that the group's own settings name; 0 where they name a time."""
+    """Return the number of updates that the group's settings give; 0 where they give a time."""
     plan = timing.group.plan
     rows = timing.text.train.per_epoch * (plan.epochs or 0)
     return plan.updates or -(-rows // plan.rows)
@@ -346,12 +346,12 @@ def _size(timing: Timing) -> int:
 
 
 def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Seconds in which every member learns from a token, and of all evaluations, of groups in these rounds each."""
+    """Return the seconds per token that every member learns from, and of all evaluations, for these rounds."""
     both = list(zip(timings, of, strict=True))
     per_token_s = sum(sum(update_s(t.timed, size) for size in sizes) / _size(t) for t, sizes in both)
     return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
 
 
 def _tokens_in(seconds: float, per_token_s: float, beside_s: float) -> float:
-    """Tokens that every member can learn from in so many seconds, of which evaluations have up to half."""
+    """Return how many tokens every member can learn from in some seconds, of which evaluations take at most half."""
     return max(seconds / 2, seconds - beside_s) / per_token_s

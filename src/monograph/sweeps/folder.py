@@ -1,4 +1,4 @@
-"""A sweep's folder: a run's, with sweep.json (what was asked, what came of it), a table, and a run for each member."""
+"""A sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from monograph.sweeps.spec import ORIGIN, Member, carried, described
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
-# What a member of a first sweep learns from at least, however slow the machine: with much less the best rate is that of
-# the first few updates.
+# The least number of tokens that a member of a first sweep learns from, however slow the machine: with far fewer,
+# the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
 
 
@@ -34,7 +34,7 @@ class Sweep:
 
     Attributes:
         run: the folder, which is a run's for the purposes of `last`, of its lock and of its config.toml.
-        record: what sweep.json says: `asked` (a digest of settings and points), `points`, of a first sweep
+        record: the content of sweep.json: `asked` (a digest of settings and points), `points`, of a first sweep
             `least_tokens`, later `rounds` and `updates` of the groups, what earlier processes did, and the result.
     """
 
@@ -43,7 +43,7 @@ class Sweep:
 
     @classmethod
     def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
-        """A new sweep, or the one in `out` if it is the same one; of a proxy, `target` is the wide run.
+        """Create a sweep, or return the one in `out` if it is the same; for a proxy, `target` is the wide run.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -72,7 +72,7 @@ class Sweep:
 
     @classmethod
     def open(cls, folder: Path | None = None) -> Sweep:
-        """The sweep in a folder, or the newest in runs/.
+        """Return the sweep in a folder, or the newest one in runs/.
 
         Raises:
             InputRefused: there is none, or its record is damaged.
@@ -97,21 +97,21 @@ class Sweep:
 
     @property
     def settings(self) -> Settings:
-        """What all members share, as it was asked for; raises InputRefused as `run_settings`."""
+        """The settings that all members share, as they were asked for; raises InputRefused like `run_settings`."""
         return run_settings(self.run, inits=self.inits, recorded=self.record.get("settings"))
 
     @property
     def inits(self) -> list[str]:
-        """The values of model.init that members differ in."""
+        """The values of model.init in which members differ."""
         return sorted({str(point["model.init"]) for point in self.points if "model.init" in point})
 
     @property
     def wide(self) -> Path:
-        """Where the settings of the wide run are, with the best knobs, once they are known."""
+        """The file for the settings of the wide run with the best knobs, written once these are known."""
         return self.run.folder / "wide.toml"
 
     def write_wide(self, best: Point) -> list[str]:
-        """Carry the best knobs to the wide run that the members are a proxy of; what a person should know of it."""
+        """Write the best knobs for the wide run that the members are a proxy of; return the lines to tell the user."""
         if not self.record.get("target"):
             return []
         write_whole(self.wide, self.record["target"])
@@ -122,17 +122,17 @@ class Sweep:
 
     @property
     def points(self) -> list[Point]:
-        """What each member varies."""
+        """The values that each member varies."""
         points: list[Point] = self.record["points"]
         return points
 
     def member(self, index: int) -> Run:
-        """A member's run folder, there or not."""
+        """Return a member's run folder, which may not exist yet."""
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     @contextmanager
     def holding(self, members: Sequence[Member]) -> Iterator[list[Run]]:
-        """The runs of members, made if they are not there, locked for the `with` block."""
+        """Yield the members' runs, created if missing and locked for the `with` block."""
         with ExitStack() as locks:
             runs = []
             for each in members:
@@ -163,20 +163,20 @@ class Sweep:
         return path
 
     def link_best(self, index: int) -> None:
-        """Let `best` name the best member; where there are no links it has its number only."""
+        """Let `best` name the best member; where there are no links, write its number only."""
         link = self.run.folder / "best"
         with suppress(OSError):
-            temporary = link.with_name(".best")  # the sweep's lock is held, so it is a killed process's if it is there
+            temporary = link.with_name(".best")  # the sweep's lock is held, so only a killed process can have left one
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
 
 
 def seeds_of_best(folder: Path) -> dict[int, Run]:
-    """The runs of a sweep's best setting, by seed, but for those that diverged.
+    """Return the runs of a sweep's best setting, by seed, without those that diverged.
 
     Raises:
-        InputRefused: the sweep did not come to its end, or all of it diverged.
+        InputRefused: the sweep did not finish, or every run diverged.
     """
     sweep = Sweep.open(folder)
     result = sweep.record.get("result") or {}
@@ -193,7 +193,7 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
 
 
 def asked(settings: Settings, points: Sequence[Point]) -> str:
-    """SHA-256 of what a sweep was asked to do: equal for equal settings and points, whatever their origin."""
+    """Return the SHA-256 of a sweep's task: equal for equal settings and points, whatever their origin."""
     text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -203,5 +203,5 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _point(point: dict[str, Any]) -> Point:
-    """A point as it was: JSON has no tuples."""
+    """Return a point with its tuples restored, which JSON does not have."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in point.items()}

@@ -1,4 +1,4 @@
-"""A sweep as it goes on: what is to be trained, how far it is, what is known of every member."""
+"""Shows a sweep while it runs: what remains to train, how far it is, and each member's results so far."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from monograph.sweeps.spec import Member, groups_of, members_of, short, spread
 
 
 class SweepProgress:
-    """One sweep, told while it goes on.
+    """A running sweep and its progress.
 
     Attributes:
         sweep: its folder.
         members: all of them; `groups` by what one graph can hold.
-        timings: of each group, once prepared, and `updates` of its members.
+        timings: one for each group, once prepared, and the `updates` of its members.
         rate: targets per second of the last updates, over all members that train at once.
-        done: updates of members so far.
+        done: number of the members' updates so far.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
-        """Read back what earlier processes did; of several ranks each trains its share of the rounds."""
+        """Read back what earlier processes did; each of several ranks trains its share of the rounds."""
         self.sweep, self.progress, self.world = sweep, progress, world or World()
         self.members = members_of(sweep.settings, sweep.points)
         self.groups = groups_of(self.members)
@@ -49,12 +49,12 @@ class SweepProgress:
         self._training_s = 0.0
 
     def read(self) -> list[Outcome]:
-        """What is known of every member now, whoever trained it."""
+        """Return the present outcome of every member, whichever process trained it."""
         return [results.outcome(self.sweep, member) for member in self.members]
 
     @property
     def batches(self) -> list[tuple[Timing, int, list[Member]]]:
-        """The rounds of this rank: of which group, for how many updates, with which members."""
+        """The rounds of this rank: the group's timing, the number of updates, and the members."""
         pairs = zip(self.timings, self.updates, strict=True)
         found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
         return found[self.world.rank :: self.world.size]
@@ -66,13 +66,13 @@ class SweepProgress:
 
     @property
     def spent_s(self) -> float:
-        """Seconds so far, over all processes."""
+        """Seconds spent so far, over all processes."""
         earlier: float = self.sweep.record.get("elapsed_s", 0.0)
         return earlier + clock() - self._began_s
 
     @property
     def figures(self) -> str:
-        """Beside the bar."""
+        """The figures shown next to the bar."""
         return count(self.rate, "tok/s") if self.rate else ""
 
     def prepare(self, device: torch.device, machine: Device) -> None:
@@ -80,7 +80,7 @@ class SweepProgress:
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
-            UsageError: settings that cannot be together, or not on this machine.
+            UsageError: settings that do not fit together or this machine.
         """
         for member in self.members:
             require_possible(member.settings, machine)
@@ -103,7 +103,7 @@ class SweepProgress:
         self._tell_plan()
 
     def _texts(self) -> list[Corpus]:
-        """Of each group, each opened once."""
+        """Return each group's corpus; groups that share a text open it once."""
         texts: dict[str, Corpus] = {}
         for group in self.groups:
             if (key := repr(group.plan.reading)) not in texts:
@@ -121,29 +121,29 @@ class SweepProgress:
             )
 
     def block(self) -> SweepDisplay:
-        """The live bar and table."""
+        """Return the live bar and table."""
         per_member = {member.index: updates for _, updates, members in self.batches for member in members}
         self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
         return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
 
     def table(self) -> list[str]:
-        """As it stands."""
+        """Return the table of results so far."""
         return results.lines(results.compared(self.outcomes), self._lost())
 
     def _lost(self) -> dict[int, int]:
         return {each.member.index: each.diverged for each in self.outcomes if each.diverged is not None}
 
     def all_over(self, members: Sequence[Member]) -> bool:
-        """Whether none of these is left to train."""
+        """Return whether none of these members is left to train."""
         return all(self.outcomes[member.index].over for member in members)
 
     def ended(self, members: Sequence[Member]) -> dict[int, int]:
-        """By their place, members that diverged, and after which update."""
+        """Return the members that diverged, by their place, with the update after which they did."""
         places = enumerate(self.outcomes[member.index].diverged for member in members)
         return {place: at for place, at in places if at is not None}
 
     def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
-        """Members were trained for so many updates."""
+        """Record that members were trained for so many updates."""
         first = batch.sessions[0]
         targets = first.corpus.stats.packed_share * first.plan.tokens_per_update
         self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
@@ -151,7 +151,7 @@ class SweepProgress:
         self._training_s += seconds
 
     def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
-        """Score held-out rows by every member that still learns, note it, show it; at the end all of them too."""
+        """Score held-out rows by every member that still learns, record and show it; at the end, all rows too."""
         self._score(batch, update, CURVE_ROWS)
         if last:
             self._score(batch, update, None)
@@ -172,7 +172,7 @@ class SweepProgress:
             self.outcomes[member.index] = results.outcome(self.sweep, member)
 
     def ends(self, batch: MemberBatch) -> None:
-        """The members came to their end: say so in their metrics, as any run does."""
+        """Record in the metrics of the members that they finished, as any run does."""
         self._read(batch)
         for place, session in enumerate(batch.sessions):
             if place not in batch.ended:
@@ -186,7 +186,7 @@ class SweepProgress:
         self._read(batch)
 
     def keep_time(self) -> None:
-        """Write down what this process did, for the next one or for the end."""
+        """Store how long this process worked, for the next one or for the final report."""
         record = self.sweep.record
         record["elapsed_s"] = self.spent_s
         record["training_s"] = record.get("training_s", 0.0) + self._training_s
@@ -195,7 +195,7 @@ class SweepProgress:
             self.sweep.write()
 
     def finish(self) -> dict[str, Any]:
-        """Compare, write tables and figures, say what came of it; the JSON object of the contract."""
+        """Compare, write tables and figures, print the results; return the JSON object of the contract."""
         table = results.compared(self.outcomes)
         self.sweep.record["tokens"] = sum(
             next((row["tokens"] for row in reversed(each.rows) if "train_loss" in row), 0) for each in self.outcomes

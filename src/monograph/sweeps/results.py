@@ -1,4 +1,4 @@
-"""What came of a sweep: each member's numbers from its run, the settings compared, and how that is written."""
+"""Results of a sweep: each member's numbers from its run, the settings compared, and their tables."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One member's end, or where it stands.
+    """The final or present state of one member.
 
     Attributes:
-        member: who.
+        member: the member.
         run: its folder.
         rows: its metrics.
         diverged: the update after which it learned nothing more; None if it did not diverge.
         evaluation: its last held-out scores; empty before the first.
-        summary: of a run that came to its end.
+        summary: the summary row of a finished run.
     """
 
     member: Member
@@ -57,13 +57,13 @@ class Outcome:
         return self.summary is not None or self.diverged is not None
 
     def score(self, key: str) -> float | None:
-        """Its last score; None if it diverged or has none yet."""
+        """Return its last score; None if it diverged or has none yet."""
         value: float | None = self.evaluation.get(key)
         return None if self.diverged is not None else value
 
 
 def outcome(sweep: Sweep, member: Member) -> Outcome:
-    """A member's numbers, read from its run; raises InputRefused where its metrics are damaged."""
+    """Return a member's numbers, read from its run; raises InputRefused where its metrics are damaged."""
     run = sweep.member(member.index)
     rows = run.rows()
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
@@ -72,21 +72,21 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
-    """The settings, by bits per byte; by the loss where that says nothing about bytes."""
+    """Return the settings compared by bits per byte, or by the loss where its sum says nothing about bytes."""
     key, unit = scored_by(outcomes)
     values = [each.score(key) for each in outcomes]
     return tabulate(values, [each.member.knobs for each in outcomes], SEED, unit)
 
 
 def scored_by(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """The key of the score that decides, and its unit."""
+    """Return the key of the score that decides, and its unit."""
     there = [each.evaluation for each in outcomes if each.evaluation]
     in_bits = all(each.get(BITS) is not None for each in there)
     return (BITS, "bits/byte") if in_bits else (NATS, "nats")
 
 
 def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
-    """The table as aligned lines: knobs, mean ± standard error over seeds, and how each stands to the best.
+    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and how each stands to the best.
 
     `diverged` is the update after which a member learned nothing more, by its number.
     """
@@ -115,7 +115,7 @@ def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> st
 
 
 def verdict(table: Table) -> str:
-    """Which setting is best, and whether that could be chance."""
+    """Return which setting is best, and whether that could be chance."""
     if table.best is None:
         return "every member diverged: lower the learning rates"
     best = table.best.setting
@@ -127,7 +127,7 @@ def verdict(table: Table) -> str:
 
 
 def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """(members, best) as `--json` gives them."""
+    """Return (members, best) as `--json` prints them."""
     members = []
     for each in outcomes:
         folders = entries(each.run.checkpoints, "step-")
@@ -150,7 +150,7 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
 
 
 def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The last row of a member's metrics, which says that its run came to its end, as of any run."""
+    """Return the last row of a member's metrics, which marks its run as finished, as in any run."""
     trained = [row for row in session_rows if "train_loss" in row]
     scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
     rates = [row["tokens_per_s"] for row in trained if row.get("tokens_per_s")]
@@ -167,7 +167,7 @@ def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[
 
 
 def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
-    """The object of `--json`, which sweep.json holds too."""
+    """Return the object of `--json`, which sweep.json holds too."""
     members, best = as_json(outcomes, table)
     spent, tokens = sweep.record.get("training_s", 0.0), sweep.record.get("tokens", 0)
     return {
@@ -181,7 +181,7 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
 
 
 def drawn(table: Table) -> list[dict[str, Any]]:
-    """The settings as `monograph.report.sweep_report` draws them."""
+    """Return the settings as `monograph.report.sweep_report` draws them."""
     best = table.best.setting if table.best else None
     return [
         {
@@ -195,7 +195,7 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-FACTOR = 4.0  # of what two ways to compute the same run alone differ by
+FACTOR = 4.0  # times the difference between two ways to compute the same run alone
 
 
 def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
 
         difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
 
-    "Otherwise" is uncompiled, or where nothing is compiled in micro-batches of half the size: what rounding alone does
-    to this run. Every way rounds differently, and training makes the differences grow; which is why no fixed bound will
+    "Otherwise" is uncompiled or, where nothing is compiled, in micro-batches of half the size: the effect of rounding
+    on this run. Every way rounds differently, and training makes the differences grow, so no fixed bound would
     do.
 
     Raises:
@@ -239,13 +239,13 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
 
 
 def largest(one: list[float], other: list[float]) -> float:
-    """The largest difference at any update; nan and infinity are equal to themselves."""
+    """Return the largest difference at any update; nan and infinity are equal to themselves."""
     pairs = zip(one, other, strict=True)
     return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in pairs)
 
 
 def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
-    """Training losses of a run alone, from its beginning."""
+    """Return the training losses of a run alone, from its beginning."""
     built = build_run(plan, text, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)

@@ -1,4 +1,4 @@
-"""Which runs a sweep is: its settings and points, the members that they make, and the members of one graph."""
+"""Defines the runs of a sweep: its settings and points, their members, and which members share a graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from monograph.session.resolve import WIDTH, resolve, transfer_of
 from monograph.storage.reading import is_file
 
 ORIGIN = "sweep"
-# Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls with the tokens.
+# Bjorck et al. 2024, "Scaling Optimal LR Across Token Horizons": the best rate falls as the number of tokens grows.
 HORIZON = "arXiv 2409.19913"
 
 
@@ -36,9 +36,9 @@ class Member:
 
     Attributes:
         index: its number, from 0.
-        knobs: what was varied, by dotted key.
-        settings: of its run.
-        plan: what follows from them, once its group is opened.
+        knobs: the varied values, by dotted key.
+        settings: the settings of its run.
+        plan: the plan that follows from them, once its group is opened.
     """
 
     index: int
@@ -49,14 +49,14 @@ class Member:
 
 @dataclass
 class Group:
-    """Members of one graph: they have the same shapes and length.
+    """Members that one graph can hold: they have the same shapes and length.
 
     Attributes:
         members: one or more.
         shared: the varied keys that they have in common, because no graph could hold more than one of their values.
         rounds: how many members train at once, round by round; empty until it was decided.
-        why: in one line.
-        update_s: seconds of an update of all members; compile_s: of what is still to be compiled; held_out_s: of their
+        why: the reason for these rounds, in one line.
+        update_s: seconds of an update of all members; compile_s: of compiling still to do; held_out_s: of their
             evaluations.
     """
 
@@ -70,27 +70,27 @@ class Group:
 
     @property
     def plan(self) -> Plan:
-        """The first member's."""
+        """The plan of the first member."""
         plan = self.members[0].plan
         assert plan is not None
         return plan
 
     @property
     def name(self) -> str:
-        """What sets it apart from other groups; empty for the only one."""
+        """The values that set it apart from other groups; empty for the only one."""
         return " ".join(f"{short(key)}={shown(value)}" for key, value in self.shared.items())
 
     def batches(self) -> list[list[Member]]:
-        """The members, round by round."""
+        """Return the members, round by round."""
         ends = [sum(self.rounds[: index + 1]) for index in range(len(self.rounds))]
         return [self.members[end - size : end] for size, end in zip(self.rounds, ends, strict=True)]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
-    """One member for each point, in order.
+    """Return one member for each point, in order.
 
     Raises:
-        UsageError: a point that makes no settings, or two that make the same.
+        UsageError: a point that gives no valid settings, or two that give the same.
     """
     found = [Member(index, point, settings.resolve(point, ORIGIN)) for index, point in enumerate(points)]
     seen: dict[str, int] = {}
@@ -102,7 +102,7 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:
-    """Members by what cannot vary inside a graph, in the order in which they come."""
+    """Return the members, grouped by what cannot vary inside a graph, in the order in which they come."""
     groups: dict[str, Group] = {}
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
@@ -111,7 +111,7 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
 
 
 def spread(groups: Sequence[Group], ranks: int) -> None:
-    """Cut rounds in two, the largest first, until every rank has one, as far as there are members."""
+    """Halve rounds, the largest first, until every rank has one or no round has two members."""
     while sum(len(group.rounds) for group in groups) < ranks:
         group = max(groups, key=lambda each: max(each.rounds))
         largest = max(group.rounds)
@@ -122,17 +122,17 @@ def spread(groups: Sequence[Group], ranks: int) -> None:
 
 
 def described(knobs: Point) -> str:
-    """`lr=0.001 seed=0`."""
+    """Return the knobs as text: `lr=0.001 seed=0`."""
     return " ".join(f"{short(key)}={shown(value)}" for key, value in knobs.items()) or "nothing varied"
 
 
 def short(key: str) -> str:
-    """A key without its section, as people say it."""
+    """Return a key without its section, as people say it."""
     return key.rpartition(".")[2]
 
 
 def shown(value: object) -> str:
-    """A value in a table, at most four digits of a number."""
+    """Return a value as tables show it, a number with at most four digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, tuple):
@@ -140,11 +140,11 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-DEFAULT_MINUTES = 1.5  # of the whole sweep, where nothing at all is given
+DEFAULT_MINUTES = 1.5  # the whole sweep's, where no arguments are given
 SEEDS = (0, 1)
-# Factor-2 steps about the rate that is known: finer ones two seeds cannot tell apart (docs/sweep.md).
+# Factor-2 steps around the known rate: two seeds cannot tell finer ones apart (docs/sweep.md).
 STEPS = range(-4, 4)
-# What a sweep does not take over from a run: what it varies, how long the run was, and what followed from that.
+# Settings that a sweep does not take over from a run: the varied ones, the run's length, and what followed from it.
 _NOT_TAKEN = {
     *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
     "train.micro_batch", "train.compile", "train.remat", "train.parallel",
@@ -152,11 +152,11 @@ _NOT_TAKEN = {
 
 
 class SweepSpec(NamedTuple):
-    """What a sweep is to do.
+    """The task of a sweep.
 
     Attributes:
-        settings: what all members share.
-        points: what each of them varies.
+        settings: the settings that all members share.
+        points: the values that each member varies.
         target: the wide run that the rates are for, where the members are its narrow proxy; else None.
     """
 
@@ -166,19 +166,19 @@ class SweepSpec(NamedTuple):
 
 
 def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
-    """Settings and points from the command line.
+    """Return the settings and points from the command line.
 
-    Without arguments: eight learning rates and two seeds of the proxy of the newest run's model, or else of the default
-    model's. With some, but no axis: the same rates and seeds of what they say. Where `optim.transfer` is on, the
-    members are the proxy from which it carries.
+    Without arguments, sweep eight learning rates and two seeds of the proxy of the newest run's model, or else of the
+    default model's. With arguments but no axis, sweep the same rates and seeds of these settings. Where
+    `optim.transfer` is on, the members are the proxy that it carries from.
 
     Raises:
-        UsageError: a key, a value or an axis that is none; no held-out text to compare on; no proxy.
+        UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
     """
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
     hold_to_its_run(toml, runs_code="model.init" not in overrides)
-    first = {axis.key: axis.first for axis in axes}  # a shape needs all its sizes, whatever varies
+    first = {axis.key: axis.first for axis in axes}  # a shape needs a value for each of its sizes
     settings, target = (load(toml, fixed | first), None) if arguments else (_of_newest_run(), None)
     require_text(settings)
     require_one_device(settings, "sweep")
@@ -187,13 +187,13 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     if settings.optim.transfer != "none":
         settings, target = _proxy(settings)
     elif not arguments:
-        with suppress(UsageError):  # the model itself, where it has no narrower shape
+        with suppress(UsageError):  # the model itself is swept where it has no narrower shape
             settings, target = _proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
     return SweepSpec(settings, points(axes or _usual_axes(settings), samples), target)
 
 
 def _proxy(settings: Settings) -> tuple[Settings, Settings]:
-    """(the narrow run on which the rates are found, the wide run that they are for, its base named).
+    """Return (the narrow run on which rates are found, the wide run that they are for, with its base named).
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
@@ -204,19 +204,19 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer": f"{WIDTH}:{transfer.base.hidden_size}"}, ORIGIN)
-    if settings.origins.get("train.minutes") == ORIGIN:  # which are the sweep's
+    if settings.origins.get("train.minutes") == ORIGIN:  # these minutes are the whole sweep's
         named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow(wide, shape), named
 
 
 def _usual_axes(settings: Settings) -> list[Axis]:
-    """Learning rates about the one that is known for the model, and two seeds."""
+    """Return axes of learning rates around the model's known one, and of two seeds."""
     middle = resolve(settings, describe()).update_rule.lr
     return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
 
 
 def _of_newest_run() -> Settings:
-    """The newest run's model, text and optimizer, or the defaults where there is no run; short."""
+    """Return the newest run's model, text and optimizer, or the defaults where there is no run; shortened."""
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
@@ -230,17 +230,17 @@ def _of_newest_run() -> Settings:
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
-    """Whether the command line names a sweep that is there and nothing else."""
+    """Return whether the command line names an existing sweep and nothing else."""
     return not arguments and samples is None and out is not None and is_file(out / SWEEP)
 
 
 def narrow(settings: Settings, config: LlamaConfig) -> Settings:
-    """The narrow run on which a wide one's rate is found: the same, tokens per update included, but for the width.
+    """Return the narrow run on which a wide one's rate is found: only the width differs, not the tokens per update.
 
     Args:
-        settings: of the wide run, transfer on; what depends on the model's size (tokenizer, tokens per update)
-            fixed, or the narrow run would choose its own. The learning rate may be open.
-        config: its model's shape.
+        settings: those of the wide run, with transfer on; values that depend on the size (tokenizer, tokens per update)
+            are fixed, or the narrow run would choose its own. The learning rate may be left open.
+        config: the shape of its model.
 
     Raises:
         UsageError: see `transfer_of`.
@@ -257,13 +257,13 @@ def narrow(settings: Settings, config: LlamaConfig) -> Settings:
 
 
 def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
-    """What a person is told who carries the best knobs of a proxy to the wide model: what carries and what does not.
+    """Return the notes for who carries a proxy's best knobs to the wide model: what carries over and what does not.
 
     Args:
-        settings: of the wide run, tokens per update fixed.
-        proxy: of the narrow one.
-        updates: of the wide run.
-        proxy_updates: of the narrow one.
+        settings: those of the wide run, with tokens per update fixed.
+        proxy: the settings of the narrow run.
+        updates: the number of the wide run's updates.
+        proxy_updates: the number of the narrow run's updates.
     """
     lines = [
         "carried: learning rate, betas, eps, warm-up in updates, and weight decay as lr * weight_decay per update",

@@ -1,7 +1,7 @@
 """Stops and constraints as automata over tokens, which the decode step follows on the device.
 
-The front door: `constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and
-`allowed`, `advance` and `stopped` are what a decode step asks.
+The entry points: `constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and
+`allowed`, `advance` and `stopped` serve a decode step.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """An automaton that allows exactly the tokens that can still become a text as wanted.
+    """Return an automaton that allows exactly the tokens that can still lead to a wanted text.
 
     Args:
         kind: "choices": one of several texts. "regex": the whole text matches a regular expression. "json_schema":
-            compact JSON that a bounded schema validates. docs/constraints.md says what the two may contain.
-        value: the texts; the expression; the schema as JSON text or as the object that it stands for.
+            compact JSON that a bounded schema validates. docs/constraints.md lists what the last two may contain.
+        value: the texts, the expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
-        lead: the bytes that begin the text and are not of it (`Tokenizer.lead`).
+        lead: bytes that come before the text and do not belong to it (`Tokenizer.lead`).
 
     Raises:
         UsageError: an unknown kind.
-        InputRefused: a value that is not in the subset, not bounded or too large; the message names the place.
+        InputRefused: a value that is outside the subset, unbounded or too large; the message names the place.
     """
     try:
         expression, where = _expression(kind, value)
@@ -52,20 +52,20 @@ def constraint(
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """An automaton that stops at the token that completes any of the strings, inside it or across tokens.
+    """Return an automaton that stops at the token that completes any of the strings, inside it or across tokens.
 
     Args:
         strings: at least one, none of them empty.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
 
     Raises:
-        InputRefused: no string, an empty one, or too many bytes of them.
+        InputRefused: no string, an empty one, or too many bytes in all.
     """
     return searcher(searching([_utf8(string, "a stop string") for string in strings]), pieces, "the stop strings")
 
 
 def _expression(kind: str, value: Any) -> tuple[Expression, str]:
-    """The accepted texts, and what to call them in an error."""
+    """Return the accepted texts, and the name for them in an error."""
     if kind == "choices":
         if isinstance(value, str) or not value:
             raise InputRefused("choices: expected a list of at least one text")

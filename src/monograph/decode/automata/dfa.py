@@ -1,7 +1,7 @@
 """The smallest deterministic automaton of a byte expression.
 
 The expression first becomes an automaton without empty moves: positions, the bytes they take, and what may follow them.
-Shapes: S states, K classes of bytes that no state tells apart.
+Shapes: S states, K classes of bytes that no state distinguishes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from monograph.decode.automata.expression import (
 )
 from monograph.errors import InputRefused
 
+# docs/constraints.md promises these limits: a larger automaton is refused within two seconds.
 MAX_POSITIONS = 20_000
 MAX_WORK = 1_000_000
 
-Next: TypeAlias = frozenset[int]  # positions one of which takes the next byte
+Next: TypeAlias = frozenset[int]  # the positions of which one takes the next byte
 NOWHERE: Next = frozenset()
 END = 0  # the position that takes nothing: the text may end here
 
 
 class Budget:
-    """The steps that may still be spent on one automaton, so that none takes more than about two seconds.
+    """A limit on the steps spent on one automaton, so that none takes more than about two seconds.
 
     Attributes:
-        where: what to call the automaton in an error.
+        where: the automaton's name in an error.
     """
 
     def __init__(self, where: str) -> None:
@@ -54,14 +55,14 @@ class Budget:
 
 
 class Positions:
-    """Reads an expression from its end to its beginning, so that what follows a position is known when it is made.
+    """Reads an expression from its end to its beginning, so that a position's successors are known when it is made.
 
-    Two positions that take the same bytes and are followed by the same are one position, which merges common endings:
-    the automaton of a character's UTF-8 sequences or of a schema's optional properties stays small by itself.
+    Positions that take the same bytes and have the same successors become one, which merges common endings:
+    the automaton of a character's UTF-8 sequences or of a schema's optional properties stays small.
 
     Attributes:
-        takes: per position, the bytes that it takes, bit by bit; 0 for loops and the end.
-        follow: per position, what comes after it; for a loop, what it begins with and what comes after it.
+        takes: for each position a bit mask of the bytes that it takes; 0 for loops and the end.
+        follow: for each position its successors; for a loop, its first positions and its successors.
 
     Raises:
         InputRefused: more than MAX_POSITIONS positions, or the budget is spent; from any method.
@@ -76,7 +77,7 @@ class Positions:
         self._closed: dict[Next, Next] = {}
 
     def at(self, takes: int, then: Next) -> Next:
-        """The position that takes one of these bytes and is followed by `then`."""
+        """Return the position that takes one of these bytes and is followed by `then`."""
         if not takes or not then:
             return NOWHERE  # no text goes on from here
         known = self._known.get((takes, then))
@@ -93,13 +94,13 @@ class Positions:
         return len(self.takes) - 1
 
     def union(self, sets: Iterable[Next]) -> Next:
-        """All positions of the sets."""
+        """Return all positions of the sets."""
         parts = list(sets)
         self.budget.spend(sum(map(len, parts)))
         return NOWHERE.union(*parts)
 
     def before(self, expression: Expression, then: Next) -> Next:
-        """The positions that can take the first byte of the expression followed by `then`.
+        """Return the positions that can take the first byte of the expression followed by `then`.
 
         Those of `then` are among them where the expression matches the empty text.
         """
@@ -145,7 +146,7 @@ class Positions:
         return first
 
     def closed(self, positions: Next) -> Next:
-        """The positions with every loop among them replaced by what it begins with and what comes after it."""
+        """Return the positions with every loop among them replaced by its first positions and its successors."""
         found = self._closed.get(positions)
         if found is None:
             reached, waiting = set(positions), [*positions & self._loops]
@@ -165,12 +166,12 @@ Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next
 
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes, all of whose states lie on a way from state 0 to an accepting one.
+    """A deterministic automaton over bytes, all of whose states lie on a path from state 0 to an accepting one.
 
     Attributes:
-        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text goes on that way.
+        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text continues that way.
         class_256: uint8 [256], the class of each byte.
-        accepting_S: bool [S], where a text may end.
+        accepting_S: bool [S], whether a text may end there.
     """
 
     next_SK: NDArray[np.int16]
@@ -178,7 +179,7 @@ class ByteAutomaton:
     accepting_S: NDArray[np.bool_]
 
     def accepts(self, text: bytes) -> bool:
-        """Whether the automaton ends in an accepting state, byte by byte: the slow path that the rest is held to."""
+        """Return whether a text, read byte by byte, ends in an accepting state: the slow reference for the rest."""
         state = 0
         for byte in text:
             state = int(self.next_SK[state, self.class_256[byte]])
@@ -188,14 +189,14 @@ class ByteAutomaton:
 
 
 def compiled(expression: Expression, where: str) -> ByteAutomaton:
-    """The minimal automaton of an expression.
+    """Return the minimal automaton of an expression.
 
     Args:
-        expression: over bytes.
-        where: what to call it in an error.
+        expression: the expression over bytes.
+        where: its name in an error.
 
     Raises:
-        InputRefused: it matches nothing at all, or is too large (MAX_STATES, MAX_POSITIONS, MAX_WORK).
+        InputRefused: it matches no text, or is too large (MAX_STATES, MAX_POSITIONS, MAX_WORK).
     """
     automaton = _compiled(expression, Budget(where))
     if automaton is None:
@@ -235,7 +236,7 @@ def _check_size(states: int, budget: Budget) -> None:
 
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
-    """Bytes that lie in the same sets as classes: the class of each byte, and the classes of each set."""
+    """Return classes of bytes that lie in the same sets: the class of each byte, and the classes of each set."""
     ordered = list(sets)
     members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
     profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
@@ -249,7 +250,7 @@ def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, lis
 
 
 def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]) -> ByteAutomaton:
-    """The automaton with equivalent states made one, numbered breadth first, and equivalent classes of bytes too."""
+    """Return the automaton with equivalent states and equivalent classes of bytes merged, numbered breadth first."""
     block_of = _equivalent(rows, accepting)
     order = {block_of[0]: 0}
     representatives = [0]
@@ -268,10 +269,10 @@ def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]
 
 
 def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
-    """Per state the number of its block: states of a block accept the same texts (Hopcroft 1971).
+    """Return each state's block number, where states of a block accept the same texts (Hopcroft 1971).
 
     A missing transition stands for a dead state. No block of dead states is needed to split the others, since each
-    block splits those that have a transition into it from those that have not, and all blocks are splitters at first.
+    block splits those that have a transition into it from the others, and all blocks are splitters at first.
     """
     before: list[list[tuple[int, int]]] = [[] for _ in rows]
     for state, row in enumerate(rows):
@@ -289,7 +290,7 @@ def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
 
 
 class _Partition:
-    """Blocks of states, at first the accepting and the other ones, and which blocks are still to split the others."""
+    """Blocks of states, at first the accepting and the other ones, and the blocks that must still split the others."""
 
     def __init__(self, accepting: Sequence[bool]) -> None:
         halves: list[set[int]] = [set(), set()]
@@ -303,7 +304,7 @@ class _Partition:
         self.waiting = set(range(len(self.blocks)))
 
     def split_by(self, splitter: set[int]) -> None:
-        """Split every block into its states inside and outside of a set."""
+        """Split every block into its states inside and outside a set."""
         touched: dict[int, set[int]] = defaultdict(set)
         for state in splitter:
             touched[self.block_of[state]].add(state)
@@ -317,13 +318,13 @@ class _Partition:
                 smaller, self.blocks[number] = self.blocks[number], inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
-            # The smaller part is enough, whether or not the rest waits too: the whole was or will be a splitter.
+            # The smaller part is enough, whether or not the rest waits too, since the whole was or will be a splitter.
             self.waiting.add(len(self.blocks))
             self.blocks.append(smaller)
 
 
 def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
-    """The first positions of what both sides match, followed by `then`; see `Positions.before`."""
+    """Return the first positions of texts that both sides match, followed by `then`; see `Positions.before`."""
     sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
     if sides[0] is None or sides[1] is None:
         return NOWHERE
@@ -341,7 +342,7 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
 def _product(
     left: ByteAutomaton, right: ByteAutomaton, budget: Budget
 ) -> tuple[list[dict[int, int]], list[bool], dict[int, int]]:
-    """Pairs of states that are reached together: rows over pairs of classes, which pairs accept, each class's bytes."""
+    """Return the pairs of states reached together: rows over pairs of classes, accepting pairs, each class's bytes."""
     bytes_of: dict[int, int] = defaultdict(int)
     right_classes = right.next_SK.shape[1]
     for byte in range(256):
@@ -365,7 +366,7 @@ def _product(
 
 
 def _ends_first(rows: Rows) -> list[int]:
-    """The states of an automaton without cycles in an order in which every state comes after those that follow it."""
+    """Return the states of an acyclic automaton in an order in which every state comes after its successors."""
     before: list[set[int]] = [set() for _ in rows]
     for state, row in enumerate(rows):
         for target in row.values():

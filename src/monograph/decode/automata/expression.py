@@ -13,28 +13,28 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, eq=False)
 class ByteSet:
-    """One byte of a set; bit b of `mask` says whether byte b is in it."""
+    """Matches one byte of a set; bit b of `mask` says whether byte b is in it."""
 
     mask: int
 
 
 @dataclass(frozen=True, eq=False)
 class Concatenation:
-    """The parts one after the other; without parts, the empty text."""
+    """Matches the parts one after the other; without parts, the empty text."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Alternation:
-    """Any one of the options; without options, nothing matches, not even the empty text."""
+    """Matches any one of the options; without options nothing, not even the empty text."""
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """The part `least` to `most` times; `most` None: any number of times."""
+    """Matches the part `least` to `most` times; `most` None: any number of times."""
 
     part: Expression
     least: int
@@ -43,7 +43,7 @@ class Repetition:
 
 @dataclass(frozen=True, eq=False)
 class Intersection:
-    """What both sides match; at least one side has to match finitely many texts only."""
+    """Matches the texts that both sides match; at least one side must match only finitely many."""
 
     left: Expression
     right: Expression
@@ -53,22 +53,22 @@ Expression: TypeAlias = ByteSet | Concatenation | Alternation | Repetition | Int
 
 
 def byte_range(first: int, last: int) -> ByteSet:
-    """One byte from `first` to `last`, both included."""
+    """Return an expression for one byte from `first` to `last`, both included."""
     return ByteSet((2 << last) - (1 << first))
 
 
 def literal(text: bytes) -> Concatenation:
-    """Exactly these bytes."""
+    """Return an expression for exactly these bytes."""
     return Concatenation(tuple(ByteSet(1 << byte) for byte in text))
 
 
 def joined(*parts: Expression) -> Concatenation:
-    """The parts one after the other."""
+    """Return an expression for the parts one after the other."""
     return Concatenation(parts)
 
 
 def optional(part: Expression) -> Repetition:
-    """The part or the empty text."""
+    """Return an expression for the part or the empty text."""
     return Repetition(part, 0, 1)
 
 
@@ -77,17 +77,17 @@ CodePoints: TypeAlias = tuple[tuple[int, int], ...]
 Encoding: TypeAlias = Callable[[CodePoints], Expression]
 
 _LAST = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)  # the halves of UTF-16 pairs: no characters, and not encodable in UTF-8
+_SURROGATES = (0xD800, 0xDFFF)  # halves of UTF-16 pairs: not characters, and not encodable in UTF-8
 ANY: CodePoints = ((0, _LAST),)
 # Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/", which needs none.
 _SHORT_ESCAPES = {0x22: b'"', 0x5C: b"\\", 0x08: b"b", 0x0C: b"f", 0x0A: b"n", 0x0D: b"r", 0x09: b"t"}
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
-# What may stand in a JSON string as itself.
+# These may stand for themselves in a JSON string.
 _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
-    """The ranges in order, those that overlap or touch made one."""
+    """Return the ranges in order, with those that overlap or touch merged."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -98,20 +98,20 @@ def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
 
 
 def complement(points: CodePoints) -> CodePoints:
-    """Every other code point."""
+    """Return all other code points."""
     firsts = [0, *(last + 1 for _, last in points)]
     lasts = [*(first - 1 for first, _ in points), _LAST]
     return tuple((first, last) for first, last in zip(firsts, lasts, strict=True) if first <= last)
 
 
 def intersection(left: CodePoints, right: CodePoints) -> CodePoints:
-    """The code points of both."""
+    """Return the code points that are in both."""
     return complement(union([*complement(left), *complement(right)]))
 
 
 @lru_cache(maxsize=256)
 def utf8(points: CodePoints) -> Expression:
-    """The UTF-8 sequence of one character of the set (RFC 3629)."""
+    """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
     for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
@@ -123,11 +123,11 @@ def utf8(points: CodePoints) -> Expression:
 
 @lru_cache(maxsize=256)
 def in_json(points: CodePoints) -> Expression:
-    r"""One character of the set as it stands in a JSON string.
+    r"""Return an expression for one character of the set as it is written in a JSON string.
 
     Printable ASCII stands for itself, or after a backslash where it has to; a control character is `\n` and the like or
-    `\u000a`; any other one is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF. So what a serialiser writes is among it,
-    whether or not it keeps to ASCII; `\/` and an escaped letter are not.
+    `\u000a`; any other one is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF. This includes the output of serialisers,
+    whether or not they keep to ASCII; `\/` and an escaped letter are not.
     """
     short = [
         literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, ((point,) * 2,))
@@ -144,7 +144,7 @@ def in_json(points: CodePoints) -> Expression:
 
 
 def _unit(first: int, last: int) -> Expression:
-    r"""`\uXXXX` for a number from `first` to `last`."""
+    r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
     low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
     numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]
     return joined(literal(b"\\u"), Alternation(tuple(numbers)))
@@ -158,7 +158,7 @@ def _hexadecimal(first: int, last: int) -> ByteSet:
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
+    """Yield the digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
 
     Args:
         first: digits, as many as in `last`.

@@ -1,10 +1,10 @@
-"""Lifts an automaton from bytes to tokens: what a whole token does to every state; and follows it on the device.
+"""Lifts an automaton from bytes to tokens (what a whole token does to every state) and follows it on the device.
 
-Two tokens that do the same to all states are of one class, so the table over states and tokens becomes one over states
-and classes, and a class for each token. The decode step follows it by gathers in tensors of fixed size, without a word
+Tokens that act alike on all states form one class, so the table over states and tokens becomes one over states
+and classes, and a class for each token. The decode step follows it by gathers in tensors of fixed size, without help
 from the host (`Tables`).
 
-Stop strings are one such automaton: where in any of them the text stands (Aho and Corasick 1975).
+Stop strings form such an automaton too; its state tracks the progress in each of them (Aho and Corasick 1975).
 
 Shapes: B rows, V tokens, S states (of all automata together), C classes of tokens, K classes of bytes, N cells of the
 tables, A automata.
@@ -24,13 +24,13 @@ from torch import Tensor
 from monograph.decode.automata.dfa import ByteAutomaton
 from monograph.errors import InputRefused
 
-MAX_BYTES = 4_096  # of all stop strings together
+MAX_BYTES = 4_096  # most bytes of all stop strings together
 
 
 def searching(strings: Sequence[bytes]) -> ByteAutomaton:
-    """An automaton that accepts every text in which one of the strings occurs, and stays accepting from there.
+    """Return an automaton that accepts every text in which one of the strings occurs, and stays accepting from there.
 
-    A state is the longest beginning of a string with which the text so far ends; one in which a string has occurred is
+    A state is the longest prefix of a string that ends the text so far; a state in which a string has occurred is
     never left.
 
     Raises:
@@ -53,11 +53,11 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
             node = children[node][byte]
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    shorter = [0] * len(children)  # per state the next shorter beginning with which its text ends
+    shorter = [0] * len(children)  # for each state the next shorter prefix that ends its text
     for node in (queue := [0]):
         if node in ends or shorter[node] in ends:
             ends.add(node)
-            next_SK[node] = node  # it has occurred, whatever comes
+            next_SK[node] = node  # a string has occurred, whatever follows
             continue
         next_SK[node] = next_SK[shorter[node]]
         for byte, child in children[node].items():
@@ -67,9 +67,9 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
     return ByteAutomaton(next_SK, np.arange(256, dtype=np.uint8), np.isin(np.arange(len(children)), list(ends)))
 
 
-MAX_CELLS = 1 << 25  # of the table that is built: 64 MiB
-_PART = 1 << 22  # cells that are computed at once
-_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint has two more
+MAX_CELLS = 1 << 25  # most cells of the table that is built, 64 MiB
+_PART = 1 << 22  # cells computed at once
+_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint needs two more
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +77,10 @@ class Automaton:
     """An automaton over tokens; a text begins in state 0.
 
     Attributes:
-        where: what to call it in an error.
+        where: its name in an error.
         next_SC: int16 [S, C], the state after a token of each class; -1 where the token is forbidden.
         class_V: int16 [V], the class of each token.
-        stops_S: bool [S], where the text is over: a stop string has occurred, or only an end token may still come.
+        stops_S: bool [S], whether the text is over: a stop string has occurred, or only an end token may follow.
     """
 
     where: str
@@ -90,25 +90,25 @@ class Automaton:
 
 
 def searcher(automaton: ByteAutomaton, pieces: Sequence[bytes], where: str) -> Automaton:
-    """The automaton of stop strings over tokens: it forbids nothing, and tokens without bytes leave it where it is.
+    """Return the automaton of stop strings over tokens; it forbids nothing, and tokens without bytes keep its state.
 
     Args:
-        automaton: over bytes; every byte is allowed in every state.
+        automaton: the automaton over bytes; it allows every byte in every state.
         pieces: the bytes of each token.
-        where: what to call it in an error.
+        where: its name in an error.
     """
     columns_CS, class_V = _columns(automaton, pieces, where)
     return Automaton(where, np.ascontiguousarray(columns_CS[:, :-1].T), class_V, automaton.accepting_S)
 
 
 def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int], where: str) -> Automaton:
-    """The automaton of a constraint over tokens: every way that it allows can be gone to an accepting state.
+    """Return the automaton of a constraint over tokens: every path that it allows can reach an accepting state.
 
     Args:
-        automaton: over bytes.
+        automaton: the automaton over bytes.
         pieces: the bytes of each token; one without bytes is never allowed, unless it ends the text.
         end_ids: tokens that end a text, allowed in accepting states only, whatever bytes they have.
-        where: what to call it in an error.
+        where: its name in an error.
 
     Raises:
         InputRefused: no sequence of tokens makes an accepted text, there is no end token, or the table is too large.
@@ -118,11 +118,11 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_CS, class_V = _columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
-    # Two more columns, which lead nowhere yet: that of tokens that are never allowed, and last that of end tokens.
+    # Add two columns, which lead nowhere yet: one of tokens that are never allowed, and last that of end tokens.
     columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
     class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
     class_V[ends] = len(columns_CS) - 1
-    # What tokens without bytes would do is nobody's column now.
+    # Columns that only tokens without bytes used are dropped now.
     used, number_V = np.unique(class_V, return_inverse=True)
     columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
@@ -130,7 +130,7 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     live_S &= _reached(next_SC)
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
-    # Renumbered without the dead; one more state, after the end token.
+    # Renumber without dead states, and add one more state, after the end token.
     numbers = np.full(states + 1, -1, dtype=np.int16)
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
@@ -144,9 +144,9 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
 def _columns(
     automaton: ByteAutomaton, pieces: Sequence[bytes], where: str
 ) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """What each token does: [C, S + 1] the state after it from each state (S is the dead one), and [V] its class.
+    """Return [C, S + 1], the state after each class of token from each state (S is dead), and [V], each token's class.
 
-    All tokens are read at once, byte by byte. A beginning that does to all states what another one does is the same
+    All tokens are read at once, byte by byte. A prefix that acts on all states like another one is the same
     column, and each column is continued by each class of bytes only once.
     """
     states, byte_classes = automaton.next_SK.shape
@@ -189,17 +189,17 @@ def _columns(
 
 
 def _reaches(next_SC: NDArray[np.int16], accepting_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The states from which tokens lead to an accepting state."""
+    """Return the states from which tokens lead to an accepting state."""
     return _spread(_edges(next_SC).T, np.flatnonzero(accepting_S))[:-1]
 
 
 def _reached(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """The states to which tokens lead from state 0."""
+    """Return the states to which tokens lead from state 0."""
     return _spread(_edges(next_SC), np.array([0]))[:-1]
 
 
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """[S + 1, S + 1]: whether a token leads from one state to another, the dead one apart."""
+    """Return [S + 1, S + 1], whether a token leads from one state to another; the dead state is left out."""
     edges_SS = np.zeros((len(next_SC), len(next_SC)), dtype=bool)
     for row, following in zip(edges_SS, next_SC, strict=True):
         row[following] = True
@@ -208,7 +208,7 @@ def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """The states that can be reached from some along edges."""
+    """Return the states that can be reached from the start states along edges."""
     seen = np.zeros(len(edges_SS), dtype=bool)
     seen[start] = True
     front = start
@@ -219,7 +219,7 @@ def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np
 
 
 def _merged(columns_CS: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Each different column once, and which one every column is."""
+    """Return the distinct columns, and the index of each column among them."""
     index_of: dict[bytes, int] = {}
     chosen = np.array([index_of.setdefault(column.tobytes(), len(index_of)) for column in columns_CS], dtype=np.int16)
     first = np.unique(chosen, return_index=True)[1]
@@ -230,25 +230,25 @@ FREE, DEAD = 0, 1  # states: nothing is forbidden and nothing stops; everything 
 
 
 class Tables:
-    """Several automata over one vocabulary as a few tensors; 4 N + 9 S + 2 A V bytes.
+    """Several automata over one vocabulary as a few tensors of 4 N + 9 S + 2 A V bytes.
 
-    A row of a batch has a state, int32: FREE while nothing constrains it, else one of an automaton's.
+    A row of a batch has a state, int32: FREE while nothing constrains it, else a state of an automaton.
 
     Attributes:
         next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
-        row_S: int32 [S], the first of each state's cells.
+        row_S: int32 [S], the index of each state's first cell.
         slot_S: int32 [S], each state's automaton.
-        stops_S: bool [S], whether the text is over there.
+        stops_S: bool [S], whether the text is over in the state.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
 
     def __init__(self, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> None:
-        """Hold these.
+        """Concatenate the automata's tables.
 
         Raises:
-            InputRefused: one was made for another vocabulary.
+            InputRefused: an automaton was made for another vocabulary.
         """
-        # One cell each: FREE leads to FREE, DEAD to DEAD.
+        # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         nothing: NDArray[Any] = np.zeros(2, dtype=np.int32)
         following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
         slots, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
@@ -276,12 +276,12 @@ class Tables:
         self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
 
     def start(self, automaton: Automaton) -> int | None:
-        """The state in which its texts begin; None if it is not here."""
+        """Return the state in which an automaton's texts begin; None if the tables lack it."""
         return self._starts.get(id(automaton))
 
 
 def allowed(tables: Tables, state_B: Tensor) -> Tensor:
-    """Which tokens may come next: next(state, token) is not DEAD.
+    """Return which tokens may come next: next(state, token) is not DEAD.
 
     Args:
         tables: where the automata are.
@@ -295,7 +295,7 @@ def allowed(tables: Tables, state_B: Tensor) -> Tensor:
 
 
 def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
-    """The states after one token of each row: DEAD after a forbidden one, FREE for rows that are FREE.
+    """Return the states after one token of each row: DEAD after a forbidden one, FREE for rows that are FREE.
 
     Args:
         tables: where the automata are.
@@ -310,7 +310,7 @@ def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
 
 
 def stopped(tables: Tables, state_B: Tensor) -> Tensor:
-    """Whether each row's text is over: a stop string has occurred, or only an end token could still come.
+    """Return whether each row's text is over: a stop string has occurred, or only an end token could still come.
 
     Args:
         tables: where the automata are.

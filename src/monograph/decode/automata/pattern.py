@@ -1,7 +1,7 @@
-"""Regular expressions as people write them, read into byte expressions; docs/constraints.md lists what is understood.
+"""Regular expressions as people write them, read into byte expressions; docs/constraints.md lists the supported syntax.
 
-What is left out either is not regular (backreferences) or changes which of several matches is found, not whether there
-is one (lazy quantifiers), or needs a look at what lies around (lookaround, word boundaries). It is refused by name.
+Unsupported syntax either is not regular (backreferences), or changes which of several matches is found, not whether
+there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries). It is refused by name.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Branch(NamedTuple):
 
     Attributes:
         body: the expression between the anchors.
-        begins: ^ stands before it.
-        ends: $ stands behind it.
+        begins: whether ^ stands before it.
+        ends: whether $ stands after it.
     """
 
     body: Expression
@@ -63,23 +63,23 @@ class Branch(NamedTuple):
 
 
 def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    """The texts that the pattern matches from their first to their last character, as `re.fullmatch` does.
+    """Return an expression for the texts that the whole pattern matches, as `re.fullmatch` does.
 
     The pattern's sets are those of `re.ASCII`: digits 0 to 9, letters a to z; a dot is any character but a newline.
 
     Args:
         pattern: the regular expression.
-        where: what to call it in an error.
+        where: its name in an error.
         encoding: how characters become bytes.
 
     Raises:
-        InputRefused: not in the subset; the message names the construct and its position.
+        InputRefused: the pattern is outside the subset; the message names the construct and its position.
     """
     return Alternation(tuple(branch.body for branch in branches(pattern, where, encoding)))
 
 
 def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    """The texts in which the pattern matches somewhere, as `re.search` does; for the rest see `whole`."""
+    """Return an expression for the texts in which the pattern matches somewhere, as `re.search` does; see `whole`."""
     anything = Repetition(encoding(ANY), 0, None)
     return Alternation(
         tuple(
@@ -90,7 +90,7 @@ def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 
 
 def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
-    """The alternatives of the whole pattern; see `whole`."""
+    """Return the alternatives of the whole pattern; see `whole`."""
     if len(pattern) > MAX_LENGTH:
         raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
     reader = _Reader(pattern, where, encoding)
@@ -103,7 +103,7 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
 
 
 class _Reader:
-    """Recursive descent: alternation, concatenation, repetition, atom."""
+    """Parses a pattern by recursive descent: alternation, concatenation, repetition, atom."""
 
     def __init__(self, pattern: str, where: str, encoding: Encoding) -> None:
         self.pattern, self.where, self.encoding = pattern, where, encoding
@@ -207,7 +207,7 @@ class _Reader:
         return inner
 
     def escape(self, start: int) -> CodePoints:
-        """The character or set that a backslash begins; the backslash at `start` is read."""
+        """Read the character or set after a backslash; the backslash at `start` has been read."""
         letter = self.peek()
         self.at += 1
         if letter in _SETS:
@@ -230,7 +230,7 @@ class _Reader:
         return ((ord(letter), ord(letter)),)
 
     def character_set(self, start: int) -> CodePoints:
-        """A set of characters; its `[` at `start` is read."""
+        """Read a set of characters; its `[` at `start` has been read."""
         negated = self.take("^")
         ranges: list[tuple[int, int]] = []
         if self.peek() == "]":
@@ -245,7 +245,7 @@ class _Reader:
         return complement(points) if negated else points
 
     def character_range(self) -> CodePoints:
-        r"""One member of a set: a character, a range of them, or \d and the like."""
+        r"""Read one member of a set: a character, a range of characters, or a class such as \d."""
         start, first = self.at, self.member()
         if self.peek() != "-" or self.pattern.startswith("-]", self.at):
             return first

@@ -1,4 +1,4 @@
-"""JSON schemas that are bounded, read into byte expressions; docs/constraints.md lists what is understood.
+"""Reads bounded JSON schemas into byte expressions; docs/constraints.md lists the supported keywords.
 
 Every accepted text is compact JSON that the schema validates. Every valid value is accepted, written compactly with the
 members of its objects in the schema's order, as long as it has no more digits and characters than the defaults allow.
@@ -29,7 +29,7 @@ from monograph.storage.reading import json_fault, parse_json
 
 MAX_DEPTH, MAX_OPTIONS = 32, 64
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-# What says nothing about a value.
+# These keywords say nothing about a value.
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _VALUES = {"type", "enum", "const"}
@@ -44,17 +44,17 @@ _ASSERTIONS = _VALUES | {
 }
 _ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Of an automaton's budget, for a schema to be read, and for the ranges of digits of a number.
+# Steps of an automaton's budget that reading one schema costs, and those of the digit ranges of a number.
 _STEPS, _NUMBER_STEPS = 300, 1500
-# Numbers beyond this many digits are no sizes or bounds that anyone means.
+# Larger numbers are not meant as sizes or bounds.
 _LARGEST = 10**18
 
 
 def parsed(text: str) -> Any:
-    """A schema given as text.
+    """Parse a schema given as text.
 
     Raises:
-        InputRefused: not JSON.
+        InputRefused: the text is not JSON.
     """
     try:
         return parse_json(text)
@@ -63,13 +63,13 @@ def parsed(text: str) -> Any:
 
 
 def document(schema: Any) -> Expression:
-    """The compact JSON texts that a schema validates.
+    """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
         schema: a JSON schema (draft 2020-12) as `json.loads` gives it.
 
     Raises:
-        InputRefused: not bounded, not in the subset, or no schema; the message names the place and the key.
+        InputRefused: it is unbounded, outside the subset, or no schema; the message names the place and the key.
     """
     return _Schemas(schema).read(schema, ("$",))
 
@@ -85,7 +85,7 @@ class _Schemas:
         raise InputRefused(f"the JSON schema at {'.'.join(path)[:200]}: {fault}")
 
     def read(self, schema: Any, path: tuple[str, ...]) -> Expression:
-        """The texts of a schema that stands at `path`."""
+        """Return an expression for the texts of the schema at `path`."""
         self.budget.spend(_STEPS)
         if len(path) > MAX_DEPTH:
             self.refuse(path[:4], f"schemas lie more than {MAX_DEPTH} deep in each other: make it flatter")
@@ -140,7 +140,7 @@ class _Schemas:
         return self.known[name]
 
     def target(self, name: Any, path: tuple[str, ...]) -> Any:
-        """The schema that a reference names."""
+        """Return the schema that a reference names."""
         if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
             self.refuse(path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'")
         found = self.root
@@ -265,7 +265,7 @@ class _Schemas:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required = set(required)
-        # From the last member to the first: what may come after one that was written, and what may be written first.
+        # Go from the last member to the first, tracking what may follow a written member and what may be written first.
         after: list[Expression] = []
         firsts: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):

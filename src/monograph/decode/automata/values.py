@@ -1,6 +1,6 @@
-"""Texts of JSON's scalars: constants, strings, and numbers within bounds.
+"""Builds expressions for JSON's scalars: constants, strings, and numbers within bounds.
 
-Whether schemas have no valid value in common is decided by what can be seen: types, constants, one telling member.
+It judges whether schemas exclude each other by what is visible: types, constants, one distinguishing member.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from monograph.decode.automata.expression import (
     optional,
 )
 
-STRING_LENGTH = 64  # most characters of a string whose schema does not say
-DIGITS = 15  # of a number whose schema does not say: what a float64 holds exactly
+STRING_LENGTH = 64  # most characters of a string whose schema gives no limit
+DIGITS = 15  # of a number whose schema gives no limit: as many as a float64 holds exactly
 FRACTION_DIGITS = 22  # serialisers write no more: 17 significant ones after at most five zeros
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
 def constant(value: Any) -> Expression:
-    """A JSON value as compact JSON; the characters of its strings as `in_json` has them."""
+    """Return an expression for a JSON value in compact form; `in_json` writes the characters of its strings."""
     if isinstance(value, str):
         return joined(_QUOTE, *(in_json(((ord(character),) * 2,)) for character in value), _QUOTE)
     if isinstance(value, list):
@@ -48,22 +48,22 @@ def _separated(parts: Sequence[Expression]) -> list[Expression]:
 
 
 def characters(least: int, most: int) -> Expression:
-    """What may stand between the quotes of a string of `least` to `most` characters."""
+    """Return an expression for the text between the quotes of a string of `least` to `most` characters."""
     return Repetition(in_json(ANY), least, most)
 
 
 def quoted(inside: Expression) -> Expression:
-    """A string with this text inside."""
+    """Return an expression for a string with this text inside."""
     return joined(_QUOTE, inside, _QUOTE)
 
 
 def integer(least: int, most: int) -> Expression:
-    """The whole numbers from `least` to `most`, as decimals without superfluous zeros."""
+    """Return an expression for the whole numbers from `least` to `most`, without superfluous zeros."""
     return Alternation((_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least))))
 
 
 def _natural(least: int, most: int) -> Expression:
-    """The whole numbers from `least`, which is not negative, to `most`; none if there is none."""
+    """Return an expression for the whole numbers from `least` >= 0 to `most`; nothing matches if there are none."""
     options: list[Expression] = []
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
         first, last = max(least, 10 ** (size - 1) if size > 1 else 0), min(most, 10**size - 1)
@@ -75,14 +75,14 @@ def _natural(least: int, most: int) -> Expression:
 
 
 def number() -> Expression:
-    """Any number of at most DIGITS digits before the point, FRACTION_DIGITS behind it and two in the exponent."""
+    """Return an expression for numbers of at most DIGITS digits, FRACTION_DIGITS after the point, 2 in the exponent."""
     sign = optional(literal(b"-"))
     exponent = optional(joined(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2)))
     return joined(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
 
 
 def number_between(least: int, most: int) -> Expression:
-    """The decimals from one whole number to another, both included, without exponents."""
+    """Return an expression for decimals between two whole numbers, both included, without exponents."""
     positive = _decimals(max(least, 0), most)
     return Alternation((positive, joined(literal(b"-"), _decimals(max(-most, 0), -least))))
 
@@ -102,7 +102,7 @@ def _one_of(sample: bytes) -> Expression:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same value: 1 is 1.0 but not true."""
+    """Return whether two JSON values are the same value: 1 is 1.0 but not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -113,7 +113,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def type_names(value: Any) -> set[str]:
-    """The JSON schema types that a value has; a number without a fraction is an integer, too."""
+    """Return the JSON schema types that a value has; a number without a fraction is also an integer."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -123,7 +123,7 @@ def type_names(value: Any) -> set[str]:
 
 
 def is_json(value: Any) -> bool:
-    """Whether a Python value stands for a JSON value: no NaN, no infinity, names that are strings."""
+    """Return whether a Python value stands for a JSON value: no NaN, no infinity, names that are strings."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, list):
@@ -136,12 +136,12 @@ def is_json(value: Any) -> bool:
 def overlap(
     options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
 ) -> tuple[int, int] | None:
-    """Two options that one value may follow, or None if every value follows at most one.
+    """Return two options that one value may follow, or None if every value follows at most one.
 
     Args:
         options: schemas that have been read, so that they are well formed and not recursive.
         target: the schema that a reference names.
-        spend: counts so many comparisons of values, and raises where they are too many.
+        spend: counts comparisons of values, and raises if there are too many.
     """
     apart = _Apart(target, spend)
     for later in range(len(options)):
@@ -157,7 +157,7 @@ class _Apart:
         self.known: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """True only if no value follows both."""
+        """Return True only if no value follows both schemas."""
         pair = id(one), id(other)
         if pair not in self.known:
             left, right = self.alternatives(one), self.alternatives(other)
@@ -165,7 +165,7 @@ class _Apart:
         return self.known[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """The schemas without references and choices that it stands for: a value follows it if it follows any."""
+        """Return schemas without references and choices: a value follows `schema` if it follows any of them."""
         found, waiting, seen = [], [schema], set()
         for each in waiting:
             if id(each) in seen:
@@ -181,7 +181,7 @@ class _Apart:
         return found
 
     def plainly_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """The same of two schemas without references and choices."""
+        """Return True only if no value follows both; the schemas have no references or choices."""
         left, right = _constants(one), _constants(other)
         if left is not None and right is not None:
             self.spend(len(left) * len(right))
