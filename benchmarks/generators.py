@@ -85,6 +85,7 @@ def ascii_tokenizer(size: int) -> Tokenizer:
     content = {
         "added_tokens": [{"id": index, "content": name, "special": True} for index, name in enumerate((BOS, EOS, PAD))],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel"},
         "model": {
             "type": "BPE",
             "vocab": {entry: index for index, entry in enumerate(entries)},
