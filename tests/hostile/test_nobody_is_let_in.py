@@ -118,7 +118,6 @@ NO_INPUT = {
     "checkpointing/folder.py": "a checkpoint, with the same care and never through a link",
     "commands/generate.py": "a pipe of the shell's, <(command), up to a bound",
     "compat/inductor.py": "what the compiler wrote",
-    "storage/cache_dir.py": "what the compiler wrote",
     "device.py": "/proc and /sys",
     "distributed/checkpoint.py": "a file that this process writes on",
     "distributed/world.py": "/proc",
