@@ -90,7 +90,7 @@ class Mutant(NamedTuple):
 
 
 def meaning(code: str) -> str:
-    """What a file does: its tree without annotations and docstrings."""
+    """What a file does: its tree without annotations."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign):

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Engine
 
 from monograph.errors import InputRefused, UsageError
 from monograph.text import tokenizer_file
+from monograph.text.losses import Losses
 from monograph.text.tokenizer import Tokenizer, parse
 from monograph.text.tokenizer_file import NORMAL_FORMS
 from probes import probes
@@ -271,6 +272,15 @@ def test_text_that_an_added_token_would_change_is_refused_and_named(token, text,
     for inside in (False, True):
         with pytest.raises(InputRefused, match=re.escape(said)):
             ours.encode(text, inside=inside)
+
+
+def test_runs_of_spaces_that_are_added_tokens_cost_no_second_look(monkeypatch):
+    theirs = article.tokenizer(SAMPLE, form="NFC", alphabet=ALPHABET, space_first=False, use_regex=True)
+    theirs.add_tokens([AddedToken(" " * count, normalized=False) for count in range(2, 9)])
+    ours = Tokenizer(json.loads(theirs.to_str()), "x")
+    monkeypatch.setattr(Losses, "_changed", None)
+    text = "    def read(self):\n        pass"
+    assert ours.encode(text) == theirs.encode(text).ids
 
 
 @pytest.mark.parametrize("decoder", [decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), None])

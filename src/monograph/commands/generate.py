@@ -225,6 +225,7 @@ class Model(NamedTuple):
 
 def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> int:
     """Print each prompt with its continuation as it is written; see the command line's help and `Asked`."""
+    keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     asked = Asked(**asked_for)
     sampling = sampling_of(asked.numbers, asked.pairs)
     limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
@@ -248,7 +249,6 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     if asked.chat and not given:
         return _converse(model)
     given = given or [("", sampling)]
-    keep_compiled()
     written = model.write([_ids(model, prompt) for prompt, _ in given], [each for _, each in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Runs a few updates under torch's profiler: where their time went, the floor, and what to change."""
+"""Run a few updates under torch's profiler: where their time went, the floor, and what to change."""
 
 from __future__ import annotations
 

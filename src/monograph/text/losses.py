@@ -29,36 +29,35 @@ class Losses:
         self, checked: Checked, added: Collection[int], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
     ) -> None:
         self._checked, self._engine, self._inner = checked, engine, inner
-        self._added, self._special = frozenset(added), frozenset(checked.special.values())
+        # Added tokens whose letters may stand for bytes: they decode to other text, or merges make them of other text.
+        self._doubtful = frozenset(
+            index
+            for index in (() if checked.marks else added)
+            if index in checked.made or checked.pieces[index] != (engine.id_to_token(index) or "").encode()
+        )
+        self._made = checked.made.intersection(checked.special.values())
         self._written = set(checked.characters)
 
-    def may_be_in(self, ids: Sequence[int]) -> bool:
-        """Return whether a text with these ids may lose something."""
-        checked = self._checked
-        return bool(checked.lacking or checked.marks or not (checked.made | self._added).isdisjoint(ids))
-
-    def of(self, text: str, inside: bool) -> str:
-        """Return what a text would lose; see `Tokenizer.loss`."""
+    def of(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:
+        """Return what a text, whose ids may be known, would lose; see `Tokenizer.loss`."""
         if self._checked.marks and (at := text.find(MARK)) >= 0:
             return f"{MARK!r} in {_around(text, at)!r} would become ' ': the tokenizer writes each space as that letter"
         unwritten = self._unwritten(text) if self._checked.lacking else ""
-        if not (unwritten or self._checked.made or self._added):
+        suspects = self._made | self._doubtful
+        if not unwritten and (not suspects or (ids is not None and suspects.isdisjoint(ids))):
             return ""
         found = (self._inner if inside else self._engine).encode(text, add_special_tokens=False)
         for index, (start, end) in zip(found.ids, found.offsets, strict=True):
-            if index in self._checked.made:
+            if index in self._made:
                 name, special = text[start:end], self._engine.id_to_token(index)
                 where = _around(text, start, end - start)
                 return f"{name!r} in {where!r} would become the special token {special!r}, which is no text"
-        # An added token may write a character that the rest of the vocabulary cannot.
-        if self._special.isdisjoint(found.ids) and self._added.isdisjoint(found.ids):
-            return unwritten
-        return self._changed(text, found.ids, unwritten)
+        return self._changed(text, found.ids, unwritten) if unwritten or not suspects.isdisjoint(found.ids) else ""
 
     def _changed(self, text: str, ids: Sequence[int], unwritten: str) -> str:
         pieces = b"".join(self._checked.pieces[index] for index in ids)
         form, back = self._form(text), self._form(pieces.decode(errors="replace"))
-        if form == back:
+        if form == back:  # an added token writes what the rest of the vocabulary cannot
             return ""
         at = len(os.path.commonprefix([form, back]))
         shown = f"{form[at : at + LONGEST]!r} would come back as {back[at : at + LONGEST]!r}"

@@ -194,7 +194,7 @@ class Tokenizer:
             ) from None
         ids = [encoding.ids for encoding in encodings]
         for text, own in zip(texts, ids, strict=True):
-            if self._losses.may_be_in(own) and (loss := self.loss(text, inside)):
+            if loss := self._losses.of(text, inside, own):
                 raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
         return ids
 

@@ -100,7 +100,7 @@ class Checked:
         marks: how spaces are written in SentencePiece's way; None for a byte-level tokenizer.
         space_first: whether a text that does not begin with a space is given one.
         opening: the ids of special tokens after which a text is given a space, too.
-        made: the ids of special tokens that merges can make of a text's letters.
+        made: the ids of added tokens that merges can make of a text's letters.
 
     Raises:
         InputRefused: a part is unknown, changes text in an unknown way, or is inconsistent; the message names `where`
@@ -154,7 +154,7 @@ class Checked:
         }
         made = {"".join(pair) for pair in self.json["model"]["merges"]}
         made |= {token for token in vocab if model.get("ignore_merges") or 1 in (len(token), len(self.piece(token)))}
-        self.made = {index for content, index in self.special.items() if content in made}
+        self.made = frozenset(token["id"] for token in added if token["content"] in made)
 
     def _refuse(self, fault: str) -> InputRefused:
         return InputRefused(
