@@ -28,17 +28,17 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, json: bool) -> int:
-    """Print what was found, one fact a line; with `json`, as numbers whose names have their units."""
+    """Print the facts, one a line; with `json`, as numbers whose names have their units."""
     if run is None:
-        found, lines, error = *_machine(), None
+        facts, lines, error = *_machine(), None
     elif not names_run(run) and is_folder(run):
-        found, lines, error = _folder(run)
+        facts, lines, error = _folder(run)
     else:
-        found, lines, error = _run(Run.open(run))
+        facts, lines, error = _run(Run.open(run))
     for name, text in lines.items():
         print(f"{name:<16}{text}")
     if json:
-        print(jsonlib.dumps({"schema": "monograph.check/1", **found}))
+        print(jsonlib.dumps({"schema": "monograph.check/1", **facts}))
     if error:
         raise error
     return 0
@@ -61,10 +61,10 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "compiler": compiled or "found; what it compiles agrees with what is not compiled",
         **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
-        **{name: _disk(each) for name, each in zip(("runs", "cache"), disks, strict=True)},
+        **{name: _disk(room) for name, room in zip(("runs", "cache"), disks, strict=True)},
         "limits": limits_said(allowed),
     }
-    found = {
+    facts = {
         "device": machine.name,
         "device_type": machine.type,
         "driver_version": machine.driver,
@@ -76,18 +76,18 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "measured_flops_per_s": rates,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
         "compiler_obstacle": compiled,
-        "disks": [each._asdict() for each in disks],
+        "disks": [room._asdict() for room in disks],
         "limits": allowed,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
-    return found, lines
+    return facts, lines
 
 
-def _disk(found: Disk) -> str:
-    free = f"{gibibytes(found.free_bytes)} free in {found.folder}"
-    if found.written_bytes_per_s is None:
-        return f"{free}, which cannot be written: {found.obstacle}"
-    return f"{free}, written at {megabytes(found.written_bytes_per_s)}/s"
+def _disk(disk: Disk) -> str:
+    free = f"{gibibytes(disk.free_bytes)} free in {disk.folder}"
+    if disk.written_bytes_per_s is None:
+        return f"{free}, which cannot be written: {disk.obstacle}"
+    return f"{free}, written at {megabytes(disk.written_bytes_per_s)}/s"
 
 
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
@@ -101,9 +101,9 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         if serial(folder.folder) <= 0 or record(folder.folder) == {}:
             raise InputRefused(f"{folder.lock_file}: does not say which run this is")
 
-    found = entries(folder.checkpoints, "step-")
-    checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in found}
-    sound = [path for path in found if checkpoints[path.name] is None]
+    folders = entries(folder.checkpoints, "step-")
+    checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in folders}
+    sound = [path for path in folders if checkpoints[path.name] is None]
     saved = checkpointing.load_state(sound[-1]) if sound else {}
     files = {
         "run.lock": _fault(lock),
@@ -121,7 +121,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
         why = next(filter(None, reversed(checkpoints.values())), "none was saved")
-        instead = "put a copy of one back" if found or folder.metrics_offset else "the run begins with --resume"
+        instead = "put a copy of one back" if folders or folder.metrics_offset else "the run begins with --resume"
         error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged and not error:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
@@ -147,12 +147,12 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
     """Return what is wrong with a file: the error of reading it, or that its digest is not the recorded one."""
     try:
-        found = read()
+        content = read()
     except MonographError as error:
         return error
-    if recorded in (None, found):
+    if recorded in (None, content):
         return None
-    expected = f"expected sha256 {recorded}, found {found}"
+    expected = f"expected sha256 {recorded}, found {content}"
     return InputRefused(f"not what it was when the newest sound checkpoint was saved: {expected}")
 
 

@@ -50,7 +50,7 @@ class _Side:
     @property
     def members(self) -> list[torch.nn.Module]:
         """Return the models."""
-        return [each.module for each in self.subjects]
+        return [subject.module for subject in self.subjects]
 
     @property
     def is_run(self) -> bool:
@@ -64,12 +64,12 @@ class _Side:
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, targets) of every seed, [N]."""
-        found = [each.evaluate(batch) for each in self.subjects]
-        return torch.stack([total for total, _ in found]), torch.stack([size for _, size in found])
+        sums = [subject.evaluate(batch) for subject in self.subjects]
+        return torch.stack([total for total, _ in sums]), torch.stack([size for _, size in sums])
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Result:
     """The measurements.
 
     Attributes:
@@ -101,17 +101,17 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
     first = sides[0]
     on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     with Progress().stage("compare", on) as stage:
-        found = _asked(sides, data, chat, stage.report) if quiz else _read(sides, data, reading, stage.report)
+        result = _asked(sides, data, chat, stage.report) if quiz else _read(sides, data, reading, stage.report)
     width = max(map(len, runs))
-    for side, score in zip(sides, found.scores, strict=True):
+    for side, score in zip(sides, result.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
         seeds = f"   {counted(len(side.subjects), 'seed')}" if len(side.subjects) > 1 else ""
         scored = f"acc {score:.4f}" if quiz else f"{score:.4f} bits/byte"
         print(f"{side.name:<{width}}   {scored}   {count(side.params)} parameters{speed}{seeds}")
-    for side, each in zip(sides[1:], found.comparisons, strict=True):
-        print(_line(first, side, each, found.documents))
+    for side, comparison in zip(sides[1:], result.comparisons, strict=True):
+        print(_line(first, side, comparison, result.documents))
     if json:
-        print(jsonlib.dumps(_json(sides, found)))
+        print(jsonlib.dumps(_json(sides, result)))
     return 0
 
 
@@ -127,21 +127,21 @@ def _side(name: str) -> _Side:
     return _Side(name, subjects, knobs, _speed(next(iter(runs.values()))) if runs else None)
 
 
-def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Found:
+def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Result:
     """Measure bits per byte on the same text."""
     first = sides[0]
     if first.subjects[0].strange and not data:
         warn(first.subjects[0].strange)
     texts = [_rows(side, first, data, reading) for side in sides]
     own = statistics.fmean(bits_per_byte(first, texts[0], report))
-    found = [
+    comparisons = [
         compare_on(first, texts[0], side, rows, progress=report)
         for side, rows in zip(sides[1:], texts[1:], strict=True)
     ]
-    scores = [own, *(each.b for each in found)]
+    scores = [own, *(comparison.b for comparison in comparisons)]
     for side, score in zip(sides, scores, strict=True):
         require_finite(score, side.name, "this text")
-    return _Found(scores, found, texts[0].documents)
+    return _Result(scores, comparisons, texts[0].documents)
 
 
 def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
@@ -162,10 +162,10 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
 
 
 def _shorter(one: dict[str, Any], other: dict[str, Any]) -> int:
-    return min(int(each["sequence_length"]) for each in (one, other) if each)
+    return min(int(config["sequence_length"]) for config in (one, other) if config)
 
 
-def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Found:
+def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Result:
     """Measure the share of questions that are answered right."""
     questions = read_questions(data)
     answers: list[dict[Hashable, list[Answer]]] = []
@@ -173,11 +173,11 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
     for side in sides:
         both = [answered(subject, questions, chat, report, warn) for subject in side.subjects]
         names = [knobs["seed"] for knobs in side.knobs] or [0]
-        answers.append({name: each for name, (each, _) in zip(names, both, strict=True)})
+        answers.append({name: given for name, (given, _) in zip(names, both, strict=True)})
         accuracies.append(both[0][1])
-    found = [compare_answers(answers[0], each) for each in answers[1:]]
-    scores = [statistics.fmean(answer.acc for each in one.values() for answer in each) for one in answers]
-    return _Found(scores, found, accuracies=tuple(accuracies))
+    comparisons = [compare_answers(answers[0], others) for others in answers[1:]]
+    scores = [statistics.fmean(answer.acc for given in side.values() for answer in given) for side in answers]
+    return _Result(scores, comparisons, accuracies=tuple(accuracies))
 
 
 def _speed(run: Run) -> float | None:
@@ -188,35 +188,37 @@ def _speed(run: Run) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _line(first: _Side, side: _Side, found: Comparison, documents: int) -> str:
-    error = "" if found.difference.standard_error is None else f" ± {found.difference.standard_error:.4f}"
-    grouped = found.paired_by == "document" and found.difference.n < documents
-    pairs = f"{found.difference.n} groups of documents" if grouped else counted(found.difference.n, found.paired_by)
-    verdict = found.verdict.replace("b is", f"{side.name} is").replace("a is", f"{first.name} is")
+def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> str:
+    gap = comparison.difference
+    error = "" if gap.standard_error is None else f" ± {gap.standard_error:.4f}"
+    grouped = comparison.paired_by == "document" and gap.n < documents
+    pairs = f"{gap.n} groups of documents" if grouped else counted(gap.n, comparison.paired_by)
+    verdict = comparison.verdict.replace("b is", f"{side.name} is").replace("a is", f"{first.name} is")
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
         cost.append(f"{percent(first.tokens_per_s, side.tokens_per_s)} tokens/s")
-    difference = f"{side.name} - {first.name} = {found.difference.value:+.4f}{error} {found.unit} ({pairs})"
+    difference = f"{side.name} - {first.name} = {gap.value:+.4f}{error} {comparison.unit} ({pairs})"
     return " · ".join([difference, verdict, *cost])
 
 
-def _json(sides: Sequence[_Side], found: _Found) -> dict[str, Any]:
-    accuracies = found.accuracies or (None,) * len(sides)
+def _json(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
+    accuracies = result.accuracies or (None,) * len(sides)
     runs = [
         {
-            "run": side.name, "bits_per_byte": None if each else score, "acc": score if each else None,
-            "acc_norm": each and each.acc_norm, "acc_bytes": each and each.acc_bytes,
+            "run": side.name, "bits_per_byte": None if accuracy else score, "acc": score if accuracy else None,
+            "acc_norm": accuracy and accuracy.acc_norm, "acc_bytes": accuracy and accuracy.acc_bytes,
             "params": side.params, "tokens_per_s": side.tokens_per_s,
             "seeds": [knobs["seed"] for knobs in side.knobs],
         }
-        for side, score, each in zip(sides, found.scores, accuracies, strict=True)
+        for side, score, accuracy in zip(sides, result.scores, accuracies, strict=True)
     ]  # fmt: skip
     differences = [
         {
-            "run": side.name, "against": sides[0].name, "difference": each.difference.value,
-            "standard_error": each.difference.standard_error, "pairs": each.difference.n, "paired_by": each.paired_by,
-            "is_noise": each.difference.is_noise, "unit": each.unit,
+            "run": side.name, "against": sides[0].name, "difference": comparison.difference.value,
+            "standard_error": comparison.difference.standard_error, "pairs": comparison.difference.n,
+            "paired_by": comparison.paired_by,
+            "is_noise": comparison.difference.is_noise, "unit": comparison.unit,
         }
-        for side, each in zip(sides[1:], found.comparisons, strict=True)
+        for side, comparison in zip(sides[1:], result.comparisons, strict=True)
     ]  # fmt: skip
     return {"schema": "monograph.compare/1", "runs": runs, "differences": differences}

@@ -108,8 +108,8 @@ def prompts_of(
 
 def _is_record(line: str) -> bool:
     with suppress(ValueError, RecursionError):
-        found = parse_json(line)
-        return isinstance(found, dict) and not found.keys().isdisjoint(("prompt", "messages"))
+        record = parse_json(line)
+        return isinstance(record, dict) and not record.keys().isdisjoint(("prompt", "messages"))
     return False
 
 
@@ -249,7 +249,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     if asked.chat and not given:
         return _converse(model)
     given = given or [("", sampling)]
-    written = model.write([_ids(model, prompt) for prompt, _ in given], [each for _, each in given])
+    written = model.write([_ids(model, prompt) for prompt, _ in given], [sampling for _, sampling in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
     if asked.json:
@@ -330,10 +330,10 @@ def _print_json(written: Generation) -> int:
 
 def _shown(completion: Completion) -> dict[str, Any]:
     """Return a completion as JSON values, with log-probabilities only where they were asked for."""
-    found = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
+    shown = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
     if completion.logprobs is not None:
-        found["logprobs"] = [each._asdict() for each in completion.logprobs]
-    return found
+        shown["logprobs"] = [logprob._asdict() for logprob in completion.logprobs]
+    return shown
 
 
 def _converse(model: Model) -> int:

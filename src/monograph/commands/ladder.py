@@ -27,15 +27,15 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
         ladder = Ladder.of(planned(settings, progress), folder, progress)
-        found = _object(ladder, _climbed(ladder, progress), folder)
-        found["wall_s"] = clock() - began
-        drawing = draw_ladder(found)
+        result = _object(ladder, _climbed(ladder, progress), folder)
+        result["wall_s"] = clock() - began
+        drawing = draw_ladder(result)
         write_whole(folder / PICTURE, themed(drawing.svg))
-        write_whole(folder / NUMBERS, jsonlib.dumps(found, indent=1) + "\n")
-        write_whole(folder / REPORT, ladder_page(folder.name, found, drawing, ladder.plan.settings.to_toml()))
-    _show(found, folder)
+        write_whole(folder / NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
+        write_whole(folder / REPORT, ladder_page(folder.name, result, drawing, ladder.plan.settings.to_toml()))
+    _show(result, folder)
     if json:
-        print(jsonlib.dumps(found))
+        print(jsonlib.dumps(result))
     return 0
 
 
@@ -51,8 +51,8 @@ def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
     made, stack, began = list[Climb](), {"": Way()}, clock()
     for number, rung in enumerate(RUNGS, start=1):
         over = rung.over if rung.over in stack else [*stack][-1]
-        measured = sum(not isinstance(each.what, str) for each in made)
-        left = sum(not ladder.obstacle(each.after(stack[over]), each) for each in RUNGS[number - 1 :])
+        measured = sum(not isinstance(climb.what, str) for climb in made)
+        left = sum(not ladder.obstacle(later.after(stack[over]), later) for later in RUNGS[number - 1 :])
         about = f"   about {clock_time((clock() - began) / measured * left)} left" if measured and left else ""
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{about}")
         way, what = ladder.climb(rung, stack[over], progress)
@@ -85,13 +85,13 @@ def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any
 
 def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
     """Return the rungs as the JSON has them; ratios are of tokens per second, of the "wall" clock or of "cpu" time."""
-    found = dict[str, dict[str, Any]]()
+    rungs = dict[str, dict[str, Any]]()
     for rung, over, what in climbed:
-        found[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}
-        one, other = found[rung.name], found.get(over)
+        rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}
+        one, other = rungs[rung.name], rungs.get(over)
         for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
             one[name] = one[key] / other[key] if other and one[key] else None
-    return [*found.values()]
+    return [*rungs.values()]
 
 
 def _measured(what: Climbed | str) -> dict[str, Any]:
@@ -118,12 +118,12 @@ def _measured(what: Climbed | str) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def _show(found: dict[str, Any], folder: Path) -> None:
-    table = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in [HEADS, *rows(found["rungs"])]]
+def _show(result: dict[str, Any], folder: Path) -> None:
+    table = [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in [HEADS, *rows(result["rungs"])]]
     lines = [[line[HEADS.index(head)] for head in SHOWN] for line in table]
     widths = [max(len(line[column]) for line in lines) for column in range(len(SHOWN))]
-    saving = [each for each, rung in zip(found["rungs"], RUNGS, strict=True) if rung.over]
-    for line, rung in zip(lines, [None, *found["rungs"]], strict=True):
+    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]
+    for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
         if rung is saving[0]:
             print(f"each over {rung['over']}:")
         if rung and rung["obstacle"]:
@@ -131,9 +131,9 @@ def _show(found: dict[str, Any], folder: Path) -> None:
             continue
         numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         print("   ".join([line[0].ljust(widths[0]), *numbers]))
-    print(f"\n{standing(found)}")
+    print(f"\n{standing(result)}")
     print(
-        f"fastest   {fastest(found)['rung']}: {gain(found):.2f} × as fast as eager; "
-        f"losses are after {found['tokens']:,} tokens"
+        f"fastest   {fastest(result)['rung']}: {gain(result):.2f} × as fast as eager; "
+        f"losses are after {result['tokens']:,} tokens"
     )
     print(f"written   {folder / REPORT}, {folder / PICTURE}, {folder / NUMBERS}")

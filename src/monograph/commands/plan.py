@@ -59,13 +59,13 @@ def run(
     _require_arithmetic(target, asked.precisions[0])
     known = Calibration(calibration_file())
     peaks = peak_flops(target, asked.precisions)
-    found = streamed_or_resident(asked, target, peaks, known, settings.train.memory, limits)
+    answer = streamed_or_resident(asked, target, peaks, known, settings.train.memory, limits)
     updates = plan.updates or None
     for line in (*notes_on(plan), *token_notes(settings, new, rows)):
         print(f"note     {line}")
-    _show(found, config, asked.tokens_per_update, updates)
+    _show(answer, config, asked.tokens_per_update, updates)
     if json:
-        print(jsonlib.dumps(_object(found, updates)))
+        print(jsonlib.dumps(_object(answer, updates)))
     return 0
 
 
@@ -93,34 +93,34 @@ def _require_arithmetic(device: Device, precision: str) -> None:
         raise UsageError(f"train.precision = {precision}: {obstacle}; use {best_precision(device)}")
 
 
-def _source_of_times(found: Plan) -> str:
-    if found.calibrated:
+def _source_of_times(plan: Plan) -> str:
+    if plan.calibrated:
         return "; time as earlier runs took it"
-    known = found.device.name in EFFICIENCIES or found.device.type == "cpu"
+    known = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
     return "" if known else "; speed unverified: measured on no such card"
 
 
-def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
-    device = found.device
+def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
+    device = plan.device
     print(
-        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(found.budget_bytes)} usable"
-        f"{_source_of_times(found)}"
+        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(plan.budget_bytes)} usable"
+        f"{_source_of_times(plan)}"
     )
-    adapters = trained_adapters(found.nearest.work) if found.candidates else 0
+    adapters = trained_adapters(plan.nearest.work) if plan.candidates else 0
     more = f", {count(adapters)} more in adapters" if adapters else ""
     print(f"model    {count(config.parameter_count())} parameters{more}, updates of {tokens_per_update:,} tokens")
-    if found.chosen is None:
-        print(f"plan     {found.refusal}")
-        if not found.candidates:
+    if plan.chosen is None:
+        print(f"plan     {plan.refusal}")
+        if not plan.candidates:
             return
-        best = found.nearest
+        best = plan.nearest
     else:
-        best = found.chosen
+        best = plan.chosen
         use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
         print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update", end="")
         print(f", {duration(best.update_s * updates)} in all" if updates else "")
     if best.by_origin:
-        print(f"memory   {_bar(best.by_origin, found.budget_bytes)}")
+        print(f"memory   {_bar(best.by_origin, plan.budget_bytes)}")
         parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
         more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
         print(f"         {', '.join(parts)}{more}")
@@ -131,8 +131,8 @@ def _show(found: Plan, config: LlamaConfig, tokens_per_update: int, updates: int
     lines: list[tuple[str, ...]] = [
         ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
     ]
-    lines += [_line(each, chosen=each is found.chosen) for each in found.candidates]
-    if not any(isinstance(each, StreamCandidate) for each in found.candidates):
+    lines += [_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates]
+    if not any(isinstance(candidate, StreamCandidate) for candidate in plan.candidates):
         lines = [(*line[:4], *line[5:]) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
@@ -168,16 +168,16 @@ def _bar(by_origin: Mapping[str, int], limit: int) -> str:
     return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
 
 
-def _object(found: Plan, updates: int | None) -> dict[str, Any]:
+def _object(plan: Plan, updates: int | None) -> dict[str, Any]:
     return {
         "schema": "monograph.plan/1",
-        "device": found.device.name,
-        "device_verified": found.device.name in EFFICIENCIES,
-        "calibrated": found.calibrated,
-        "budget_bytes": found.budget_bytes,
-        "chosen": None if found.chosen is None else _entry(found.chosen, updates),
-        "refusal": None if found.chosen else found.refusal,
-        "candidates": [_entry(each, updates) for each in found.candidates],
+        "device": plan.device.name,
+        "device_verified": plan.device.name in EFFICIENCIES,
+        "calibrated": plan.calibrated,
+        "budget_bytes": plan.budget_bytes,
+        "chosen": None if plan.chosen is None else _entry(plan.chosen, updates),
+        "refusal": None if plan.chosen else plan.refusal,
+        "candidates": [_entry(candidate, updates) for candidate in plan.candidates],
     }
 
 

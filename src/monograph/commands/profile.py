@@ -40,16 +40,16 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
         session = _open(planned(settings, progress), folder, progress)
-        found = _watched(session, folder, progress)
+        measured = _watched(session, folder, progress)
         size = session.plan.tokens_per_update
-        tokens_per_s = session.corpus.stats.packed_share * size / found.update_s
-        drawing = draw_profile(found.verdict, f"An update of {size:,} tokens")
+        tokens_per_s = session.corpus.stats.packed_share * size / measured.update_s
+        drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
         write_whole(folder / PICTURE, themed(drawing.svg))
         config = session.plan.settings.to_toml()
-        write_whole(folder / REPORT, profile_page(folder.name, found, tokens_per_s, drawing, config))
-    _show(found, tokens_per_s, folder)
+        write_whole(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, drawing, config))
+    _show(measured, tokens_per_s, folder)
     if json:
-        print(jsonlib.dumps(_object(found, tokens_per_s, session, folder)))
+        print(jsonlib.dumps(_object(measured, tokens_per_s, session, folder)))
     return 0
 
 
@@ -109,25 +109,25 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     rows = session.corpus.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
     try:
         with progress.stage("profile", "a few updates, thrown away") as stage:
-            found = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
-            stage.result = f"{1e3 * found.update_s:.3g} ms each, {1e3 * found.watched_s:.3g} ms watched"
+            measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
+            stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms watched"
     finally:
         rows.close()
     warn_if_busy(progress)
-    return found
+    return measured
 
 
-def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
-    judged, machine, steps = found.verdict, found.machine, counted(found.micro_steps, "micro-step")
-    print(f"update    {1e3 * found.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
+def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
+    judged, machine, steps = measured.verdict, measured.machine, counted(measured.micro_steps, "micro-step")
+    print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'floor ms':>10}  mostly bound by")
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
         print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip())
-    faster = found.update_s / max(judged.floor_s, 1e-12)
+    faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nfloor     {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
-    print(f"bound by  {said(found)}")
+    print(f"bound by  {said(measured)}")
     for index, change in enumerate(judged.changes):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
@@ -136,34 +136,34 @@ def _show(found: Profile, tokens_per_s: float, folder: Path) -> None:
     print(f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
 
 
-def _object(found: Profile, tokens_per_s: float, session: Session, folder: Path) -> dict[str, Any]:
-    judged, step = found.verdict, session.engine.step
+def _object(measured: Profile, tokens_per_s: float, session: Session, folder: Path) -> dict[str, Any]:
+    judged, step = measured.verdict, session.engine.step
     return {
         "schema": "monograph.profile/1",
         "device": describe().name,
         "dtype": step.precision.name,
         "compile": step.scope,
-        "micro_steps": found.micro_steps,
-        "update_s": found.update_s,
-        "watched_update_s": found.watched_s,
-        "updates": found.updates,
+        "micro_steps": measured.micro_steps,
+        "update_s": measured.update_s,
+        "watched_update_s": measured.watched_s,
+        "updates": measured.updates,
         "tokens_per_s": tokens_per_s,
         "floor_s": judged.floor_s,
-        "matmul_flops_per_s": found.machine.matmul_flops,
-        "copy_bytes_per_s": found.machine.copy_bytes_per_s,
+        "matmul_flops_per_s": measured.machine.matmul_flops,
+        "copy_bytes_per_s": measured.machine.copy_bytes_per_s,
         "parts": {
             part: {
                 "share": judged.spent.share(part),
                 "seconds": judged.spent.parts[part],
                 "floor_s": judged.floors[part],
-                "bound_s": {kind: seconds / found.updates for kind, seconds in judged.bounds.get(part, {}).items()},
+                "bound_s": {kind: seconds / measured.updates for kind, seconds in judged.bounds.get(part, {}).items()},
             }
             for part in PARTS
         },
         "gaps_s": dict(judged.spent.gaps),
         "recoverable_s": dict(judged.recoverable),
         "bound_by": judged.binds,
-        "changes": [{**asdict(each), "predicted_gain": judged.gain(each)} for each in judged.changes],
+        "changes": [{**asdict(change), "predicted_gain": judged.gain(change)} for change in judged.changes],
         "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
         "trace": str(folder / TRACE),

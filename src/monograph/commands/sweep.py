@@ -66,9 +66,9 @@ def _sweep_of(
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
-        found = spec.spec_of(arguments, samples)
-        _require_member(verify, len(found.points))
-        sweep = Sweep.create(out, *found)
+        specified = spec.spec_of(arguments, samples)
+        _require_member(verify, len(specified.points))
+        sweep = Sweep.create(out, *specified)
     world.remember("sweep", str(sweep.run.folder.absolute()))
     return sweep
 
