@@ -21,7 +21,7 @@ from monograph.data.documents import Reading
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
 from monograph.data.rows import IGNORE, Rows
-from monograph.data.sources import Found, find
+from monograph.data.sources import Sources, find
 from monograph.data.store import Request, Stored, open_or_build
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.writing import temporary_folder, writing
@@ -211,7 +211,7 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _reading(found: Found, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
+def _reading(found: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
     """Decide how these records are read: as conversations only if they are conversations."""
     if not hold_conversations(found.files, asked.text_key):
         return replace(asked, answering=None)
@@ -233,7 +233,7 @@ def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: fl
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
 
-def _stats(found: Found, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
+def _stats(found: Sources, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
     return Stats(
         files=len(found.files),
         documents=train.documents + held.documents,
@@ -250,7 +250,7 @@ def _stats(found: Found, skipped: dict[str, int], train: Rows, held: Rows) -> St
     )
 
 
-def _skipped_note(found: Found) -> str | None:
+def _skipped_note(found: Sources) -> str | None:
     unexpected = [(path, reason) for path, reason in found.skipped if reason != "hidden"]
     if not unexpected or found.name == "stdlib":
         return None

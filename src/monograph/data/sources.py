@@ -61,7 +61,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Found:
+class Sources:
     """The files of a source in a fixed order, and what was passed over as (path, reason)."""
 
     name: str
@@ -82,7 +82,7 @@ class Found:
         return digest.hexdigest()
 
 
-def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Found:
+def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Sources:
     """Find and hash the files of `source`.
 
     Args:
@@ -111,7 +111,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     if not files:
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
         raise InputRefused(f"{name}: no text in it ({reasons})")
-    return Found(name=name, files=tuple(files), skipped=tuple(skipped))
+    return Sources(name=name, files=tuple(files), skipped=tuple(skipped))
 
 
 def weighted(item: str) -> tuple[str, float]:

@@ -30,7 +30,7 @@ from monograph.data.loss_mask import DAY, stops_of
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import status_of
 from monograph.data.shards import open_shard, seal
-from monograph.data.sources import Found
+from monograph.data.sources import Sources
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
 from monograph.storage.reading import exists, parse_json, read_input, status
@@ -46,7 +46,7 @@ FORMAT = 2
 class Request:
     """The inputs that decide the tokens: the text, how it is read and split, and a tokenizer or the size to train."""
 
-    found: Found
+    found: Sources
     held_out: float
     tokenizer: Tokenizer | int
     reading: Reading

@@ -77,7 +77,7 @@ def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in named]
     if scope == "blocks":
         new += _parts(step, compiler)
-    step.replaced = [_replace(*each) for each in [*new, (step, "scope", scope)]]
+    step.replaced = [_replace(*replacement) for replacement in [*new, (step, "scope", scope)]]
 
 
 def _replay(step: Any, scope: Scope) -> None:
@@ -137,18 +137,18 @@ def set_aside(step: Any) -> Iterator[None]:
     be compiled anew for each layer's cache.
     """
     # The compiled functions themselves are kept, so that nothing is compiled again.
-    captured = [(each.owner, each.name, vars(each.owner)[each.name]) for each in step.__dict__.get("replaced", [])]
+    captured = [(place.owner, place.name, vars(place.owner)[place.name]) for place in step.__dict__.get("replaced", [])]
     release(step)
     try:
         yield
     finally:
-        step.replaced = [_replace(*each) for each in captured]
+        step.replaced = [_replace(*place) for place in captured]
 
 
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     """Return what scope "blocks" replaces in addition to `apply`: the blocks' forward passes and the loss."""
-    found = blocks(step.model)
-    if not found:
+    of_model = blocks(step.model)
+    if not of_model:
         raise UsageError(
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
@@ -159,7 +159,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
     new: list[tuple[Any, str, Any]] = []
-    for block in found.values():
+    for block in of_model.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
         # Dynamo shares a graph between blocks only where the block is an argument of what it compiles (docs/log.md).

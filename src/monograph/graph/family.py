@@ -132,7 +132,7 @@ class Family:
         if torch.compiler.is_compiling():  # which may not look where memory is
             return True
         # `torch.func` puts other tensors in the parameters' place for the time of a call.
-        here = storage_of(self.weight) == storage_of(self.weights[0]) and beside(self.weights)
+        here = storage_of(self.weight) == storage_of(self.weights[0]) and adjacent(self.weights)
         return here and not compat.in_transform()
 
     @property
@@ -194,7 +194,7 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
     """Return the parts as one view of their memory, brought together if they may be moved; None if they may not."""
     if not parts or len({(part.dtype, part.device) for part in parts}) > 1:
         return None
-    if not beside(parts):
+    if not adjacent(parts):
         # Whoever else uses the memory (a step's plane, a view) would not follow a part that is moved.
         if not all(_owns(part) for part in parts):
             return None
@@ -206,7 +206,7 @@ def _whole(parts: list[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def beside(parts: list[Any]) -> bool:
+def adjacent(parts: list[Any]) -> bool:
     """Return whether tensors lie one after the other in one piece of memory."""
     return all(
         storage_of(one) == storage_of(other)

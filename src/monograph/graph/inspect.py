@@ -73,7 +73,7 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; what lies inside of a block is
     not another. A linear layer is no block, even if an adapter gives it parts.
     """
-    found: dict[str, nn.Module] = {}
+    by_name: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, holder in module.named_modules():
         # `named_modules` goes from the outside to the inside, so the outermost list is met first.
@@ -81,16 +81,16 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
             continue
         for index, child in holder.named_children():
             if next(child.children(), None) is not None and not isinstance(child, nn.Linear):
-                found[f"{name}.{index}" if name else index] = child
+                by_name[f"{name}.{index}" if name else index] = child
                 inside |= set(child.modules())
-    return found
+    return by_name
 
 
 def parts(module: nn.Module) -> dict[str, str]:
     """Return the block of each parameter, both by name; parameters of no block are "before" or "after" the blocks."""
-    found, owner, seen = blocks(module), dict[str, str](), False
+    of_module, owner, seen = blocks(module), dict[str, str](), False
     for name, _ in module.named_parameters():
-        of_block = next((block for block in found if name.startswith(f"{block}.")), None)
+        of_block = next((block for block in of_module if name.startswith(f"{block}.")), None)
         seen = seen or of_block is not None
         owner[name] = of_block or ("after" if seen else "before")
     return owner
@@ -153,8 +153,8 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 def head_of(module: nn.Module) -> Any:
     """Return the layer that gives scores over the vocabulary, if it is named as in our or transformers' models."""
-    found = getattr(module, "get_output_embeddings", lambda: None)()
-    return found if found is not None else getattr(module, "lm_head", None)
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    return head if head is not None else getattr(module, "lm_head", None)
 
 
 def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
@@ -176,7 +176,7 @@ def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Li
             )
     else:
         by_target = {target: _ends(linear, target) for target in targets}
-        for target in (target for target, found in by_target.items() if not found):
+        for target in (target for target, layers in by_target.items() if not layers):
             raise UsageError(_idle(module, target, linear))
         chosen = set().union(*by_target.values())
     _require_own_weights(module, chosen)
@@ -195,11 +195,11 @@ def _ends(names: Iterable[str], target: str) -> set[str]:
 
 
 def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> str:
-    found = {name: layer for name, layer in module.named_modules() if name and _ends([name], target)}
+    layers = {name: layer for name, layer in module.named_modules() if name and _ends([name], target)}
     there = f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear})[:MOST_NAMES])}"
-    if not found:
+    if not layers:
         return f"lora.targets: no linear layer is called {target!r}; {there}"
-    name, layer = next(iter(found.items()))
+    name, layer = next(iter(layers.items()))
     if layer is head_of(module):
         return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {there}"
     return f"lora.targets: {name} is no plain linear layer but {type(layer).__name__}; {there}"

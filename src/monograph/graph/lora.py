@@ -276,7 +276,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     module = unwrapped(module)
     layers = adapters(module)
     of_tokens = tables(module)
-    of_adapters = {id(p) for each in module.modules() if isinstance(each, Factor) for p in each.parameters()}
+    of_adapters = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
     of_adapters |= {id(table.token_rows) for table in of_tokens.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
         if id(parameter) in of_adapters:
@@ -319,8 +319,8 @@ def narrow(
     those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its digits.
     elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
-    found = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
-    wide = [p for key, p in found.items() if key not in elsewhere and kept_dtype(p) == torch.float32]
+    parameters = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
+    wide = [p for key, p in parameters.items() if key not in elsewhere and kept_dtype(p) == torch.float32]
     for parameter in in_file_order(wide):
         there = parameter.data.to(device or parameter.device, copy=isinstance(parameter, MappedWeight))
         keep(parameter, there.to(dtype))

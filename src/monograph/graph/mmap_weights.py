@@ -65,7 +65,7 @@ def keep(parameter: Tensor, data: Tensor) -> None:
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Sort mapped parameters by where they lie in their file, so that it is read from its beginning to its end."""
-    return sorted(parameters, key=lambda each: each.data_ptr() if isinstance(each, MappedWeight) else 0)
+    return sorted(parameters, key=lambda parameter: parameter.data_ptr() if isinstance(parameter, MappedWeight) else 0)
 
 
 def materialize_(module: M, device: torch.device | None = None, trained: bool = True) -> M:

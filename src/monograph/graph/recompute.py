@@ -149,15 +149,15 @@ def follow(module: nn.Module, policy: Policy) -> None:
     Raises:
         UsageError: the module has no blocks, not as many as the policy has parts, or a block without a forward pass.
     """
-    found = blocks(module)
-    policies = _for_each(policy, len(found))
-    if policy != Remat.Off() and (idle := [n for n, b in found.items() if type(b).forward is nn.Module.forward]):
+    of_module = blocks(module)
+    policies = _for_each(policy, len(of_module))
+    if policy != Remat.Off() and (idle := [n for n, b in of_module.items() if type(b).forward is nn.Module.forward]):
         raise UsageError(
-            f"{idle[0]} ({type(found[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
+            f"{idle[0]} ({type(of_module[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
         )
     if policy != Remat.Off():
         within_blocks(module)  # a block is repeated alone, without siblings in another one
-    for block, of_block in zip(found.values(), policies, strict=True):
+    for block, of_block in zip(of_module.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             del block.forward
@@ -182,7 +182,7 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
         return (policy,) * count
     if len(policy.policies) != count:
         raise UsageError(f"Remat.PerLayer has {len(policy.policies)} policies and the module {count} blocks")
-    if odd := [each for each in policy.policies if not isinstance(each, OfBlock)]:
+    if odd := [entry for entry in policy.policies if not isinstance(entry, OfBlock)]:
         raise UsageError(f"Remat.PerLayer holds {odd[0]!r}: expected the policy of one block")
     return policy.policies
 
@@ -334,7 +334,7 @@ def recorded(
     Raises:
         UsageError: the pass does not reach every block.
     """
-    found, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
+    recordings, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
     held = (*module.parameters(), *module.buffers())
     # A plan's module has fake tensors already, and they work with their own mode only.
     mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
@@ -346,20 +346,20 @@ def recorded(
             for name, block in blocks(twin).items():
                 plan = block.__dict__.pop("remat", None)
                 inner = plan.inner if isinstance(plan, _Plan) else block.forward
-                block.forward = functools.partial(_recording, found, name, block, inner, compiled)  # type: ignore[method-assign]
+                block.forward = functools.partial(_recording, recordings, name, block, inner, compiled)  # type: ignore[method-assign]
             run(twin)
         except Exception as error:  # a module of the user's may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    if missing := [name for name in blocks(module) if name not in found]:
+    if missing := [name for name in blocks(module) if name not in recordings]:
         raise UsageError(
             f"a budget needs to know what {missing[0]} computes, and a pass without numbers did not get there "
             f"({reason}): use Remat.Full() or Remat.Off()"
         )
-    return found
+    return recordings
 
 
 def _recording(
-    found: dict[str, Recording],
+    recordings: dict[str, Recording],
     name: str,
     block: nn.Module,
     inner: Callable[..., Any],
@@ -373,5 +373,5 @@ def _recording(
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
         # Operators between products run again inside the kernels that read them, in no measurable time (docs/log.md).
         recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
-    found.setdefault(name, recording)
+    recordings.setdefault(name, recording)
     return output

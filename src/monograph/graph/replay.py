@@ -103,24 +103,24 @@ class CudaGraphs:
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
     """Yield a list that holds, after the block, where (FILE:LINE) the host waited for the device inside of it."""
-    before, found = torch.cuda.get_sync_debug_mode(), list[str]()
+    before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")  # or Python shows a line's warning once in a process
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for each in seen:
-        if "called a synchronizing CUDA operation" in str(each.message):
-            found.append(f"{each.filename}:{each.lineno}")
+    for warning in seen:
+        if "called a synchronizing CUDA operation" in str(warning.message):
+            waits.append(f"{warning.filename}:{warning.lineno}")
         # Warnings of other things are passed on, all but torch's note on the mode itself.
-        elif "Synchronization debug mode" not in str(each.message):
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        elif "Synchronization debug mode" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class Replays:
-    """Run a function whose only effect is on device memory by replaying what it launches, a graph for each variant.
+    """Run a function whose only effect is on device memory by replaying what it launches, a graph for warning variant.
 
     The first calls of a variant are ordinary ones, so nothing is run that would not have been.
     """

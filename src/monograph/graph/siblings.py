@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.device import clock, synchronize
-from monograph.graph.family import Family, Sibling, beside, mode_of, version_of
+from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
 from monograph.graph.inspect import blocks, buffers_kept, unwrap_
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -110,21 +110,21 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
-    found = {}
+    obstacles = {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             own = [p for p in (layer._parameters.get("weight"), layer._parameters.get("bias")) if p is not None]
             tied = [n for p in own for n in holders[id(p)] if n.rpartition(".")[0] != name]
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
-                found[name] = "its forward pass is not nn.Linear's"
+                obstacles[name] = "its forward pass is not nn.Linear's"
             elif any(getattr(layer, hooks) for hooks in HOOKS):
-                found[name] = "it has hooks"
+                obstacles[name] = "it has hooks"
             # A computed weight (a parametrized one) has no memory that could lie next to another's.
             elif type(layer._parameters.get("weight")) is not nn.Parameter:
-                found[name] = "its weight is no plain parameter"
+                obstacles[name] = "its weight is no plain parameter"
             elif tied:
-                found[name] = f"it shares its weight with {tied[0]}"
-    return found
+                obstacles[name] = f"it shares its weight with {tied[0]}"
+    return obstacles
 
 
 SIGNIFICANCE = 0.05  # level of the sign test by which fused counts as faster
@@ -182,16 +182,16 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     run = _runner(module, example)
     with _as_before(module):
         groups, separate = grouped(module, watched(module, run))
-        found: list[Family] = []
+        fused: list[Family] = []
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
             kin = _families(layers)  # type: ignore[arg-type]
-            found += kin
+            fused += kin
             # Weights in a step's planes cannot be moved any more, so some may be left without a family.
             held = {id(layer) for family in kin for layer in family.layers}
             alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in held]
             separate |= dict.fromkeys(alone, "its weight does not lie beside its siblings': fuse before the Step")
-        _install(module, found, run, separate)
+        _install(module, fused, run, separate)
     # In a captured block that is recomputed Dynamo refuses to write an attribute, as a family does from call to call.
     compat.allow_stashes_in_recomputed()
     return Fusion(tuple(_names(module)), separate)
@@ -227,15 +227,15 @@ def fuse_if_faster(
         The families that are kept, and the median of the rounds' ratios.
     """
     fusion = fuse_siblings(module, example)
-    found = families(module)
-    if not found:
+    of_module = families(module)
+    if not of_module:
         return fusion
     ratios = []
     # Either goes first in turn, so that a machine whose speed drifts favours neither; two rounds pay for compiling.
     for turn in range(-2, rounds):
         seconds = {}
         for fused in (True, False) if turn % 2 else (False, True):
-            for family in found:
+            for family in of_module:
                 family.install() if fused else family.remove()
             synchronize(device)
             began = clock()
@@ -244,7 +244,7 @@ def fuse_if_faster(
             seconds[fused] = clock() - began
         if turn >= 0:
             ratios.append(seconds[True] / seconds[False])
-    for family in found:
+    for family in of_module:
         family.install()  # the last turn may have been the separate one
     timed = replace(fusion, ratio=statistics.median(ratios))
     if is_faster(ratios):
@@ -311,7 +311,7 @@ def _families(layers: list[nn.Linear]) -> list[Family]:
         return [whole]
     runs = [[layers[0]]]
     for one, other in pairwise(layers):
-        near = beside([one.weight, other.weight]) and (one.bias is None or beside([one.bias, other.bias]))
+        near = adjacent([one.weight, other.weight]) and (one.bias is None or adjacent([one.bias, other.bias]))
         runs[-1].append(other) if near else runs.append([other])
     return [Family(run) for run in runs if len(run) > 1]
 
@@ -322,19 +322,19 @@ def _names(module: nn.Module) -> Iterator[tuple[str, ...]]:
         yield tuple(names[id(layer)] for layer in family.layers)
 
 
-def _install(module: nn.Module, found: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
+def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
     """Fuse all families if the example runs with them, else those with which it runs one by one."""
     try:
-        for family in found:
+        for family in fused:
             family.install()
         run()
     except Exception:
-        for family in found:
+        for family in fused:
             family.remove()
     else:
         return
     names = {id(layer): name for name, layer in module.named_modules()}
-    for family in found:
+    for family in fused:
         family.install()
         try:
             run()

@@ -69,9 +69,9 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
     Raises:
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.
     """
-    found, head = _embedding(module), head_of(module)
+    embedding, head = _embedding(module), head_of(module)
     wanted: list[tuple[Any, type[nn.Module], str]]
-    wanted = [(found, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")]
+    wanted = [(embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")]
     for layer, plain, what in wanted:
         if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
@@ -79,25 +79,25 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
                 f"lora.tokens: rows of {what} are trained of an nn.{plain.__name__}, and {type(module).__name__} has "
                 f"{kind}: give it get_input_embeddings() and get_output_embeddings()"
             )
-    for layer in (found, head):
+    for layer in (embedding, head):
         if beyond := [token for token in tokens if not 0 <= token < layer.weight.shape[0]]:
             rows = layer.weight.shape[0]
             raise UsageError(
                 f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it needs its tokenizer.json"
             )
     # Nothing is changed before everything has been looked at.
-    tied = head.weight is found.weight
-    _put(found, TokenEmbedding, tokens, dtype)
+    tied = head.weight is embedding.weight
+    _put(embedding, TokenEmbedding, tokens, dtype)
     _put(head, TokenHead, tokens, dtype)
     if tied:
-        head.token_rows = found.token_rows  # two parameters would tear one matrix apart
+        head.token_rows = embedding.token_rows  # two parameters would tear one matrix apart
 
 
 def _embedding(module: nn.Module) -> Any:
-    found = getattr(module, "get_input_embeddings", lambda: None)()
-    if found is not None:
-        return found
-    there = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    embedding = getattr(module, "get_input_embeddings", lambda: None)()
+    if embedding is not None:
+        return embedding
+    there = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     return there[0] if len(there) == 1 else None
 
 
@@ -117,11 +117,11 @@ def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torc
 
 def tables(module: nn.Module) -> dict[str, Table]:
     """Return the layers of a module that have trained rows, by name; of a tied pair only the first."""
-    found: dict[int, tuple[str, Table]] = {}
+    by_rows: dict[int, tuple[str, Table]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, Table):
-            found.setdefault(id(layer.token_rows), (name, layer))
-    return dict(found.values())
+            by_rows.setdefault(id(layer.token_rows), (name, layer))
+    return dict(by_rows.values())
 
 
 def rows_of(layer: nn.Module) -> Rows | None:
@@ -132,7 +132,7 @@ def rows_of(layer: nn.Module) -> Rows | None:
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
     """Write the rows into their tables, in place, rounded once to the tables' dtype; plain layers are left."""
-    for layer in [each for each in module.modules() if isinstance(each, Table)]:
+    for layer in [child for child in module.modules() if isinstance(child, Table)]:
         keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
         for name in (ROWS, "token_index", "token_slots"):
             delattr(layer, name)

@@ -86,12 +86,12 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     """Replay `run` and name the first submodule whose output is not finite although its inputs are, as one sentence."""
-    found: list[str] = []
+    first: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def check(child: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        if not found and not _finite(output) and _finite(inputs):
-            found.append(f"{names[child]} ({type(child).__name__})")
+        if not first and not _finite(output) and _finite(inputs):
+            first.append(f"{names[child]} ({type(child).__name__})")
 
     # Leaves only: what holds others is not finite because one of them is not.
     handles = [child.register_forward_hook(check) for child in module.modules() if not list(child.children())]
@@ -106,8 +106,8 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     if bad:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
     return (
-        f"{found[0]} is the first module with a non-finite output"
-        if found
+        f"{first[0]} is the first module with a non-finite output"
+        if first
         else "every module's output is finite; look at the loss function"
     )
 
@@ -171,7 +171,7 @@ def raised_at(error: BaseException) -> tuple[str, str] | None:
 
     A function that a module calls, such as a helper in another file, counts as the module's line.
     """
-    found = None
+    place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = _package(frame)
         first = next(iter(frame.f_code.co_varnames), "")
@@ -181,5 +181,5 @@ def raised_at(error: BaseException) -> tuple[str, str] | None:
         theirs = own and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
         if theirs or package.startswith(OTHERS):
             name = type(owner).__name__ if theirs else frame.f_code.co_name
-            found = f"{frame.f_code.co_filename}:{line}", name
-    return found
+            place = f"{frame.f_code.co_filename}:{line}", name
+    return place

@@ -136,7 +136,7 @@ def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     return compute, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
 
 
-def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
+def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
     """Return the bottleneck of a stretch of work that took `found` and consists of `kernels`.
 
     Kernels that overlap or are profiled take longer than the parts, so floors are scaled by the same factor.
@@ -149,39 +149,39 @@ def verdict(found: Spent, kernels: Sequence[Kernel], machine: Machine, situation
         least[kernel.part] += floor_s(kernel, machine)
         bounds.setdefault(kernel.part, defaultdict(float))[bound(kernel, machine)] += kernel.seconds
     floors: dict[Part, float] = {
-        part: found.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
+        part: spent.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
     }
     if not busy["other"]:
-        floors["other"] = found.parts["other"]  # its cause is unknown, so none of it counts as recoverable
-    recoverable: dict[str, float] = {part: found.parts[part] - floors[part] for part in PARTS}
-    recoverable["padding"] = (1 - situation.used) * found.total_s
+        floors["other"] = spent.parts["other"]  # its cause is unknown, so none of it counts as recoverable
+    recoverable: dict[str, float] = {part: spent.parts[part] - floors[part] for part in PARTS}
+    recoverable["padding"] = (1 - situation.used) * spent.total_s
     most = max(recoverable, key=lambda name: recoverable[name])
-    binds: Binds = most if recoverable[most] > NOTHING * found.total_s else "nothing"  # type: ignore[assignment]
-    return Verdict(found, floors, bounds, recoverable, binds, changes(found, floors, bounds, situation))
+    binds: Binds = most if recoverable[most] > NOTHING * spent.total_s else "nothing"  # type: ignore[assignment]
+    return Verdict(spent, floors, bounds, recoverable, binds, changes(spent, floors, bounds, situation))
 
 
 def changes(
-    found: Spent, floors: Mapping[Part, float], bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation
+    spent: Spent, floors: Mapping[Part, float], bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation
 ) -> list[Change]:
     """Return the changes worth making, by the time that they save; those that change the training come last."""
-    sync = found.gaps.get("sync", 0.0)
-    gaps = found.parts["host gaps"] - sync
+    sync = spent.gaps.get("sync", 0.0)
+    gaps = spent.parts["host gaps"] - sync
     offered = [
         Change(
             "a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
-            "the device waits for rows", found.parts["data wait"],
+            "the device waits for rows", spent.parts["data wait"],
         ),
         Change("no .item(), print or comparison of a tensor in the loss", "the host waits for the device", sync),
         Change("what is copied in each step kept on the device", "copies run while nothing else does",
-               found.parts["transfers"]),
+               spent.parts["transfers"]),
         Change("data.packing=packed", f"{1 - situation.used:.0%} of the positions are empty",
-               (1 - situation.used / situation.packed) * found.total_s),
-        *_of_graphs(found, bounds, gaps, situation),
-        *_of_numbers(found, bounds, situation),
-        *_of_another_training(found, floors),
+               (1 - situation.used / situation.packed) * spent.total_s),
+        *_of_graphs(spent, bounds, gaps, situation),
+        *_of_numbers(spent, bounds, situation),
+        *_of_another_training(spent, floors),
     ]  # fmt: skip
-    worth = [each for each in offered if each.saved_s > NOTHING * found.total_s]
-    return sorted(worth, key=lambda each: (not each.same_training, -each.saved_s))
+    worth = [change for change in offered if change.saved_s > NOTHING * spent.total_s]
+    return sorted(worth, key=lambda change: (not change.same_training, -change.saved_s))
 
 
 def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound) -> float:
@@ -189,7 +189,7 @@ def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound
 
 
 def _of_graphs(
-    found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
+    spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
 ) -> list[Change]:
     """Offer fewer micro-steps, where the update counts as one more, and one graph for all operators of each.
 
@@ -203,37 +203,37 @@ def _of_graphs(
     if situation.captured or not situation.can_compile:
         return [larger]
     launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
-    between = found.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
-    saved = launched + found.parts["elementwise"] * (1 - FUSED) + between * (1 - UPDATED)
+    between = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
+    saved = launched + spent.parts["elementwise"] * (1 - FUSED) + between * (1 - UPDATED)
     return [larger, Change("train.compile=whole", "operators run one by one, each over its own copy", saved)]
 
 
-def _of_numbers(found: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
+def _of_numbers(spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
     """Offer bf16: it speeds up compute-bound products, and elsewhere the memory-bound kernels.
 
     A latency-bound kernel gains nothing. A slowdown applies to all of a part, except to the
     products of an optimizer such as Muon.
     """
-    saved, products = 0.0, _share(bounds, "optimizer", "compute") * found.parts["optimizer"]
+    saved, products = 0.0, _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
     for part, times in situation.bf16.items():
-        spent = found.parts[part]
+        part_s = spent.parts[part]
         if part == "optimizer":
             saved += products * (1 - situation.bf16.get("matmul", 1.0))
-            spent -= products
+            part_s -= products
         kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        saved += spent * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
+        saved += part_s * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
     return [Change("train.precision=bf16", "products are faster and numbers half as large", saved)]
 
 
-def _of_another_training(found: Spent, floors: Mapping[Part, float]) -> list[Change]:
+def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
     """Offer to do less of a part, where that part is above its floor; this changes the training."""
 
     def over(part: Part) -> bool:
-        return found.parts[part] - floors[part] > NOTHING * found.total_s
+        return spent.parts[part] - floors[part] > NOTHING * spent.total_s
 
     offered: list[tuple[Part, str, str]] = [
         ("optimizer", "a train.tokens_per_update twice as large", "the optimizer's pass is paid for once an update"),
         ("attention", "a data.sequence_length half as long", "attention's cost grows with the square of a row"),
         ("loss head", "a data.tokenizer with half the vocabulary", "the head is multiplied with every token"),
     ]
-    return [Change(what, why, found.parts[part] / 2, same_training=False) for part, what, why in offered if over(part)]
+    return [Change(what, why, spent.parts[part] / 2, same_training=False) for part, what, why in offered if over(part)]

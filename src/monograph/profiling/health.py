@@ -30,7 +30,7 @@ class Disk(NamedTuple):
 
 def disk(folder: Path) -> Disk:
     """Time a durable write of 32 MiB in a folder, or in its nearest existing parent, and remove them."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if is_folder(each))
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if is_folder(parent))
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
             began = clock()
@@ -56,10 +56,10 @@ def compiled_obstacle(device: torch.device) -> str | None:
 
     try:
         compat.tell_processors_apart()
-        found, expected = gradient(torch.compile(function)), gradient(function)
+        compiled, expected = gradient(torch.compile(function)), gradient(function)
     except Exception as error:
         return f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    off = float((found - expected).abs().max())
+    off = float((compiled - expected).abs().max())
     return None if off <= 1e-4 else f"a compiled function's gradient is off by {off:.2g}"
 
 
@@ -70,13 +70,13 @@ def limits() -> dict[str, int | None]:
         "address_space_bytes": resource.RLIMIT_AS,
         "file_bytes": resource.RLIMIT_FSIZE,
     }
-    found = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
+    values = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()}
 
 
-def limits_said(found: dict[str, int | None]) -> str:
+def limits_said(values: dict[str, int | None]) -> str:
     """Return the limits in words."""
-    files, memory, file = found.values()
+    files, memory, file = values.values()
     said = [f"{files:,} open files" if files else ""]
     said += [f"memory {memory / 2**30:.3g} GiB (ulimit -v)" if memory is not None else ""]
     said += [f"files of {file / 2**30:.3g} GiB (ulimit -f)" if file is not None else ""]

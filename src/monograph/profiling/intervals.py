@@ -136,27 +136,29 @@ def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = Non
     before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
-    return sum((_spent(timeline, *each) for each in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
+    return sum((_spent(timeline, *stretch) for stretch in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
 
 
 def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     gaps: defaultdict[Cause, float] = defaultdict(float)
-    kernels = sorted((each for each in timeline.kernels if each.end_s > each.begin_s), key=lambda each: each.begin_s)
+    kernels = sorted(
+        (kernel for kernel in timeline.kernels if kernel.end_s > kernel.begin_s), key=lambda kernel: kernel.begin_s
+    )
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
     following, last_end = 0, begin
     for left, right in zip(edges, edges[1:], strict=False):
-        running = [each for each in running if each.end_s > left]
+        running = [kernel for kernel in running if kernel.end_s > left]
         while following < len(kernels) and kernels[following].begin_s <= left:
             if kernels[following].end_s > left:
                 running.append(kernels[following])
             last_end = max(last_end, kernels[following].end_s)
             following += 1
-        computing = [each for each in running if each.part != "transfers"]
+        computing = [kernel for kernel in running if kernel.part != "transfers"]
         if computing:
-            for each in computing:
-                parts[each.part] += (right - left) / len(computing)
+            for kernel in computing:
+                parts[kernel.part] += (right - left) / len(computing)
             continue
         coming = kernels[following] if following < len(kernels) else None
         cause: Cause = "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
@@ -166,7 +168,7 @@ def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
 
 
 def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:
-    return [min(max(edge, begin), end) for each in intervals for edge in (each.begin_s, each.end_s)]
+    return [min(max(edge, begin), end) for interval in intervals for edge in (interval.begin_s, interval.end_s)]
 
 
 def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
@@ -201,22 +203,22 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
     )
 
 
-def undisturbed(found: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
+def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:
     """Return a profiled stretch's time by part, corrected to an unprofiled one that took `measured_s`.
 
     Args:
-        found: the seconds of the profiled stretch.
+        profiled: the seconds of the profiled stretch.
         events: the number that the profiler recorded in it, by place: see `Timeline`.
         event_s: seconds to record one event, which are spent outside the event, in its caller.
         measured_s: the total to which the remaining time is scaled.
     """
-    parts = {part: max(0.0, found.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
     left = sum(parts.values())
     if not left:
-        parts, left = dict(found.parts), found.total_s
+        parts, left = dict(profiled.parts), profiled.total_s
     scale = measured_s / left if left else 0.0
     gaps = {
-        cause: seconds * scale * parts[OF_CAUSE[cause]] / found.parts[OF_CAUSE[cause]] if seconds else 0.0
-        for cause, seconds in found.gaps.items()
+        cause: seconds * scale * parts[OF_CAUSE[cause]] / profiled.parts[OF_CAUSE[cause]] if seconds else 0.0
+        for cause, seconds in profiled.gaps.items()
     }
     return Spent({part: parts[part] * scale for part in PARTS}, gaps)

@@ -46,9 +46,9 @@ def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, us
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
     """Return the seconds in bf16 over those in fp32 for the run's own products, with operands outside the caches."""
     taken: defaultdict[Operands, list[float]] = defaultdict(list)
-    for each in kernels:
-        if each.part in ("matmul", "loss head") and each.operands and each.flops:
-            taken[each.operands].append(each.seconds)
+    for kernel in kernels:
+        if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
+            taken[kernel.operands].append(kernel.seconds)
     dearest = sorted(taken, key=lambda kind: -sum(taken[kind]))[:KINDS]
     wide, narrow = (
         sum(len(taken[kind]) * _product_s(device, dtype, kind) for kind in dearest)
@@ -59,12 +59,12 @@ def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
     """Return the seconds of one product: the quickest of a few rounds over several equal ones."""
-    sizes = [1 + sum((side - 1) * stride for side, stride in zip(*each, strict=True)) for each in operands]
+    sizes = [1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True)) for operand in operands]
     count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
     given = [
         [
-            torch.ones(size, device=device, dtype=dtype).as_strided(*each)
-            for size, each in zip(sizes, operands, strict=True)
+            torch.ones(size, device=device, dtype=dtype).as_strided(*operand)
+            for size, operand in zip(sizes, operands, strict=True)
         ]
         for _ in range(count)
     ]

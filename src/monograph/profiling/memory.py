@@ -83,11 +83,11 @@ def ledger(
         static["weights"] += plane.param.nbytes
         static["gradients"] += plane.grad.nbytes
         static["moments"] += sum(buffer.nbytes for buffer in plane.state.values())
-    found = {"planned": dict(planned)} if planned else {"planned": static}
+    entries = {"planned": dict(planned)} if planned else {"planned": static}
     if device.type == "cuda":
         rest = peak_memory_bytes(device) - sum(static.values())
-        found["measured"] = {**static, "activations, loss head, workspace": rest}
-    return found
+        entries["measured"] = {**static, "activations, loss head, workspace": rest}
+    return entries
 
 
 class LiveBytes:

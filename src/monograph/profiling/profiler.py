@@ -97,10 +97,10 @@ def profile(
     of_head = _head_rows(engine, micro * math.prod(of_row))
     timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
     overlaps = engine.step.device.type != "cpu"
-    found = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
+    unwatched_spent = unwatched(timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps)
     machine, steps = machine_of(engine), -(-rows // micro)
     situation = situation_of(engine, timeline.kernels, steps, used, packed)
-    judged = verdict(found, timeline.kernels, machine, situation)
+    judged = verdict(unwatched_spent, timeline.kernels, machine, situation)
     return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
 
 
@@ -118,21 +118,21 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
     The profiler's own memory can make the allocator release an eager update's and fetch it again page by page.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
-    found: list[tuple[torch.profiler.profile, float]] = []
+    tries: list[tuple[torch.profiler.profile, float]] = []
     for _ in range(WATCHES):
         watching = torch.profiler.profile(activities=activities, record_shapes=True)
         try:
             with watched_kernels(), watching, _spans(engine):
                 _update(engine, _next(windows))  # the first profiled one takes longer
                 times = _each(engine, windows, UPDATES)
-            found.append((watching, sum(each.whole_s for each in times) / UPDATES))
+            tries.append((watching, sum(step.whole_s for step in times) / UPDATES))
         except UsageError:  # no more windows
-            if not found:
+            if not tries:
                 raise
             break
-        if found[-1][1] < UNDISTURBED * update_s:
+        if tries[-1][1] < UNDISTURBED * update_s:
             break
-    return min(found, key=lambda each: each[1])
+    return min(tries, key=lambda step: step[1])
 
 
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
@@ -141,14 +141,14 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
         plain = Path(folder, "trace.json")
         watched.export_chrome_trace(str(plain))
         try:
-            found: dict[str, Any] = json.loads(plain.read_text()) | {"traceName": str(file)}
-            file.write_text(json.dumps(found))
+            trace: dict[str, Any] = json.loads(plain.read_text()) | {"traceName": str(file)}
+            file.write_text(json.dumps(trace))
         except (OSError, ValueError):
             file.unlink(missing_ok=True)
             raise DiskFull(
                 f"{file}: the trace could not be written whole; free some space, or name another folder"
             ) from None
-    return found
+    return trace
 
 
 def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
@@ -218,7 +218,7 @@ def has_kernel(name: str) -> bool:
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
     returns = overload._schema.returns
-    is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+    is_view = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
     return not is_view
 
 

@@ -58,20 +58,20 @@ def read(
         vocabulary: rows of the head where no other side of a product is as long; None where one is.
         heads_are_batched: whether batched products are attention's, as in a Llama, whose layers multiply matrices.
     """
-    events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     # Spans appear on the device's tracks too, where they add nothing.
-    steps = [each for each in events if each["name"] == STEP and each.get("cat") == "user_annotation"]
+    steps = [event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
-    begin, main = min(each["ts"] for each in steps), steps[0]["tid"]
-    end = max(each["ts"] + each["dur"] for each in steps)
-    events = [each for each in events if begin <= each["ts"] <= end]
+    begin, main = min(event["ts"] for event in steps), steps[0]["tid"]
+    end = max(event["ts"] + event["dur"] for event in steps)
+    events = [event for event in events if begin <= event["ts"] <= end]
     reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
     reader.head = _sequence_numbers(events)
-    for thread in dict.fromkeys(each["tid"] for each in events if each.get("cat") in _HOST):
-        mine = [each for each in events if each["tid"] == thread and each.get("cat") in _HOST]
-        reader.walk(sorted(mine, key=lambda each: (each["ts"], -each["dur"])), is_main=thread == main)
-    on_device = [each for each in events if each.get("cat") in _DEVICE]
+    for thread in dict.fromkeys(event["tid"] for event in events if event.get("cat") in _HOST):
+        mine = [event for event in events if event["tid"] == thread and event.get("cat") in _HOST]
+        reader.walk(sorted(mine, key=lambda event: (event["ts"], -event["dur"])), is_main=thread == main)
+    on_device = [event for event in events if event.get("cat") in _DEVICE]
     kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
     noted, of_updates = reader.events[False], reader.events[True]
     return Timeline(0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates)
@@ -87,12 +87,12 @@ def _seconds(microseconds: float) -> float:
 
 def _sequence_numbers(events: Sequence[Event]) -> set[int]:
     """Return the numbers of the operators inside a head's span, which their nodes of the backward pass share."""
-    heads = [each for each in events if each["name"] == HEAD]
+    heads = [event for event in events if event["name"] == HEAD]
     return {
-        each["args"]["Sequence number"]
-        for each in events
-        if "Sequence number" in each.get("args", {})
-        and any(head["tid"] == each["tid"] and _inside(each, head) for head in heads)
+        event["args"]["Sequence number"]
+        for event in events
+        if "Sequence number" in event.get("args", {})
+        and any(head["tid"] == event["tid"] and _inside(event, head) for head in heads)
     }
 
 
@@ -212,8 +212,8 @@ def _operands(event: Event) -> Operands | None:
         return None
     first = _PRODUCTS[name]
     pairs = zip(given.get("Input Dims", []), given.get("Input Strides", []), strict=False)
-    found = tuple((tuple(shape), tuple(strides)) for shape, strides in pairs)[first : first + 2]
-    return found if len(found) == 2 else None
+    operands = tuple((tuple(shape), tuple(strides)) for shape, strides in pairs)[first : first + 2]
+    return operands if len(operands) == 2 else None
 
 
 def work(event: Event) -> tuple[float | None, float | None]:

@@ -98,7 +98,7 @@ _COLOURS = (
 
 def themed(svg: str) -> str:
     """Return an SVG drawn in this file's colours with variables in their place, and a transparent background."""
-    there = [each for each in _COLOURS if each[0] in svg]
+    there = [pair for pair in _COLOURS if pair[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)
     for colour, name, _ in there:

@@ -19,69 +19,69 @@ from monograph.report.plot_style import ACCENT, INK, MUTED, style, svg
 from monograph.report.quantities import count
 
 
-def draw_profile(found: Verdict, title: str) -> Drawing:
+def draw_profile(verdict: Verdict, title: str) -> Drawing:
     """Draw a bar for each part, with a mark at its floor and its share next to it."""
     from matplotlib.figure import Figure
 
-    parts = [part for part in reversed(PARTS) if found.spent.parts[part] > 0]
+    parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
     with style():
         figure = Figure(figsize=(7.3, 0.7 + 0.34 * len(parts)), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title)
         axes.grid(visible=False)
         for place, part in enumerate(parts):
-            taken, least = 1e3 * found.spent.parts[part], 1e3 * found.floors[part]
-            axes.barh(place, taken, height=0.62, color=ACCENT if part == found.binds else MUTED)
+            taken, least = 1e3 * verdict.spent.parts[part], 1e3 * verdict.floors[part]
+            axes.barh(place, taken, height=0.62, color=ACCENT if part == verdict.binds else MUTED)
             axes.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-            axes.text(taken, place, f"  {found.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
+            axes.text(taken, place, f"  {verdict.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(parts)), parts)
-        axes.set_xlim(0, 1.12e3 * max(found.spent.parts.values()))
+        axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
         axes.set_xlabel("ms of an update; line: the floor; blue: what binds it")
         return Drawing("profile", svg(figure))
 
 
-def profile_page(title: str, found: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
+def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
     """Return the page as HTML.
 
     Args:
         title: the folder's name.
-        found: the profile.
+        profile: what was measured.
         tokens_per_s: the run's speed.
         drawing: the profile's picture.
         config: the run's settings as TOML.
     """
-    judged, faster = found.verdict, found.update_s / max(found.verdict.floor_s, 1e-12)
+    judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
     best = judged.change
     figures = [
-        ("ms an update", f"{1e3 * found.update_s:.3g}"),
+        ("ms an update", f"{1e3 * profile.update_s:.3g}"),
         ("tokens/s", count(tokens_per_s)),
-        ("micro-steps", str(found.micro_steps)),
+        ("micro-steps", str(profile.micro_steps)),
         ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
         ("floor over it", f"{faster:.2g} ×"),
     ]
     return page(
         title=title,
         headline=f"Bound by {judged.binds}",
-        standing=f"{said(found)}"
+        standing=f"{said(profile)}"
         + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
         figures=figures,
         drawings=[drawing],
         sections=[
-            section("Parts of an update", _parts(found)),
-            section("What may be changed", _changes(found)),
+            section("Parts of an update", _parts(profile)),
+            section("What may be changed", _changes(profile)),
             section("The run", folded("config.toml", config)),
         ],
     )
 
 
-def said(found: Profile) -> str:
+def said(profile: Profile) -> str:
     """Return what limits the run, its share of the time, and the share that cannot be judged; without a full stop."""
-    judged = found.verdict
+    judged = profile.verdict
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
     unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
     if judged.binds == "nothing":
         return f"nothing that could be won back: what can be judged is near its floor as it is set up{unjudged}"
-    share = judged.recoverable[judged.binds] / found.update_s
+    share = judged.recoverable[judged.binds] / profile.update_s
     what = "empty positions" if judged.binds == "padding" else judged.binds
     none = "" if judged.change else "; no key changes that"
     return f"{what}: {share:.0%} of the time could be won back at most{none}{unjudged}"
@@ -92,8 +92,8 @@ def mostly(bounds: Mapping[Bound, float]) -> str:
     return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
 
 
-def _parts(found: Profile) -> str:
-    judged = found.verdict
+def _parts(profile: Profile) -> str:
+    judged = profile.verdict
     rows: list[list[Cell]] = []
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
@@ -102,8 +102,8 @@ def _parts(found: Profile) -> str:
     return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
 
 
-def _changes(found: Profile) -> str:
-    judged = found.verdict
+def _changes(profile: Profile) -> str:
+    judged = profile.verdict
     rows: list[list[Cell]] = [
         [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
          "the same" if change.same_training else "another", change.why]
@@ -112,16 +112,16 @@ def _changes(found: Profile) -> str:
     return table("What may be changed", ["change", "predicted", "training", "as"], rows)
 
 
-Found = Mapping[str, Any]
+Values = Mapping[str, Any]
 # The basis of ratios; on a CPU it is CPU time, as other programs take a share of the clock's.
 SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
-def draw_ladder(found: Found) -> Drawing:
+def draw_ladder(ladder: Values) -> Drawing:
     """Draw two bars for each rung: tokens per second and peak memory, each with its number; the fastest is blue."""
     from matplotlib.figure import Figure
 
-    rungs, best = found["rungs"], fastest(found)
+    rungs, best = ladder["rungs"], fastest(ladder)
     with style():
         figure = Figure(figsize=(7.3, 0.9 + 0.36 * len(rungs)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
@@ -145,62 +145,63 @@ def draw_ladder(found: Found) -> Drawing:
         return Drawing("ladder", svg(figure))
 
 
-def _said(rung: Found, key: str) -> str:
+def _said(rung: Values, key: str) -> str:
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])
     times = f"   {rung['times']:.2f} ×" if rung["times"] else ""
     return f"{rung[key]:,.0f}{times}"
 
 
-def ladder_page(title: str, found: Found, drawing: Drawing, config: str) -> str:
+def ladder_page(title: str, ladder: Values, drawing: Drawing, config: str) -> str:
     """Return the page as HTML.
 
     Args:
         title: the folder's name.
-        found: the ladder.
+        ladder: what its command prints as JSON.
         drawing: the ladder's picture.
         config: the settings that all rungs share, as TOML.
     """
-    first, best = found["rungs"][0], fastest(found)
+    first, best = ladder["rungs"][0], fastest(ladder)
     figures = [
-        ("parameters", quantities.count(found["params"])),
+        ("parameters", quantities.count(ladder["params"])),
         ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
         ("tokens/s, at best", f"{best['tokens_per_s']:,.0f}"),
-        ("tokens of a rung", quantities.count(found["tokens"])),
-        ("time", quantities.duration(found["wall_s"])),
+        ("tokens of a rung", quantities.count(ladder["tokens"])),
+        ("time", quantities.duration(ladder["wall_s"])),
     ]
     return page(
         title=title,
-        headline=f"{gain(found):.1f} × as fast as eager",
-        standing=f"{standing(found)}.",
+        headline=f"{gain(ladder):.1f} × as fast as eager",
+        standing=f"{standing(ladder)}.",
         figures=figures,
         drawings=[drawing],
         sections=[
-            section("Rungs", table("Rungs of the ladder", HEADS, rows(found["rungs"]))),
+            section("Rungs", table("Rungs of the ladder", HEADS, rows(ladder["rungs"]))),
             section("What the rungs share", folded("config.toml", config)),
         ],
     )
 
 
-def fastest(found: Found) -> Found:
+def fastest(ladder: Values) -> Values:
     """Return the rung with the most tokens per second."""
-    best: Found = max(found["rungs"], key=lambda rung: rung[SPEED[found["ratios_of"]]] or 0)
+    best: Values = max(ladder["rungs"], key=lambda rung: rung[SPEED[ladder["ratios_of"]]] or 0)
     return best
 
 
-def gain(found: Found) -> float:
+def gain(ladder: Values) -> float:
     """Return how many times as fast as the first rung the fastest is."""
-    speed = SPEED[found["ratios_of"]]
-    times: float = fastest(found)[speed] / found["rungs"][0][speed]
+    speed = SPEED[ladder["ratios_of"]]
+    times: float = fastest(ladder)[speed] / ladder["rungs"][0][speed]
     return times
 
 
-def standing(found: Found) -> str:
+def standing(ladder: Values) -> str:
     """Return what was done, in a sentence without a full stop."""
     of = {"wall": "", "cpu": " (in CPU time)"}
     return (
-        f"Each rung changes one thing of another one, over which its ratios are{of[found['ratios_of']]}: the same text "
-        f"and seed, {found['updates']:,} updates of {found['tokens_per_update']:,} tokens each, on {found['device']}"
+        f"Each rung changes one thing of another one, over which its ratios are{of[ladder['ratios_of']]}: the same "
+        f"text and seed, {ladder['updates']:,} updates of {ladder['tokens_per_update']:,} tokens each, "
+        f"on {ladder['device']}"
     )
 
 
@@ -208,7 +209,7 @@ HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "me
          "micro-batch", "what is changed, or why not here")  # fmt: skip
 
 
-def rows(rungs: Sequence[Found]) -> list[list[Cell]]:
+def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
     """Return the table's cells under `HEADS`; for a rung that could not be climbed, its name and the reason."""
     made: list[list[Cell]] = []
     for rung in rungs:

@@ -146,13 +146,13 @@ def _setting(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
 
 
 def write_sweep_report(
-    folder: Path, found: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
+    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
     Args:
         folder: the sweep's folder.
-        found: what `monograph sweep --json` prints.
+        results: what `monograph sweep --json` prints.
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
         how: a sentence that says what "tied" means.
@@ -160,7 +160,7 @@ def write_sweep_report(
     Raises:
         DiskFull: there is no space for them.
     """
-    best = found["best"]
+    best = results["best"]
     unit = best["unit"] if best else "nats"
     drawings = draw_sweep(settings, curves, "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit)
     (folder / "figures").mkdir(exist_ok=True)
@@ -170,11 +170,11 @@ def write_sweep_report(
         title=folder.name,
         headline=_headline(best),
         standing=how,
-        figures=_key_figures(found),
+        figures=_key_figures(results),
         drawings=drawings,
         sections=[
             section("Settings", _settings(settings, unit)),
-            section("Members", _members(found["members"]), config_of(folder)),
+            section("Members", _members(results["members"]), config_of(folder)),
         ],
     )
     write_whole(folder / "report.html", text.encode())
@@ -187,11 +187,11 @@ def _headline(best: Mapping[str, Any] | None) -> str:
     return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}"
 
 
-def _key_figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rate, spent = found["tokens_per_s"], found["wall_s"]
+def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rate, spent = results["tokens_per_s"], results["wall_s"]
     known = [
-        ("members", str(len(found["members"]))),
-        ("diverged", str(sum(member["diverged"] is not None for member in found["members"]))),
+        ("members", str(len(results["members"]))),
+        ("diverged", str(sum(member["diverged"] is not None for member in results["members"]))),
         ("time", quantities.duration(spent) if spent else ""),
         ("tokens/s, all", quantities.count(rate) if rate else ""),
     ]
@@ -201,30 +201,30 @@ def _key_figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _settings(settings: Sequence[Setting], unit: str) -> str:
     """Return a table of means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
-    for each in settings:
-        lost, of = each["values"].count(None), len(each["values"])
-        score, error = (number(each[key], "{:.4f}") for key in ("mean", "standard_error"))
-        rows.append([score, error, (f"{lost} of {of}", lost), each["standing"]])
+    for setting in settings:
+        lost, of = setting["values"].count(None), len(setting["values"])
+        score, error = (number(setting[key], "{:.4f}") for key in ("mean", "standard_error"))
+        rows.append([score, error, (f"{lost} of {of}", lost), setting["standing"]])
     heads = [unit, "standard error", "diverged", "standing"]
-    return _with_knobs("Settings of the sweep", [each["knobs"] for each in settings], heads, rows)
+    return _with_knobs("Settings of the sweep", [setting["knobs"] for setting in settings], heads, rows)
 
 
 def _members(members: Sequence[Mapping[str, Any]]) -> str:
     rows: list[list[Cell]] = []
-    for each in members:
-        at = each["diverged"]
-        scores = [number(each.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
-        rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), each.get("run", "")])
+    for member in members:
+        at = member["diverged"]
+        scores = [number(member.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
+        rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), member.get("run", "")])
     heads = ["bits per byte", "held-out, nats", "training, nats", "diverged", "run"]
-    return _with_knobs("Members of the sweep", [each["knobs"] for each in members], heads, rows)
+    return _with_knobs("Members of the sweep", [member["knobs"] for member in members], heads, rows)
 
 
 def _with_knobs(
     name: str, knobs: Sequence[Mapping[str, Any]], heads: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> str:
     """Return a table whose first columns are the knobs."""
-    keys = list(dict.fromkeys(key for each in knobs for key in each))
-    cells = ([_knob(each.get(key)) for key in keys] for each in knobs)
+    keys = list(dict.fromkeys(key for point in knobs for key in point))
+    cells = ([_knob(point.get(key)) for key in keys] for point in knobs)
     whole = [[*of_knobs, *rest] for of_knobs, rest in zip(cells, rows, strict=True)]
     return table(name, [*(key.rpartition(".")[2] for key in keys), *heads], whole)
 

@@ -131,11 +131,11 @@ def recorded(lora: Lora) -> dict[str, Any]:
 
 def digest(module: nn.Module) -> str:
     """Return the hex SHA-256 of a base's weights: of names, shapes and numbers, which are the same in bf16 and fp32."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
-        found.update(f"{name} {list(tensor.shape)} ".encode())
-        found.update(_bytes(tensor))
-    return found.hexdigest()
+        sha256.update(f"{name} {list(tensor.shape)} ".encode())
+        sha256.update(_bytes(tensor))
+    return sha256.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

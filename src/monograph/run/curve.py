@@ -116,11 +116,11 @@ class _Grid:
 
     def by_cell(self, dots: Iterable[Dot]) -> dict[Dot, set[Dot]]:
         """Return the dots inside each cell (column, row) that has any, counted from the cell's own corner."""
-        found: dict[Dot, set[Dot]] = {}
+        cells: dict[Dot, set[Dot]] = {}
         for column, row in dots:
             across, down = divmod(column, self.cells.across), divmod(row, self.cells.down)
-            found.setdefault((across[0], down[0]), set()).add((across[1], down[1]))
-        return found
+            cells.setdefault((across[0], down[0]), set()).add((across[1], down[1]))
+        return cells
 
     def dotted(self, y: float) -> list[Dot]:
         return [

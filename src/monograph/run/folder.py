@@ -121,10 +121,10 @@ class Run:
         if checkpoint_named(folder) is not None:
             folder = folder.parent.parent
         if not is_file(folder / "run.lock"):
-            found = "there is no such folder" if not exists(folder) else "it has no run.lock"
+            missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
-            raise InputRefused(f"{folder} is not a run: {found}{hint}")
+            raise InputRefused(f"{folder} is not a run: {missing}{hint}")
         run = Run(folder)
         for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
             if exists(path) and not is_file(path):
@@ -220,8 +220,8 @@ class Run:
     @property
     def metrics_offset(self) -> int:
         """Return the length of metrics.jsonl in bytes, for a checkpoint to record."""
-        found = status(self.metrics)
-        return found.st_size if found else 0
+        entry = status(self.metrics)
+        return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
         """Make the rows logged so far survive a power failure; return `metrics_offset`. Call before a checkpoint."""
@@ -311,8 +311,8 @@ def _claim_given_folder(folder: Path) -> Path:
 
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Return whether `folder` holds only what a run leaves that was killed before it began."""
-    found = contents(folder / "run.lock")
-    ours = found is not None and _RECORD.startswith(found.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
+    record = contents(folder / "run.lock")
+    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
     return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 

@@ -92,11 +92,11 @@ class MetricsLogs:
         """Write pending rows, except for members that have ended."""
         if not self.pending:
             return
-        found, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
+        rows, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
         self.pending.clear()
         for index, log in enumerate(self.logs):
             if index not in self.ended:
-                log.write([members[index] for members in found], extras)
+                log.write([members[index] for members in rows], extras)
 
     def diverged(self, of: int | None = None) -> list[int]:
         """Return members with too many non-finite updates in a row, each once; no more of their rows are written.
@@ -119,18 +119,18 @@ class MetricsLogs:
 def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     """Return what each update did to each member, in one read of the device; an engine of one model has one member."""
     columns = [
-        torch.stack([torch.atleast_1d(each).double() for each in (u.loss, u.grad_norm, u.tokens, u.skipped)])
+        torch.stack([torch.atleast_1d(value).double() for value in (u.loss, u.grad_norm, u.tokens, u.skipped)])
         for u in updates
     ]
-    found = []
+    rows = []
     for update, (loss, norm, tokens, skipped) in zip(updates, torch.stack(columns).tolist(), strict=True):
         rate: Any = update.lr
         lr = rate if isinstance(rate, tuple) else (rate,) * len(loss)
-        found.append([
+        rows.append([
             {
                 "update": update.index + 1, "tokens": int(tokens[i]), "train_loss": loss[i], "lr": lr[i],
                 "grad_norm": norm[i], "skipped": int(skipped[i]),
             }
             for i in range(len(loss))
         ])  # fmt: skip
-    return found
+    return rows

@@ -190,8 +190,8 @@ class TrainingBlock:
         cells = BRAILLE if self._screen.is_utf8 else ASCII
         pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
         title = f"  bits per byte (held out)   {ys[-1]:.2f} now"
-        beside = "  on the same text" if self._yardsticks else ""
-        heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (beside, "dim"))
+        note = "  on the same text" if self._yardsticks else ""
+        heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
         return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]
 
     def _sample_line(self, share: float, text: str) -> Text:

@@ -77,8 +77,8 @@ class Recipe(NamedTuple):
 
     def entries(self) -> dict[str, Any]:
         """Return what a checkpoint records; without adapters, the same as before adapters existed."""
-        found = self._replace(config=None)._asdict()
-        return {key: value for key, value in found.items() if value is not None or key not in _SINCE_ADAPTERS}
+        values = self._replace(config=None)._asdict()
+        return {key: value for key, value in values.items() if value is not None or key not in _SINCE_ADAPTERS}
 
     @property
     def file(self) -> Path | None:
@@ -139,9 +139,9 @@ def _is_written_by_us(saved: Mapping[str, Any]) -> bool:
         if not 0 < known < tokens <= _MOST_TOKENS:
             return False
     if lora is not None:
-        found = lora_of(lora)
-        texts += [saved["init"]] if isinstance(found.targets, str) else [saved["init"], *found.targets]
-        numbers += found.tokens
+        adapters = lora_of(lora)
+        texts += [saved["init"]] if isinstance(adapters.targets, str) else [saved["init"], *adapters.targets]
+        numbers += adapters.tokens
     return (
         all(isinstance(text, str) and "\0" not in text for text in texts)
         and all(isinstance(number, int) for number in numbers)

@@ -23,8 +23,8 @@ _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 def checkpoint_named(path: Path) -> int | None:
     """Return the update of the checkpoint that a path RUN/checkpoints/step-UPDATE names; None for any other path."""
     inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
-    found = _CHECKPOINT.fullmatch(path.name) if inside else None
-    return int(found[1]) if found else None
+    match = _CHECKPOINT.fullmatch(path.name) if inside else None
+    return int(match[1]) if match else None
 
 
 def placed(path: Path) -> Path:
@@ -44,15 +44,15 @@ def locked_in(root: Path) -> list[Path]:
 
     Folders that this user may not read are left out. Raises Unreadable for other failures: the newest is then unknown.
     """
-    found = []
+    folders = []
     for folder in entries(root):
         try:
             if is_file(folder / "run.lock"):
-                found.append((serial(folder), _natural(folder.name), folder))
+                folders.append((serial(folder), _natural(folder.name), folder))
         except Unreadable as error:
             if error.errno != errno.EACCES:
                 raise
-    return [folder for *_, folder in sorted(found)]
+    return [folder for *_, folder in sorted(folders)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -65,8 +65,8 @@ def serial(folder: Path) -> int:
 
     Each process rewrites what follows the number, so it may be cut off. Raises Unreadable.
     """
-    found = _SERIAL.match(contents(folder / "run.lock") or b"")
-    return int(found[1]) if found else 0
+    match = _SERIAL.match(contents(folder / "run.lock") or b"")
+    return int(match[1]) if match else 0
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -93,6 +93,6 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
 def parsed(text: bytes) -> dict[str, Any]:
     """Return the JSON object in a text; empty where it holds none."""
     with suppress(ValueError, RecursionError):
-        found = parse_json(text)
-        return found if isinstance(found, dict) else {}
+        value = parse_json(text)
+        return value if isinstance(value, dict) else {}
     return {}

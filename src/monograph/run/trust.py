@@ -149,9 +149,9 @@ def _kept_secret(path: Path, create: bool) -> bytes:
                     os.link(file.name, path)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with readable(path), open(os.open(path, flags), "rb") as file:
-            its, found = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
-        if (its.st_uid, its.st_mode & 0o077, len(found)) == (os.geteuid(), 0, _SECRET_BYTES):
-            return found
+            its, secret = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
+        if (its.st_uid, its.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
+            return secret
     return _of_this_process()
 
 

@@ -69,7 +69,7 @@ def discard(run: Run) -> None:
     """Remove a new run that never began, so that `last` still names the last one that did."""
     others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
     written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
-    for path in [*written, *(each for each in entries(run.folder) if each.suffix == ".partial")]:
+    for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
         path.unlink(missing_ok=True)
     if not entries(run.folder):
         run.folder.rmdir()
@@ -86,7 +86,7 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
     if out is not None and (is_file(out) or entries(out)):
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
     given = root if out is None else out
-    new = [each for each in (given, *given.parents) if not exists(each)]
+    new = [made for made in (given, *given.parents) if not exists(made)]
     with explained(given):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +97,6 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         with suppress(OSError):  # another program may have put something there meanwhile
             for file in folder.iterdir():
                 file.unlink()
-            for each in [*([folder] if out is None else []), *new]:
-                each.rmdir()
+            for made in [*([folder] if out is None else []), *new]:
+                made.rmdir()
         raise

@@ -50,7 +50,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     if not given:
         return {}
     key, origin = next(iter(given.items()))
-    if (found := lora_of(settings)) is None:
+    if (lora := lora_of(settings)) is None:
         raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
     if init is None:
         raise UsageError(
@@ -58,7 +58,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
             "would at random: name the model with model.init = FOLDER"
         )
     place = {"model.init": str(without_links(init))} if exists(init) else {}
-    return place | _values(found)
+    return place | _values(lora)
 
 
 def _values(lora: Lora) -> dict[str, Any]:

@@ -279,16 +279,16 @@ class Ladder:
         if obstacle := self.obstacle(way, rung):
             return before, obstacle
         try:
-            found = self._climbed(way, rung, progress)
+            outcome = self._climbed(way, rung, progress)
         except (InputRefused, OutOfDeviceMemory, UsageError) as error:
             if not rung.fields:
                 raise
-            found = str(error)
+            outcome = str(error)
         gc.collect()  # an engine and its graphs refer to one another
         torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return (before if isinstance(found, str) else way), found
+        return (before if isinstance(outcome, str) else way), outcome
 
     def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
         device, notes = default_device(), list[str]()
@@ -329,7 +329,7 @@ class Ladder:
                 stage.report("update", len(seconds), self.updates)
                 began, cpu_began = clock(), process_time()
             micro, rows = engine.micro_batch or 0, session.batches.rows_per_window
-            found = Climbed(
+            climbed = Climbed(
                 seconds=tuple(seconds[WARM:]),
                 cpu_seconds=tuple(cpu[WARM:]),
                 tokens=tokens / len(seconds),
@@ -341,8 +341,8 @@ class Ladder:
                 compile_s=session.compile_s,
                 notes=tuple(notes),
             )
-            stage.result = f"{found.tokens_per_s:,.0f} tok/s"
-        return found
+            stage.result = f"{climbed.tokens_per_s:,.0f} tok/s"
+        return climbed
 
     def _scored(self, engine: Engine) -> Evaluation | None:
         """Score the same held-out rows for every rung, by the model without its graphs."""

@@ -149,9 +149,9 @@ def _listed(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:
     asked = settings.lora.tokens
     if asked is None or asked == AUTO:
         return ()
-    found = {text: tokenizer.id_of(text) for text in ([asked] if isinstance(asked, str) else asked)}
-    if missing := [text for text, index in found.items() if index is None]:
+    ids = {text: tokenizer.id_of(text) for text in ([asked] if isinstance(asked, str) else asked)}
+    if missing := [text for text, index in ids.items() if index is None]:
         origin = settings.origins.get("lora.tokens", "lora.tokens")
         where = settings.data.tokenizer
         raise UsageError(f"{origin}: lora.tokens: {missing[0]!r} is no token of {where}: it has to be one as a whole")
-    return tuple(index for index in found.values() if index is not None)
+    return tuple(index for index in ids.values() if index is not None)

@@ -44,14 +44,16 @@ def show(progress: Progress, label: str, *arguments: str) -> None:
 
 
 def _program() -> list[str]:
-    called, found = os.path.abspath(sys.argv[0]), shutil.which("monograph")
+    called, script = os.path.abspath(sys.argv[0]), shutil.which("monograph")
     as_module = os.path.basename(called) == "__main__.py"
-    if found and (_beside(found, sys.executable) if as_module else os.path.realpath(found) == os.path.realpath(called)):
+    if script and (
+        _in_one_folder(script, sys.executable) if as_module else os.path.realpath(script) == os.path.realpath(called)
+    ):
         return ["monograph"]
     return [_here(sys.executable), "-m", "monograph"] if as_module else [_here(called)]
 
 
-def _beside(one: str, other: str) -> bool:
+def _in_one_folder(one: str, other: str) -> bool:
     return os.path.dirname(os.path.abspath(one)) == os.path.dirname(os.path.abspath(other))
 
 
@@ -132,7 +134,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         UsageError: the ranks were started again, and nothing says which run is theirs.
         InputRefused: see `Run.create` and `Run.open`.
     """
-    found, goes_on = "", resume is not None
+    folder, goes_on = "", resume is not None
     if world.leads:
         known = out or world.recall("run")
         if resume:
@@ -148,10 +150,10 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
             run, goes_on = Run(Path(str(known))), True
         else:
             run = Run.create(Path(known) if known else None)
-        found = str(run.folder if world.alone else run.folder.absolute())
-        world.remember("run", found)
-    found, goes_on = world.agreed([found, goes_on])
-    return (Run if world.leads else Follower)(Path(found)), goes_on
+        folder = str(run.folder if world.alone else run.folder.absolute())
+        world.remember("run", folder)
+    folder, goes_on = world.agreed([folder, goes_on])
+    return (Run if world.leads else Follower)(Path(folder)), goes_on
 
 
 def agreed(world: World, settings: Settings) -> Settings:

@@ -50,19 +50,19 @@ def run_settings(
     state = _state(run)
     expected = recorded or state.get("settings")
     try:
-        found = load(run.config, {}, {})
+        settings = load(run.config, {}, {})
     except UsageError as error:
         if expected is None:
             raise
         there = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
         raise _changed(run, expected, f"{there} ({error})") from None
-    if expected is not None and not found.has_fingerprint(expected):
-        raise _changed(run, expected, found.fingerprint)
+    if expected is not None and not settings.has_fingerprint(expected):
+        raise _changed(run, expected, settings.fingerprint)
     if runs_code:
         recipe = state.get("recipe")
         trained_with = recipe.get("sha256") if isinstance(recipe, dict) else None
-        require_trusted(run.config, [found.model.init, *inits], trained_with)
-    return found
+        require_trusted(run.config, [settings.model.init, *inits], trained_with)
+    return settings
 
 
 def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
@@ -103,8 +103,8 @@ def require_text(settings: Settings) -> None:
 def strange_text(run: Run, settings: Settings) -> str:
     """Return a line on text outside of a run's folder that this user did not choose; otherwise an empty string."""
     source, home = settings.data.source, without_links(run.folder)
-    places = [weighted(each)[0] for each in ([source] if isinstance(source, str) else source)]
-    beyond = [each for each in places if each != "stdlib" and _leads_out(Path(os.path.expanduser(each)), home)]
+    places = [weighted(item)[0] for item in ([source] if isinstance(source, str) else source)]
+    beyond = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
     if not beyond or is_ours(run.config, [settings.model.init]):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"

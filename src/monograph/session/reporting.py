@@ -207,8 +207,8 @@ class Reporter:
         self.sample(block, self.session.updates)
         if self.python:
             texts = [text for text in self._write(4, JUDGED_TOKENS) if text]
-            found = [accepted_share(text) for text in texts]
-            self.lines = sum(f[0] for f in found), sum(f[1] for f in found)
+            shares = [accepted_share(text) for text in texts]
+            self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
     def finish(self) -> dict[str, Any]:
         """Write the report, print the results and what to type next; return the JSON object of the contract."""
@@ -341,15 +341,15 @@ class Reporter:
             return {}
         kept = corpus.folder / "yardsticks.json"
         with suppress(ValueError, InputRefused):
-            found: dict[str, float] = parse_json(contents(kept) or b"")
-            return found
+            values: dict[str, float] = parse_json(contents(kept) or b"")
+            return values
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
-            found = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
-            stage.result = ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+            values = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
+            stage.result = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
         # This is only a cache: where it cannot be kept, the next run computes the yardsticks again.
         with suppress(OSError):
-            kept.write_text(json.dumps(found))
-        return found
+            kept.write_text(json.dumps(values))
+        return values
 
     def _skipped(self, rows: list[dict[str, Any]]) -> int:
         return sum(1 for row in rows if row.get("skipped"))

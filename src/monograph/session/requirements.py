@@ -156,8 +156,8 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
     if lora is None or config is None:
         return
     with torch.device("meta"):
-        found = targeted(Llama(config), lora.targets)
-    most = max(min(layer.weight.shape) for layer in found.values())
+        layers = targeted(Llama(config), lora.targets)
+    most = max(min(layer.weight.shape) for layer in layers.values())
     if lora.rank > most:
         raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
 

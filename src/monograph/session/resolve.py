@@ -64,8 +64,8 @@ def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, bui
         UsageError: choices exclude one another.
     """
     plan = given if isinstance(given, Plan) else _sized(given, machine, built)
-    for each in known:
-        plan = _fitted(plan, machine, each) if isinstance(each, Shape) else _lasting(plan, each)
+    for fact in known:
+        plan = _fitted(plan, machine, fact) if isinstance(fact, Shape) else _lasting(plan, fact)
     return plan
 
 
@@ -221,30 +221,30 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
     expected: Candidate | None = None
-    found: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
+    fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
-        expected, found = shape.like.expected, {key: getattr(shape.like, key) for key in found}
+        expected, fixed = shape.like.expected, {key: getattr(shape.like, key) for key in fixed}
     elif config:
         expected = _planned(plan, config, machine, shape)
         # Where nothing can be compiled the plan assumes eager steps; the trial step says so.
         holds = expected.work.compile
         holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
-        found |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
+        fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
-        found |= {"memory": "stream", "compile": "blocks"}
+        fixed |= {"memory": "stream", "compile": "blocks"}
     if plan.remat == "offload" or plan.parallel == "fsdp":  # what leaves or reaches the device does so between graphs
-        found["compile"] = "blocks"
-    found |= {key: getattr(plan, key) for key in found if getattr(plan, key) not in (0, "auto")}
-    found["micro_batch"] = min(found["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
+        fixed["compile"] = "blocks"
+    fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
+    fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
     recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
     transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
         plan,
-        settings=settings.resolve(recorded | {f"train.{key}": value for key, value in found.items()}, ORIGIN),
+        settings=settings.resolve(recorded | {f"train.{key}": value for key, value in fixed.items()}, ORIGIN),
         update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
         expected=None if plan.parallel == "fsdp" else expected,  # not known when a rank holds some rows of each weight
-        **found | {"micro_batch": min(found["micro_batch"], share)},
+        **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
     )
 
 
@@ -306,16 +306,17 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
     asked = asked_of(plan, config, machine, shape.tokens)
     eager = asked.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
-    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(each for each in asked.scopes if each != "none")
+    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in asked.scopes if scope != "none")
     rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     require_room(plan.settings, config, machine, limits)
     if machine.type == "cpu" and memory == "auto":
         memory = "device"  # there is no other memory to stream from
-    found = planner.streamed_or_resident(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
-    if not found.candidates or (found.chosen is None and found.nearest.peak_memory_bytes > machine.free_memory_bytes):
-        raise OutOfDeviceMemory(found.refusal)
-    best = found.nearest
+    answer = planner.streamed_or_resident(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
+    too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
+    if not answer.candidates or (answer.chosen is None and too_large):
+        raise OutOfDeviceMemory(answer.refusal)
+    best = answer.nearest
     if isinstance(best, StreamCandidate):
         return replace(best, placement=replace(best.placement, device=default_device(), folder=limits.folder))
     return best

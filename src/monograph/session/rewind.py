@@ -109,6 +109,6 @@ def autopsy(session: Session) -> str:
     for begin in range(0, rows, size):
         try:
             session.engine.trial({name: tensor[begin : begin + size] for name, tensor in window.items()})
-        except InputRefused as found:
-            return str(found)
+        except InputRefused as refusal:
+            return str(refusal)
     return "computed once more, they are finite"

@@ -255,10 +255,10 @@ class Session:
         if update == 2:
             planned = self.plan.expected.by_origin if self.plan.expected else None
             if isinstance(self.engine, Streamed):
-                found: dict[str, Any] = self.engine.ledger()
+                entries: dict[str, Any] = self.engine.ledger()
             else:
-                found = ledger(self.engine.step.planes, planned, self.engine.step.device)
-            self.run.log({"update": update, "memory": found})
+                entries = ledger(self.engine.step.planes, planned, self.engine.step.device)
+            self.run.log({"update": update, "memory": entries})
 
     def _remember_memory(self) -> None:
         """Remember for later plans how far a GPU's peak is from its trace, if the traced step is the one that ran.

@@ -55,33 +55,33 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
     with progress.stage(
         "data", named if isinstance(named, str) else ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
     ) as stage:
-        found = corpus(**reading, progress=stage.report)
-        stats, length = found.stats, reading["sequence_length"]
+        data = corpus(**reading, progress=stage.report)
+        stats, length = data.stats, reading["sequence_length"]
         if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
-            raise InputRefused(f"{found.name}: {rows}; give more text or shorten sequence_length")
+            raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
         held = stats.held_out_documents
         of_what = " of answers" if stats.conversations else ""
         stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
-    for line in found.notes:
+    for line in data.notes:
         progress.line("note", line)
     if stats.conversations:
-        progress.line("chats", _conversations(found))
-        return found
+        progress.line("chats", _conversations(data))
+        return data
     progress.line(
         "tokens",
-        f"{count(stats.tokens)} of {found.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
+        f"{count(stats.tokens)} of {data.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
         f"packed {stats.packed_share:.1%}; "
         + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
     )
-    return found
+    return data
 
 
-def _conversations(found: Corpus) -> str:
-    stats, held = found.stats, found.held_out
-    in_all = count(found.train.inputs)
+def _conversations(data: Corpus) -> str:
+    stats, held = data.stats, data.held_out
+    in_all = count(data.train.inputs)
     # Where a template writes earlier turns differently later on, each answer has its own sequence.
-    sequences = found.train.documents
+    sequences = data.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
         f"{counted(stats.conversations, 'conversation')}{rows}, {count(stats.tokens)} of {in_all} tokens trained "

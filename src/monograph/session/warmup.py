@@ -133,8 +133,8 @@ def peak_bytes(session: Session) -> int:
         engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
     if isinstance(engine, Streamed):
         return live.peak_bytes + sum(engine.ledger()["device"].values())
-    flat = [each for plane in engine.step.planes for each in (plane.param, plane.grad, *plane.state.values())]
-    frozen = [each for each in engine.model.parameters() if not each.requires_grad]
+    flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
+    frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
     return live.peak_bytes + _bytes([*frozen, *engine.model.buffers(), *flat, *window.values()])
 
 
