@@ -137,7 +137,7 @@ def named(name: str) -> Device:
     short = known.get(_spelled(name))
     if short is None:
         near = difflib.get_close_matches(_spelled(name), known, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(known[each] for each in near)}?" if near else f"known are {', '.join(CARDS)}"
+        hint = f"did you mean {' or '.join(known[card] for card in near)}?" if near else f"known are {', '.join(CARDS)}"
         raise UsageError(f"--device {name}: no such card; {hint}")
     full_name, gibibytes, link = CARDS[short]
     rates = card_rates(full_name)

@@ -104,13 +104,13 @@ class Engine:
                     loss_sum, count = self.step.layout.sums(self.step, batch)
                     return loss_sum.sum(), count.sum()
 
-            found, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
-            if targets is not None and not math.isclose(float(targets.sum()), found.count, rel_tol=1e-4):
+            tried, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
+            if targets is not None and not math.isclose(float(targets.sum()), tried.count, rel_tol=1e-4):
                 raise InputRefused(
-                    f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {found.count:g}: let "
+                    f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {tried.count:g}: let "
                     "both count the same targets, or leave count out"
                 )
-            return found
+            return tried
 
         return self._fitting(window, attempt)
 
@@ -335,7 +335,7 @@ class Engine:
             require_member_axis(window, self._members, "windows")
         if not isinstance(window, Mapping):
             raise UsageError(f"a window is a {type(window).__name__}: expected a dict of tensors, by name")
-        found = dict[str, int]()
+        rows = dict[str, int]()
         for name, tensor in window.items():
             if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
                 what = f"a tensor of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
@@ -345,10 +345,10 @@ class Engine:
                 )
             if tensor.layout != torch.strided:
                 raise UsageError(f"the window's {name!r} is sparse: expected a dense tensor, .to_dense()")
-            found[name] = tensor.shape[self._row_dim]
-        if len(set(found.values())) != 1 or 0 in found.values():
-            raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {found}")
-        return next(iter(found.values()))
+            rows[name] = tensor.shape[self._row_dim]
+        if len(set(rows.values())) != 1 or 0 in rows.values():
+            raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {rows}")
+        return next(iter(rows.values()))
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
         """Return the batch with rows appended that count nothing, if the loss says what these hold."""

@@ -114,8 +114,8 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
         raise UsageError(_EXPECTED)
     total, count = result
     if not isinstance(total, Tensor) or total.ndim:
-        found = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise UsageError(f"{_EXPECTED}; its sum is {found}, expected a tensor of one number: .sum()")
+        actual = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise UsageError(f"{_EXPECTED}; its sum is {actual}, expected a tensor of one number: .sum()")
     return total, counted(count, total.device)
 
 
@@ -136,9 +136,9 @@ def counted(count: Any, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         if count.ndim or count.dtype in (torch.float16, torch.bfloat16) or count.is_complex():
             kind = str(count.dtype).removeprefix("torch.")
-            found = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
+            actual = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
-            raise UsageError(f"{_EXPECTED}; its count is {found}, expected one number: {hint}")
+            raise UsageError(f"{_EXPECTED}; its count is {actual}, expected one number: {hint}")
         wide = constant(count).to(device=device, dtype=torch.float64)
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):

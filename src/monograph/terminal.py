@@ -21,7 +21,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u20
 
 def visible(text: str) -> str:
     r"""Return `text` with each character that a terminal obeys spelled out, such as \x1b; line feeds and tabs stay."""
-    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
@@ -43,7 +43,7 @@ def _shell_word(word: str) -> str:
     if visible(word) == word and "\n" not in word:
         return shlex.quote(word)
     kept = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in word.encode(errors="surrogateescape"))
-    return "$'" + "".join({"\\": "\\\\", "'": "\\'"}.get(each, each) for each in kept) + "'"
+    return "$'" + "".join({"\\": "\\\\", "'": "\\'"}.get(letter, letter) for letter in kept) + "'"
 
 
 class Terminal:

@@ -103,7 +103,7 @@ class WidthTransfer:
             ("num_attention_heads", "hidden_size"),
             ("num_attention_heads", "num_key_value_heads"),
         ):
-            one, other = (getattr(each, above) / getattr(each, below) for each in (narrow, wide))
+            one, other = (getattr(config, above) / getattr(config, below) for config in (narrow, wide))
             if abs(math.log(other / one)) > math.log1p(MOST_APART):
                 odd.append(f"{above} / {below} ({one:.4g}, {other:.4g})")
         if odd:
@@ -162,9 +162,9 @@ class WidthTransfer:
         Raises:
             UsageError: the table has no row for a parameter of the model.
         """
-        found = self.factors()
+        factors = self.factors()
         for name, parameter in unwrapped(model).named_parameters():
-            parameter.mul_(found[_pattern(name, found)].init)
+            parameter.mul_(factors[_pattern(name, factors)].init)
 
     def optimizer(self, optim: Optimizer) -> Optimizer:
         """Return the base's optimizer with the wide model's rates, decays and eps.
@@ -241,10 +241,10 @@ def _described(config: LlamaConfig) -> str:
     )
 
 
-def _pattern(name: str, found: Mapping[str, Factors]) -> str:
+def _pattern(name: str, factors: Mapping[str, Factors]) -> str:
     """Return the key of `found` for a parameter's name."""
     head, _, rest = name.partition("model.layers.")
     pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
-    if pattern not in found:
+    if pattern not in factors:
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
     return pattern

@@ -72,13 +72,13 @@ class LargeFile(Mapping[str, Tensor]):
         return tensor
 
     def _block(self, index: int) -> bytes:
-        found = self._blocks.pop(index, None)
-        if found is None:
-            found = self._read(self._file, index)
-        self._blocks[index] = found
+        block = self._blocks.pop(index, None)
+        if block is None:
+            block = self._read(self._file, index)
+        self._blocks[index] = block
         while len(self._blocks) > KEPT_BLOCKS:
             self._blocks.popitem(last=False)
-        return found
+        return block
 
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -223,8 +223,8 @@ def _parse(path: Path, data: bytes) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(path, "a manifest", f"something else ({type(error).__name__}: {error})") from error
     if data != canonical:
-        found = f"sha256 {manifest.root}" if manifest.root != stated else "the same content spelled otherwise"
-        raise CheckpointDamaged(path, f"content of sha256 {stated}", found)
+        actual = f"sha256 {manifest.root}" if manifest.root != stated else "the same content spelled otherwise"
+        raise CheckpointDamaged(path, f"content of sha256 {stated}", actual)
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
     kinds = [(manifest.run, str), *((entry.sha256, list) for entry in files.values())]
     if not all(type(number) is int and number >= 0 for number in numbers) or not all(
@@ -254,8 +254,8 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             start = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
             prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
             if entry.bytes > LARGE_BYTES:
-                found = tensor_layout.entries(prefix, entry.bytes)
-                return LargeFile(descriptor, found, len(prefix), functools.partial(_read_block, path, entry))
+                layout = tensor_layout.entries(prefix, entry.bytes)
+                return LargeFile(descriptor, layout, len(prefix), functools.partial(_read_block, path, entry))
             tensors = tensor_layout.decode(prefix, entry.bytes)
         except tensor_layout.LayoutError as error:
             # The header is read before its digest is known: blame the digests if they explain the error.
@@ -302,8 +302,8 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
             finally:
                 os.close(descriptor)
     except OSError as error:
-        found = "a symbolic link" if error.errno == errno.ELOOP else f"'{error.strerror}'"
-        raise CheckpointDamaged(path, "a readable file", found) from error
+        obstacle = "a symbolic link" if error.errno == errno.ELOOP else f"'{error.strerror}'"
+        raise CheckpointDamaged(path, "a readable file", obstacle) from error
 
 
 def _require(path: Path, expected: list[str], actual: list[str]) -> None:

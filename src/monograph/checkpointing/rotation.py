@@ -114,9 +114,9 @@ def newest(
         NoValidCheckpoint: names each candidate with its fault.
         Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would drop it.
     """
-    found = _found(checkpoints)
+    candidates = _found(checkpoints)
     refused: list[str] = []
-    for update, folder in found:
+    for update, folder in candidates:
         if at not in (None, update) or (until is not None and update > until):
             continue
         try:
@@ -132,8 +132,8 @@ def newest(
         return checkpoint
     if refused:
         raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(refused)}")
-    if at is not None and found:
-        there = ", ".join(str(update) for update in sorted({update for update, _ in found}))
+    if at is not None and candidates:
+        there = ", ".join(str(update) for update in sorted({update for update, _ in candidates}))
         raise NoValidCheckpoint(f"{checkpoints}: no checkpoint of update {at}; there are those of {there}")
     raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000")
 
@@ -195,7 +195,10 @@ def _prune(saved: Path, head: int, keep: int) -> None:
 def _found(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return updates and folders, newest first; for equal updates the current folder precedes the replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
-    return sorted(((int(match[1]), path) for match, path in named if match), key=lambda each: (-each[0], each[1].name))
+    return sorted(
+        ((int(match[1]), path) for match, path in named if match),
+        key=lambda candidate: (-candidate[0], candidate[1].name),
+    )
 
 
 def _remove(folder: Path) -> None:

@@ -90,7 +90,7 @@ def _require_surroundings(arguments: list[str]) -> None:
             raise UsageError(f"{option} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():
-        if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise InputRefused(f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8")
 
 

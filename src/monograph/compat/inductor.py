@@ -26,10 +26,10 @@ def remove_cut_off_libraries() -> None:
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    found = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
-    if found:
+    cut = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
+    if cut:
         time.sleep(_WRITTEN_S)
-    for path in filter(_cut_off, found):
+    for path in filter(_cut_off, cut):
         path.unlink(missing_ok=True)
 
 
@@ -145,24 +145,24 @@ def watched_kernels() -> Iterator[None]:
 
         return call
 
-    found = [
+    places = [
         (vars(module), name, value, name)
         for module in PyCodeCache.modules
         for name, value in vars(module).items()
         if name.startswith("cpp_fused_") and callable(value)
     ]
     # Functions that `lower_to_call` calls past the dispatcher get the name that a trace otherwise has for them.
-    found += [
+    places += [
         (vars(extern_kernels), name, value, name.replace("_", "::", 1))
         for name, value in vars(extern_kernels).items()
         if name.startswith("monograph_")
     ]
-    for place, name, kernel, shown in found:
+    for place, name, kernel, shown in places:
         place[name] = watched(shown, kernel)
     try:
         yield
     finally:
-        for place, name, kernel, _ in found:
+        for place, name, kernel, _ in places:
             place[name] = kernel
 
 
@@ -186,14 +186,14 @@ def make_again(graph: Any) -> None:
 
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
     codes = [node for node in graph.find_nodes(op="placeholder") if _dtype(node) in (torch.int8, torch.uint8)]
-    found, waiting = set[Any](), [user for node in codes for user in node.users]
+    again, waiting = set[Any](), [user for node in codes for user in node.users]
     while waiting:
         node = waiting.pop()
-        if node.op != "call_function" or node in found or getattr(node.target, "overloadpacket", None) in products:
+        if node.op != "call_function" or node in again or getattr(node.target, "overloadpacket", None) in products:
             continue
-        found.add(node)
+        again.add(node)
         waiting += [*node.users, *node.all_input_nodes]
-    for node in found:
+    for node in again:
         node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST_REGION}
 
 

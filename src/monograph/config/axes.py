@@ -107,13 +107,13 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
     _require_few(f"--samples {samples}", samples * math.prod(len(axis.values) for axis in seeds))
     generator = random.Random(0)
     if any(axis.stretch for axis in drawn):
-        found = [{axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)]
+        drawn_points = [{axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)]
     else:
         every = range(math.prod(len(axis.values) for axis in drawn))
         if samples > len(every):
             raise UsageError(f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all")
-        found = [_point(drawn, index) for index in sorted(generator.sample(every, samples))]
-    return [point | seed for point in found for seed in _product(seeds)]
+        drawn_points = [_point(drawn, index) for index in sorted(generator.sample(every, samples))]
+    return [point | seed for point in drawn_points for seed in _product(seeds)]
 
 
 def _require_few(what: str, members: int) -> None:
@@ -129,16 +129,18 @@ def _require_few(what: str, members: int) -> None:
 def _product(axes: Sequence[Axis]) -> list[Point]:
     keys = [axis.key for axis in axes]
     _require_few(" ".join(keys), math.prod(len(axis.values) for axis in axes))
-    return [dict(zip(keys, each, strict=True)) for each in itertools.product(*(axis.values for axis in axes))]
+    return [
+        dict(zip(keys, combination, strict=True)) for combination in itertools.product(*(axis.values for axis in axes))
+    ]
 
 
 def _point(axes: Sequence[Axis], index: int) -> Point:
     """Return `_product(axes)[index]`, for a product that may be large."""
-    found = {}
+    values = {}
     for axis in reversed(axes):
         index, place = divmod(index, len(axis.values))
-        found[axis.key] = axis.values[place]
-    return dict(reversed(found.items()))
+        values[axis.key] = axis.values[place]
+    return dict(reversed(values.items()))
 
 
 def _draw(axis: Axis, generator: random.Random) -> Any:
@@ -152,11 +154,11 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 def _axis(key: str, text: str) -> Axis | None:
     """Return the axis that a text describes; None for one value."""
-    found = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
+    bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
-    if found is None and text.startswith(("log:", "lin:")):
+    if bounds is None and text.startswith(("log:", "lin:")):
         raise UsageError(f"{key}={text}: {_RANGES}")
-    if found is None and len(parts) < 2:
+    if bounds is None and len(parts) < 2:
         return None
     if key not in AXES:
         try:
@@ -165,7 +167,7 @@ def _axis(key: str, text: str) -> Axis | None:
             why = _WHY_NOT.get(key, "it is not built yet")
             raise UsageError(f"{key}={text}: {key} cannot be an axis: {why}; axes are {', '.join(AXES)}") from None
         return None  # a text in which commas mean themselves
-    axis = _ranged(key, text, *found.groups()) if found else Axis(key, tuple(_checked(key, part) for part in parts))
+    axis = _ranged(key, text, *bounds.groups()) if bounds else Axis(key, tuple(_checked(key, part) for part in parts))
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
             raise UsageError(f"{key}={text}: {value} is there twice, and its members would be equal")

@@ -56,8 +56,8 @@ def load(
         require_known(key, COMMAND_LINE)
         given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
     in_force = _without_overruled(given)
-    values = {key: check(key, each.value, each.origin, from_text=each.from_text) for key, each in in_force.items()}
-    return build(values, {key: each.origin for key, each in in_force.items()})
+    values = {key: check(key, value.value, value.origin, from_text=value.from_text) for key, value in in_force.items()}
+    return build(values, {key: value.origin for key, value in in_force.items()})
 
 
 def require_known(key: str, origin: str) -> None:
@@ -138,7 +138,7 @@ def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
             if given[key].rank == given[winner].rank:
                 raise UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one")
         dropped.update(present[:-1])
-    return {key: each for key, each in given.items() if key not in dropped}
+    return {key: value for key, value in given.items() if key not in dropped}
 
 
 _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
@@ -193,7 +193,7 @@ def _source(argument: str) -> str:
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
-    siblings = [each.name for each in entries(parent or ".")]
+    siblings = [entry.name for entry in entries(parent or ".")]
     if name in siblings:
         raise InputRefused(f"{argument}: a link that leads to no file")
     near = difflib.get_close_matches(name, siblings, n=1)

@@ -57,11 +57,11 @@ def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
         UsageError: some files do and some do not.
         InputRefused: a file cannot be read.
     """
-    found = [file for file in files if file.has_records and _begins(file, key)]
-    if found and len(found) < len(files):
-        other = next(file for file in files if file not in found)
-        raise UsageError(f"data.source: {found[0].path} holds conversations and {other.path} does not; give one kind")
-    return bool(found)
+    holding = [file for file in files if file.has_records and _begins(file, key)]
+    if holding and len(holding) < len(files):
+        other = next(file for file in files if file not in holding)
+        raise UsageError(f"data.source: {holding[0].path} holds conversations and {other.path} does not; give one kind")
+    return bool(holding)
 
 
 def _begins(file: SourceFile, key: str) -> bool:
@@ -114,10 +114,10 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     if len(messages) > MOST_MESSAGES:
         raise _Bad("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
     _require_order(messages, form)
-    found = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
-    if not found.answers:
+    conversation = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
+    if not conversation.answers:
         raise _Bad("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
-    return found
+    return conversation
 
 
 class _Bad(Exception):
@@ -141,7 +141,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
         raise _Bad("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
     if not value:
         raise _Bad("empty conversation", f"{short(key)} is empty")
-    return [_message(each, f"{key}[{number}]") for number, each in enumerate(value)]
+    return [_message(message, f"{key}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: Any, where: str, content_key: str | None = None) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
     role_key, roles = "role", list(ROLES)
     if "role" not in value and "from" in value:
         role_key, roles = "from", ["human", "gpt", *ROLES]
-        rest = {key: each for key, each in value.items() if key not in ("from", "value")}
+        rest = {key: part for key, part in value.items() if key not in ("from", "value")}
         said = value["from"]
         role = _SHARED_ROLES.get(said, said) if isinstance(said, str) else said
         value = {"role": role, "content": value.get("value"), **rest}

@@ -154,10 +154,10 @@ def corpus(
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     asked, held_out = parse(tokenizer), float(held_out)
     with temporary_folder() as spool:
-        found = find(source, spool, progress)
+        sources = find(source, spool, progress)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
-        reading = _reading(found, Reading(text_key, bad_records == "skip", how), asked)
-        request = Request(found, held_out, asked, reading)
+        reading = _reading(sources, Reading(text_key, bad_records == "skip", how), asked)
+        request = Request(sources, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
     return _packed(request, stored, sequence_length, packing)
 
@@ -168,18 +168,18 @@ def _packed(request: Request, stored: Stored, sequence_length: int, packing: str
     Raises:
         InputRefused: there are too few tokens.
     """
-    found, weights = request.found, [file.weight for file in request.found.files]
+    sources, weights = request.text, [file.weight for file in request.text.files]
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
-    _check_size(found.name, stored, train, held, request.held_out)
+    _check_size(sources.name, stored, train, held, request.held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     return Corpus(
-        name=found.name,
+        name=sources.name,
         tokenizer=stored.tokenizer,
         train=train,
         held_out=held,
         fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        stats=_stats(found, stored.skipped, train, held),
-        notes=tuple(note for note in (*stored.notes, _skipped_note(found)) if note),
+        stats=_stats(sources, stored.skipped, train, held),
+        notes=tuple(note for note in (*stored.notes, _skipped_note(sources)) if note),
         folder=stored.folder,
     )
 
@@ -211,9 +211,9 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _reading(found: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
+def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
     """Decide how these records are read: as conversations only if they are conversations."""
-    if not hold_conversations(found.files, asked.text_key):
+    if not hold_conversations(sources.files, asked.text_key):
         return replace(asked, answering=None)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe:{tokenizer}: conversations need {_WITH_TEMPLATE}")
@@ -233,9 +233,9 @@ def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: fl
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
 
-def _stats(found: Sources, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
+def _stats(sources: Sources, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
     return Stats(
-        files=len(found.files),
+        files=len(sources.files),
         documents=train.documents + held.documents,
         conversations=train.conversations,
         bytes=train.bytes + held.bytes,
@@ -246,13 +246,13 @@ def _stats(found: Sources, skipped: dict[str, int], train: Rows, held: Rows) -> 
         held_out_documents=held.documents,
         held_out_bytes=held.bytes,
         held_out_tokens=held.tokens,
-        skipped=dict(Counter(reason for _, reason in found.skipped) + Counter(skipped)),
+        skipped=dict(Counter(reason for _, reason in sources.skipped) + Counter(skipped)),
     )
 
 
-def _skipped_note(found: Sources) -> str | None:
-    unexpected = [(path, reason) for path, reason in found.skipped if reason != "hidden"]
-    if not unexpected or found.name == "stdlib":
+def _skipped_note(sources: Sources) -> str | None:
+    unexpected = [(path, reason) for path, reason in sources.skipped if reason != "hidden"]
+    if not unexpected or sources.name == "stdlib":
         return None
     path, reason = unexpected[0]
     more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""

@@ -108,12 +108,12 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
 
 def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
     order = np.flatnonzero(bucket_bytes).tolist()
-    sizes = {each: int(bucket_bytes[each]) for each in order}
+    sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
     total, notes = sum(sizes.values()), tuple[str, ...]()
     held, enough = _taken(order, sizes, math.floor(fraction * total))
     if not enough and len(order) > 1:
-        held = held or {min(order, key=lambda each: sizes[each])}
-        share = sum(sizes[each] for each in held) / total
+        held = held or {min(order, key=lambda bucket: sizes[bucket])}
+        share = sum(sizes[bucket] for bucket in held) / total
         notes = (f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",)
     buckets = np.zeros(BUCKETS, dtype=np.bool_)
     buckets[list(held)] = True

@@ -260,7 +260,7 @@ def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[Source
     try:
         ids = {
             kind: iter(
-                tokenizer.encode_batch([p.text for p, each in zip(parts, inside, strict=True) if each == kind], kind)
+                tokenizer.encode_batch([p.text for p, its in zip(parts, inside, strict=True) if its == kind], kind)
             )
             for kind in {*inside}
         }

@@ -147,14 +147,14 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
         begin = end
         while len(pieces):
             room, rows = rooms.take(length, len(pieces))
-            each = room // length
-            placed = min(len(pieces), each * len(rows))
-            row_P[pieces[:placed]] = np.repeat(rows, each)[:placed]
+            per_row = room // length
+            placed = min(len(pieces), per_row * len(rows))
+            row_P[pieces[:placed]] = np.repeat(rows, per_row)[:placed]
             pieces = pieces[placed:]
-            full = placed // each
-            rooms.put(room - each * length, rows[:full])
+            full = placed // per_row
+            rooms.put(room - per_row * length, rows[:full])
             if full < len(rows):
-                rooms.put(room - (placed - full * each) * length, rows[full:])
+                rooms.put(room - (placed - full * per_row) * length, rows[full:])
     return row_P
 
 

@@ -135,23 +135,23 @@ def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     fixed = next(parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?["))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for hit in matching(pattern):
         if is_folder(hit):
             # "texts/*" means the files; "**" reports folders as well as the files inside them.
-            found.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
+            candidates.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
         elif is_file(hit):
-            found.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
+            candidates.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
         else:
             skipped.append((str(hit), "not a regular file"))
-    if not found:
+    if not candidates:
         raise InputRefused(f"{pattern}: no file matches this pattern (looked from {Path.cwd()})")
-    return found
+    return candidates
 
 
 def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     """Return (relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     pending, entered = [(folder, "")], set()
     try:
         while pending:
@@ -161,7 +161,7 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
                 continue
             entered.add((status.st_dev, status.st_ino))
             if (tables := saved_tables(current)) is not None:
-                found.extend((prefix + path.relative_to(current).as_posix(), path) for path in tables)
+                files.extend((prefix + path.relative_to(current).as_posix(), path) for path in tables)
                 continue
             for entry in sorted(os.scandir(current), key=lambda entry: entry.name):
                 if entry.name in leave_out:
@@ -171,9 +171,9 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
                 elif is_folder(entry.path):
                     pending.append((Path(entry.path), f"{prefix}{entry.name}/"))
                 elif is_file(entry.path):
-                    found.append((prefix + entry.name, Path(entry.path)))
+                    files.append((prefix + entry.name, Path(entry.path)))
                 else:
                     skipped.append((entry.path, "not a regular file"))
     except OSError as error:
         raise unreadable(Path(error.filename or folder), error) from None
-    return sorted(found)
+    return sorted(files)

@@ -52,7 +52,7 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
     Returns:
         int64 [count]; the rows of the first share count from 0, followed by those of the next.
     """
-    visits_S = np.array([each.visits for each in shares], dtype=np.int64)
+    visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visits = int(visits_S.sum())
     turn = rows_at(start, count, visits, seed)
     epoch = np.arange(start, start + count, dtype=np.int64) // visits
@@ -60,16 +60,16 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
     which = np.searchsorted(ends_S, turn, side="right")
     result = np.empty(count, dtype=np.int64)
     first_row = 0
-    for number, each in enumerate(shares):
+    for number, share in enumerate(shares):
         mine = np.flatnonzero(which == number)
-        visit = epoch[mine] * each.visits + turn[mine] - (ends_S[number] - each.visits)
-        if each.visits and each.visits % each.rows:
+        visit = epoch[mine] * share.visits + turn[mine] - (ends_S[number] - share.visits)
+        if share.visits and share.visits % share.rows:
             own = _mix(_mix(np.full(1, seed % 2**64, dtype=np.uint64)) + np.full(1, number + 1, np.uint64) * _GOLDEN)
-            row = _permuted(visit.astype(np.uint64), each.rows, own)
+            row = _permuted(visit.astype(np.uint64), share.rows, own)
         else:
-            row = visit % max(1, each.rows)
+            row = visit % max(1, share.rows)
         result[mine] = first_row + row
-        first_row += each.rows
+        first_row += share.rows
     return result
 
 
@@ -201,7 +201,7 @@ class Rows:
     @property
     def per_epoch(self) -> int:
         """Return the number of rows that an epoch visits: each once, if no weights were given."""
-        return sum(each.visits for each in self.shares)
+        return sum(share.visits for share in self.shares)
 
     def row(self, index: int) -> dict[str, Int64]:
         """Return one row: arrays [T] under the keys of `window`."""
@@ -259,12 +259,12 @@ class Rows:
     def pieces(self, index: int) -> list[Piece]:
         """Return where the pieces of one row come from, in order."""
         begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
-        found = []
+        pieces = []
         for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             first, last = self._side.starts[document : document + 2].tolist()
-            found.append(Piece(self._side.name(document), int(start) - first, int(length), last - first))
-        return found
+            pieces.append(Piece(self._side.name(document), int(start) - first, int(length), last - first))
+        return pieces
 
     def owners(self, indices_R: Int64) -> Int64:
         """Return the number of the document that each position belongs to, -1 where there is none, int64 [R, T]."""
@@ -291,7 +291,7 @@ class Rows:
         """Return {id: number of conversations' answers that end with it}, the most frequent first."""
         assert self._side.answers is not None
         ends, counts = np.unique(self._side.tokens[self._side.answers[1::2] - 1], return_counts=True)
-        return {int(ends[each]): int(counts[each]) for each in np.argsort(-counts, kind="stable")}
+        return {int(ends[answer]): int(counts[answer]) for answer in np.argsort(-counts, kind="stable")}
 
     def first_prompt(self) -> list[int]:
         """Return the ids of the first conversation up to where its first answer begins."""

@@ -104,7 +104,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     candidates = []
     for item in items:
         place, weight = weighted(str(item))
-        candidates += [replace(each, weight=weight) for each in locate(place, spool, skipped, progress)]
+        candidates += [replace(candidate, weight=weight) for candidate in locate(place, spool, skipped, progress)]
     names = ["stdin" if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     files = _hashed(_once_each(candidates, skipped), skipped, progress)

@@ -46,7 +46,7 @@ FORMAT = 2
 class Request:
     """The inputs that decide the tokens: the text, how it is read and split, and a tokenizer or the size to train."""
 
-    found: Sources
+    text: Sources
     held_out: float
     tokenizer: Tokenizer | int
     reading: Reading
@@ -54,11 +54,11 @@ class Request:
     @property
     def sources(self) -> list[Any]:
         """Return what decides the documents: the files and, where some have records, how these are read."""
-        records = any(file.has_records for file in self.found.files)
+        records = any(file.has_records for file in self.text.files)
         reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
         if reading and self.reading.answering:
             reading += [self.reading.answering, *self._template]
-        return [FORMAT, self.found.sha256, self.held_out, reading]
+        return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property
     def _template(self) -> list[Any]:
@@ -210,7 +210,7 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
 
 
 def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
-    files, reading, notes = request.found.files, request.reading, tuple[str, ...]()
+    files, reading, notes = request.text.files, request.reading, tuple[str, ...]()
     documents = Documents(files, reading, request.held_out, progress)
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
@@ -231,7 +231,7 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     manifest = {
         "format": FORMAT,
         "key": request.key,
-        "sources": {"name": request.found.name, "sha256": request.found.sha256, "bytes": request.found.bytes},
+        "sources": {"name": request.text.name, "sha256": request.text.sha256, "bytes": request.text.bytes},
         "settings": {
             "held_out": request.held_out,
             "text_key": reading.text_key,
@@ -280,14 +280,14 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
     paths = {side: _shards(folder, side, request.reading) for side in encoding.SIDES}
-    found = (status(path) for side in encoding.SIDES for path in paths[side])
-    meter = Meter(progress, "verify", sum(each.st_size for each in found if each))
+    statuses = (status(path) for side in encoding.SIDES for path in paths[side])
+    meter = Meter(progress, "verify", sum(entry.st_size for entry in statuses if entry))
     sides = {}
     for side in encoding.SIDES:
         tokens, *index = (open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side])
         kept = manifest["sides"][side]
         first = np.cumsum([0, *kept["documents"]])
-        starts, records, *answers = (each.view(np.int64) for each in index)
+        starts, records, *answers = (array.view(np.int64) for array in index)
         sides[side] = Side(tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers)
     meter.finish()
     notes = (*notes, *manifest["notes"])

@@ -82,16 +82,16 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
 def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
     """Return a row as JSON has it, without the nulls that tables hold where a row has no value."""
     try:
-        found: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
+        values: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
     except (TypeError, ValueError) as error:
         return Fault("not JSON", f"is not JSON: {error}")
-    return found
+    return values
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _text(value: Any, key: str) -> str | Fault:
@@ -237,10 +237,10 @@ def _arrow_reader(pa: Any, path: Path) -> Iterator[Any]:
 
 
 def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
-    found = schema.get_all_field_indices(key)
-    if len(found) != 1:
+    columns = schema.get_all_field_indices(key)
+    if len(columns) != 1:
         names = ", ".join(map(ascii, schema.names[:8]))
-        many = "several columns" if found else "no column"
+        many = "several columns" if columns else "no column"
         raise Damaged(path, f"has {many} {key!r}; its columns are {names}", _NAME_ANOTHER)
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -265,7 +265,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
         return None
     state = read_json(folder / _STATE, _AGAIN)
     try:
-        names = [each["filename"] for each in state["_data_files"]]
+        names = [file["filename"] for file in state["_data_files"]]
         paths = [folder / name for name in names]
     except (KeyError, TypeError):
         raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes{_AGAIN}") from None
@@ -294,7 +294,7 @@ def hub_tables(name: str) -> list[Path]:
         raise missing(name, "datasets", "hub") from None
     try:
         loaded = load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
-        return [Path(each["filename"]) for each in loaded.cache_files]
+        return [Path(file["filename"]) for file in loaded.cache_files]
     except Exception as error:  # the library and the network may raise anything
         said = " ".join(str(error).split())[:160] or type(error).__name__
         raise InputRefused(

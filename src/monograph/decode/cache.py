@@ -75,7 +75,7 @@ class KVCache:
         """Copy the first slots of the only row of `source` to a row."""
         blocks = blocks_for(slots)
         for own, others in ((self.keys, source.keys), (self.values, source.values)):
-            torch._foreach_copy_([each[:blocks, row] for each in own], [each[:blocks, 0] for each in others])
+            torch._foreach_copy_([cache[:blocks, row] for cache in own], [cache[:blocks, 0] for cache in others])
 
     def clear(self, row: int) -> None:
         """Forget a row, as is needed after numbers that are not finite."""

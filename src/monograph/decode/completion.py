@@ -39,7 +39,7 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         """Begin an empty text after the ids `before`; it will end before the first of `stop` that appears."""
         self._lead = tokenizer.lead(before)  # a space that begins the bytes and is not of the text
-        self._tokenizer, self._stop = tokenizer, [each.encode() for each in stop]
+        self._tokenizer, self._stop = tokenizer, [text.encode() for text in stop]
         # A character's bytes may come in several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
@@ -55,8 +55,8 @@ class Transcript:
 
     def finish(self) -> str:
         """Return the rest of the text, up to a stop string: nothing more comes."""
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return self._say(min(found, default=len(self._held)), final=True)
+        places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        return self._say(min(places, default=len(self._held)), final=True)
 
     def _begun(self) -> int:
         """Return how many bytes at the end may begin a stop string, or come from a whole one on."""
@@ -194,7 +194,7 @@ class _Requests(Sequence[Request]):
     def __getitem__(self, index: slice) -> list[Request]: ...
     def __getitem__(self, index: int | slice) -> Request | list[Request]:
         if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
+            return [self[number] for number in range(len(self))[index]]
         prompt, continuation = divmod(range(len(self))[index], self.n)
         first = self.requests[prompt]
         seed = continuation_seed(first.sampling.seed, continuation)
@@ -243,19 +243,19 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    require_ids("stop", [each for each in stop if not isinstance(each, str)], tokenizer)
+    require_ids("stop", [item for item in stop if not isinstance(item, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
-    strings = [each for each in stop if isinstance(each, str)]
-    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(each for each in stop if isinstance(each, int))]))
+    strings = [item for item in stop if isinstance(item, str)]
+    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(item for item in stop if isinstance(item, int))]))
     looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
     breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))  # one look at the vocabulary serves many prompts
     bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(bare, tokenizer, prompt)), each, max_tokens, stop_ids, constraint, looked_for,
-            breaking(tuple(each.dry_sequence_breakers)) if each.dry_multiplier else None,
+            tuple(prompt_ids(bare, tokenizer, prompt)), own, max_tokens, stop_ids, constraint, looked_for,
+            breaking(tuple(own.dry_sequence_breakers)) if own.dry_multiplier else None,
         )
-        for prompt, each in zip(prompts, samplings, strict=True)
+        for prompt, own in zip(prompts, samplings, strict=True)
     ]  # fmt: skip
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
@@ -290,7 +290,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
     # One request speaks for all: `generate` gives them the same constraint and stop strings.
-    automata = [each for each in (longest.constraint, longest.stop) if each]
+    automata = [automaton for automaton in (longest.constraint, longest.stop) if automaton]
     return Generator(
         model,
         chain_of([request.sampling for request in requests], len(longest.stop_ids)),
@@ -306,8 +306,8 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
     """Refuse ids that a tokenizer does not have, which would stand for other ones or be an index error."""
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
-    for each in ids:
-        known.require(what, each)
+    for token in ids:
+        known.require(what, token)
 
 
 def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:

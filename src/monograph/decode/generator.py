@@ -317,12 +317,12 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
 
 def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block, the raw ones first; a token that could not be drawn has none."""
-    found = []
+    reported = []
     for line in zip(*(report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports), strict=True):
         (drawn, *raw), (processed_drawn, *processed) = line[0]
         likeliest, possible = (
             [(token, value) for token, value in list(zip(ids, values, strict=True))[:wanted] if value > -math.inf]
             for ids, values in zip(line[1], (raw, processed), strict=True)
         )
-        found.append(LogProbability(drawn, likeliest, processed_drawn, possible))
-    return found
+        reported.append(LogProbability(drawn, likeliest, processed_drawn, possible))
+    return reported

@@ -73,7 +73,7 @@ class Past(NamedTuple):
         # No repetition goes across a breaker, so none is longer than the ids since the last one.
         since = len(prompt_ids) - 1 - (broken[-1] if broken else -1)
         self.history_BT[row, : len(prompt_ids)] = ids_T
-        self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(each, since) for each in _repeats(prompt_ids)])
+        self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(length, since) for length in _repeats(prompt_ids)])
 
 
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
@@ -123,16 +123,16 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
 
 def _repeats(ids: Sequence[int]) -> list[int]:
     """Return how many tokens that end at each position also end the whole (Z-algorithm, backwards); 0 at the last."""
-    turned, found = ids[::-1], [0] * len(ids)
+    turned, repeats = ids[::-1], [0] * len(ids)
     left = right = 0
     for place in range(1, len(ids)):
-        length = min(right - place, found[place - left]) if place < right else 0
+        length = min(right - place, repeats[place - left]) if place < right else 0
         while place + length < len(ids) and turned[length] == turned[place + length]:
             length += 1
-        found[place] = length
+        repeats[place] = length
         if place + length > right:
             left, right = place, place + length
-    return found[::-1]
+    return repeats[::-1]
 
 
 def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
@@ -142,11 +142,11 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
         UsageError: no token contains one of them, so that it would do nothing.
     """
     wanted = [text.encode() for text in texts]
-    found = [[text in bytes(piece) for piece in pieces] for text in wanted]
-    for text, held in zip(texts, found, strict=True):
+    holds = [[text in bytes(piece) for piece in pieces] for text in wanted]
+    for text, held in zip(texts, holds, strict=True):
         if not any(held):
             raise UsageError(f"dry_sequence_breakers: no token contains {text!r}; give a text that one token holds")
-    return torch.tensor(found).any(0) if found else torch.zeros(len(pieces), dtype=torch.bool)
+    return torch.tensor(holds).any(0) if holds else torch.zeros(len(pieces), dtype=torch.bool)
 
 
 def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ class Sampling:
             raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
         # A plain text is a sequence, too: of its letters.
         breakers = self.dry_sequence_breakers
-        if not isinstance(breakers, list | tuple) or not all(isinstance(each, str) and each for each in breakers):
+        if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
             raise UsageError(f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty")
         self._check_order()
         self._check_bias()
@@ -175,16 +175,16 @@ class Sampling:
         Raises:
             UsageError: `given` is something else, or `check_vocabulary` refuses.
         """
-        each = [given or cls()] * count if isinstance(given, cls | None) else given
-        if not isinstance(each, list | tuple) or not all(isinstance(one, cls) for one in each):
+        options = [given or cls()] * count if isinstance(given, cls | None) else given
+        if not isinstance(options, list | tuple) or not all(isinstance(one, cls) for one in options):
             raise UsageError(
                 f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
             )
-        if len(each) != count:
-            raise UsageError(f"sampling: {len(each)} for {count} prompts; give one, or one for each prompt")
-        for one in each:
+        if len(options) != count:
+            raise UsageError(f"sampling: {len(options)} for {count} prompts; give one, or one for each prompt")
+        for one in options:
             one.check_vocabulary(vocabulary)
-        return list(each)
+        return list(options)
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Refuse a bias for an id that a vocabulary of this size does not have, or more log-probabilities than it has.

@@ -129,11 +129,13 @@ class State:
         """Return all tensors that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
-    def report(self, *found: LogProbabilities) -> None:
+    def report(self, *reports: LogProbabilities) -> None:
         """Write the step's log-probabilities to the line that `write` will fill."""
         if self.values_RBN is not None and self.ids_RBN is not None:
-            values_BN = torch.cat([part for each in found for part in (each.chosen_B[:, None], each.values_BN)], dim=1)
-            ids_BN = torch.cat([each.ids_BN for each in found], dim=1)
+            values_BN = torch.cat(
+                [part for report in reports for part in (report.chosen_B[:, None], report.values_BN)], dim=1
+            )
+            ids_BN = torch.cat([report.ids_BN for report in reports], dim=1)
             # `line_1` is on the device, or every replay would write to the line of the capture.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))

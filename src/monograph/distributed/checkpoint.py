@@ -64,23 +64,23 @@ def newest(
     Raises:
         NoValidCheckpoint: rank 0 has none; raised on every rank.
     """
-    found, fault = None, ""
+    own, fault = None, ""
     if world.leads:
         try:
-            found = checkpointing.newest(checkpoints, warn, at, until)
+            own = checkpointing.newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.agreed([found.update if found else None, fault])
+    update, fault = world.agreed([own.update if own else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
-    return found or checkpointing.newest(checkpoints, warn, update)
+    return own or checkpointing.newest(checkpoints, warn, update)
 
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are not finite on some rank; a collective."""
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in tensors.values()]
-    found = world.sum(torch.stack([(~each.isfinite().all()).long() for each in own])).tolist()
-    return [name for name, bad in zip(tensors, found, strict=True) if bad]
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    counts = world.sum(torch.stack([(~tensor.isfinite().all()).long() for tensor in own])).tolist()
+    return [name for name, bad in zip(tensors, counts, strict=True) if bad]
 
 
 def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -114,7 +114,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
     except OSError as error:
         error.filename = str(path)
         raise
-    return [bytes(each).hex() for each in world.sum(digests).tolist()]
+    return [bytes(digest).hex() for digest in world.sum(digests).tolist()]
 
 
 def _own(

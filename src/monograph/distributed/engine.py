@@ -177,6 +177,6 @@ class _Whole(nn.Module):
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
             # Gradients come from the last parameter to the first, about as those of a real pass do.
-            return torch.cat([each.flatten()[:0] for each in self.parameters() if each.requires_grad]).sum()
+            return torch.cat([weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]).sum()
         step: Step = self.__dict__["step"]
         return step.forward(batch, loss_factor)

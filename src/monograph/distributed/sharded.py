@@ -171,8 +171,8 @@ def _without_numbers(parameter: Tensor) -> Tensor:
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
     """Return the slice of rows that a rank among `size` has."""
-    each = -(-rows // size)
-    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
+    share = -(-rows // size)
+    return slice(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:

@@ -61,7 +61,7 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
     requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-        found = Place(
+        here = Place(
             int(environment["RANK"]),
             int(environment["WORLD_SIZE"]),
             int(environment.get("LOCAL_RANK", 0)),
@@ -72,12 +72,12 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         several = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]) != environment["WORLD_SIZE"]
-        if several and found.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if several and here.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise UsageError(
                 "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
                 "or a restart waits for processes that are gone"
             )
-        return found
+        return here
     if srun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return Place(
             int(environment["SLURM_PROCID"]),

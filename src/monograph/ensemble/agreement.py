@@ -42,14 +42,14 @@ def agree(members: Sequence[nn.Module]) -> None:
     """
     _require_apart(members)
     for member in members:
-        own = {id(of) for each in (member.modules(), member.parameters(), member.buffers()) for of in each}
+        own = {id(of) for parts in (member.modules(), member.parameters(), member.buffers()) for of in parts}
         for path, module in member.named_modules():
             _require_stackable(path or "the module", module, own)
     for number, other in enumerate(members[1:], start=1):
-        if found := next(_differences(members[0], other), None):
+        if difference := next(_differences(members[0], other), None):
             raise InputRefused(
-                f"members 0 and {number} cannot share a graph: {found.path} is {found.one} in one and {found.other} "
-                "in the other"
+                f"members 0 and {number} cannot share a graph: {difference.path} is {difference.one} in one "
+                f"and {difference.other} in the other"
             )
 
 
@@ -165,19 +165,19 @@ def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, in
     # A rate of dropout may be each member's own.
     ignored = _OWN | _LABELS | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
     mine, yours = ({k: v for k, v in vars(module).items() if k not in ignored} for module in (one, other))
-    for found in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
-        yield _inside(found, mine.get(found.path), yours.get(found.path), by_path)
+    for difference in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
+        yield _inside(difference, mine.get(difference.path), yours.get(difference.path), by_path)
 
 
-def _inside(found: Difference, one: Any, other: Any, by_path: frozenset[tuple[int, int]]) -> Difference:
+def _inside(difference: Difference, one: Any, other: Any, by_path: frozenset[tuple[int, int]]) -> Difference:
     """The difference of two objects by the attribute in which they differ."""
     if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
-        return found
+        return difference
     mine, yours = vars(one), vars(other)
     for deeper in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
-        whole = deeper._replace(path=f"{found.path}.{deeper.path}")
+        whole = deeper._replace(path=f"{difference.path}.{deeper.path}")
         return _inside(whole, mine.get(deeper.path), yours.get(deeper.path), by_path)
-    return found
+    return difference
 
 
 def _of_names(

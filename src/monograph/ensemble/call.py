@@ -244,8 +244,8 @@ def _refuse_checkpoint() -> None:
 
 def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.normalize`, whose `out`, as spectral norms have it, has no batched form."""
-    found = _plain_normalize(x, p, dim, eps)
-    return found if out is None else out.copy_(found)
+    normal = _plain_normalize(x, p, dim, eps)
+    return normal if out is None else out.copy_(normal)
 
 
 def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:

@@ -285,10 +285,10 @@ def _plain(knobs: Any) -> dict[str, Any]:
 
 
 def _schedules(schedule: Schedule | Sequence[Schedule] | None, members: int) -> list[Schedule]:
-    found = list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * members
-    if len(found) != members:
-        raise UsageError(f"{len(found)} schedules for {members} members: pass one, or one each")
-    return found
+    schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * members
+    if len(schedules) != members:
+        raise UsageError(f"{len(schedules)} schedules for {members} members: pass one, or one each")
+    return schedules
 
 
 def _run(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

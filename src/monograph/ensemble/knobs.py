@@ -81,7 +81,7 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
     values = {name: list(axis) for name, axis in axes.items()}
     if empty := [name for name, axis in values.items() if not axis]:
         raise UsageError(f"the axis {empty[0]} has no value: give at least one")
-    return [Knobs(**dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())]
+    return [Knobs(**dict(zip(values, point, strict=True))) for point in itertools.product(*values.values())]
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:

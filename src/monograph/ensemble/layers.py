@@ -67,17 +67,17 @@ class Watch:
 
     def layers(self) -> Layers:
         """All parts that hold tensors, have no parts, or are looped."""
-        found = Layers()
+        layers = Layers()
         for path, part in self.module.named_modules():
             name = f"{path or type(part).__name__} ({type(part).__name__})"
             looped, own = self._looped.get(name, []), [*part._parameters, *part._buffers]
             if looped or own or next(part.children(), None) is None:
                 how = "batched, step by step in time" if isinstance(part, nn.RNNBase) else "batched"
                 how = how if part in self._called else "not called"
-                found.append(Layer(name, _looped(looped) if looped else how, tuple(looped)))
+                layers.append(Layer(name, _looped(looped) if looped else how, tuple(looped)))
         if outside := self._looped.get(OUTSIDE):
-            found.append(Layer(OUTSIDE, _looped(outside), tuple(outside)))
-        return found
+            layers.append(Layer(OUTSIDE, _looped(outside), tuple(outside)))
+        return layers
 
     def warn(self) -> None:
         """Say once what is looped."""

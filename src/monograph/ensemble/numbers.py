@@ -35,26 +35,26 @@ def optimizers(
         UsageError: not as many as members, what is no optimizer, or they differ in a field that cannot differ.
     """
     if isinstance(optim, list | tuple):
-        each = list(optim)
-        if len(each) != len(knobs):
-            raise UsageError(f"{len(each)} optimizers for {len(knobs)} members: pass one, or one each")
+        optims = list(optim)
+        if len(optims) != len(knobs):
+            raise UsageError(f"{len(optims)} optimizers for {len(knobs)} members: pass one, or one each")
     else:
         first = optim() if isinstance(optim, type) and issubclass(optim, Optimizer) else optim
         if not isinstance(first, Optimizer):
             raise UsageError(f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)")
         own = [field.name for field in fields(first) if field.name in OF_OPTIMIZER]
-        each = [replace(first, **{name: of[name] for name in own if name in of}) for of in knobs]
-    for number, other in enumerate(each):
-        if type(other) is not type(each[0]):
+        optims = [replace(first, **{name: of[name] for name in own if name in of}) for of in knobs]
+    for number, other in enumerate(optims):
+        if type(other) is not type(optims[0]):
             raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
         # Everything else shapes the graph, which all members share.
         shared = (field.name for field in fields(other) if field.name not in (*OF_OPTIMIZER, "groups"))
-        if odd := next((name for name in shared if getattr(other, name) != getattr(each[0], name)), None):
+        if odd := next((name for name in shared if getattr(other, name) != getattr(optims[0], name)), None):
             raise UsageError(
                 f"members 0 and {number} differ in the optimizer's {odd}, which one graph shares; "
                 f"a member may have its own {', '.join(OF_OPTIMIZER)}"
             )
-    return each
+    return optims
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
@@ -84,10 +84,10 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
     Raises:
         UsageError: one is no whole number.
     """
-    found = [of.get("seed", number) for number, of in enumerate(knobs)]
-    if odd := [seed for seed in found if not isinstance(seed, int)]:
+    seeds = [of.get("seed", number) for number, of in enumerate(knobs)]
+    if odd := [seed for seed in seeds if not isinstance(seed, int)]:
         raise UsageError(f"seed = {odd[0]!r}: expected a whole number")
-    return torch.tensor(found, dtype=torch.int64, device=device)
+    return torch.tensor(seeds, dtype=torch.int64, device=device)
 
 
 def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
@@ -101,11 +101,11 @@ def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
 
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
     """How each parameter is updated, by name: factors and decays are tensors [N] where the members' differ."""
-    found: dict[tuple[Kind, ...], Kind] = {}
-    for each in zip(*(of.values() for of in of_members), strict=True):
-        numbers = {name: knob([getattr(kind, name) for kind in each], device) for name in NUMBERS}
-        found.setdefault(each, each[0]._replace(**numbers))
-    return {name: found[tuple(of[name] for of in of_members)] for name in of_members[0]}
+    by_kind: dict[tuple[Kind, ...], Kind] = {}
+    for of_parameter in zip(*(of.values() for of in of_members), strict=True):
+        numbers = {name: knob([getattr(kind, name) for kind in of_parameter], device) for name in NUMBERS}
+        by_kind.setdefault(of_parameter, of_parameter[0]._replace(**numbers))
+    return {name: by_kind[tuple(of[name] for of in of_members)] for name in of_members[0]}
 
 
 def knob(values: Sequence[Any], device: torch.device) -> Knob:

@@ -101,7 +101,7 @@ class Stack:
             UsageError: with the first part, parameter or buffer that was replaced, frozen, moved or cast.
         """
         # A few at each update: comparing all would cost more than launching the update, and a change is seen soon.
-        for number in {(turn * AT_A_TIME + each) % self.size for each in range(AT_A_TIME)}:
+        for number in {(turn * AT_A_TIME + step) % self.size for step in range(AT_A_TIME)}:
             member = self.members[number]
             changed = None
             for stacked, owners in self._held:
@@ -173,10 +173,10 @@ def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str
 
 def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
     """The rates of dropout modules that differ from member to member, by path."""
-    found = {}
+    rates_of = {}
     for parts in zip(*(member.named_modules() for member in members), strict=True):
         if isinstance(parts[0][1], DROPOUTS):
             rates = [float(module.p) for _, module in parts]
             if len(set(rates)) > 1:
-                found[parts[0][0]] = rates
-    return found
+                rates_of[parts[0][0]] = rates
+    return rates_of

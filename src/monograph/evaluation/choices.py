@@ -82,14 +82,14 @@ def score(
     """
     model.eval()
     longest = model.config.max_position_embeddings
-    rows = [fitted(each, longest) for each in asked]
-    found: dict[int, Score] = {}
+    rows = [fitted(continuation, longest) for continuation in asked]
+    scores: dict[int, Score] = {}
     meter = Meter(progress, "continuation", len(rows))
     with precision.context(model.lm_head.weight.device.type):
         for indices in _batches([len(row) for row, _ in rows], batch_tokens):
-            found |= zip(indices, _scored(model, [rows[index] for index in indices]), strict=True)
+            scores |= zip(indices, _scored(model, [rows[index] for index in indices]), strict=True)
             meter.add(len(indices))
-    return [found[index] for index in range(len(rows))]
+    return [scores[index] for index in range(len(rows))]
 
 
 def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
@@ -303,19 +303,19 @@ def choose(
     if not questions:
         raise InputRefused("there are no questions to answer; give a file with one record a line")
     encode = _chat_pairs if chat else _text_pairs
-    asked = [encode(tokenizer, each) for each in questions]
+    asked = [encode(tokenizer, question) for question in questions]
     longest = model.config.max_position_embeddings
-    for each, pairs in zip(questions, asked, strict=True):
+    for question, pairs in zip(questions, asked, strict=True):
         if (most := max(len(pair.ids) for pair in pairs)) > longest:
             raise InputRefused(
-                f"{each.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
+                f"{question.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
-    answers = [_answer(each, [next(scores).log_probability for _ in each.choices]) for each in questions]
+    answers = [_answer(question, [next(scores).log_probability for _ in question.choices]) for question in questions]
     shares: list[Any] = [
         value for right in zip(*answers, strict=True) for value in (statistics.fmean(right), _error(right))
     ]
-    chance = statistics.fmean(1 / len(each.choices) for each in questions)
+    chance = statistics.fmean(1 / len(question.choices) for question in questions)
     cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
     return answers, Accuracy._make([*shares, chance, len(questions), cut])
 
@@ -332,8 +332,8 @@ def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
 
 def _answer(question: Question, logs: Sequence[float]) -> Answer:
     characters, sizes = [len(choice) for choice in question.choices], [len(c.encode()) for c in question.choices]
-    normed = ([log / length for log, length in zip(logs, each, strict=True)] for each in (characters, sizes))
-    return Answer._make(each.index(max(each)) == question.gold for each in (list(logs), *normed))
+    normed = ([log / length for log, length in zip(logs, scores, strict=True)] for scores in (characters, sizes))
+    return Answer._make(scores.index(max(scores)) == question.gold for scores in (list(logs), *normed))
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:

@@ -97,7 +97,7 @@ def compare(
             the repeated knob.
     """
     if isinstance(b, Rows):
-        knobs = [_named(each) for each in _knobs(a)]
+        knobs = [_named(knob_values) for knob_values in _knobs(a)]
         if not knobs:
             raise UsageError("compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)")
         return tabulate(bits_per_byte(a, b, progress), knobs, over)
@@ -119,16 +119,16 @@ def compare_on(
     if len(pairs) > 1:
         values_a, values_b = bits_per_byte(a, rows_a, progress), bits_per_byte(b, rows_b, progress)
         both = [(values_a[i], values_b[j]) for i, j in pairs]
-        found, by = mean([second - first for first, second in both]), over
+        gap, by = mean([second - first for first, second in both]), over
         first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
     else:
         i, j = pairs[0] if pairs else (0, 0)
         scores_a = _one(by_document(a, rows_a, progress), i)
         scores_b = _one(by_document(b, rows_b, progress), j)
-        found, by = difference(scores_b, scores_a), "document"
+        gap, by = difference(scores_b, scores_a), "document"
         first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
     sizes = _parameters(a), _parameters(b)
-    return Comparison(first, second, found, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
+    return Comparison(first, second, gap, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
 
 
 def compare_answers(
@@ -149,8 +149,8 @@ def compare_answers(
         keys = (both[0], both[0]) if both else (next(iter(a)), next(iter(b)))
         pairs = [(float(i.acc), float(j.acc)) for i, j in zip(a[keys[0]], b[keys[1]], strict=True)]
     first, second = (float(np.mean(values)) for values in zip(*pairs, strict=True))
-    found = mean([j - i for i, j in pairs])
-    return Comparison(first, second, found, by if len(both) > 1 else "question", unit="acc")
+    gap = mean([j - i for i, j in pairs])
+    return Comparison(first, second, gap, by if len(both) > 1 else "question", unit="acc")
 
 
 def _share(answers: Sequence[Answer]) -> float:
@@ -163,9 +163,9 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     Raises:
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
     """
-    found = [each.bits_per_byte for each in evaluate_members(engine, rows, progress=progress)]
-    there = [value for value in found if value is not None]
-    if len(there) < len(found):
+    measured = [evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)]
+    there = [value for value in measured if value is not None]
+    if len(there) < len(measured):
         raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
     return there
 
@@ -180,15 +180,15 @@ def _named(knobs: Knobs) -> Mapping[str, Any]:
 
 def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
     """Return the members, by their value of the repeated knob; an engine of one model has none."""
-    knobs = [_named(each) for each in _knobs(engine)]
-    found = {each[over]: index for index, each in enumerate(knobs) if over in each}
-    others = {name for each in knobs for name in each if name != over}
-    varied = [name for name in sorted(others) if len({repr(each.get(name)) for each in knobs}) > 1]
+    knobs = [_named(named) for named in _knobs(engine)]
+    indices = {named[over]: index for index, named in enumerate(knobs) if over in named}
+    others = {name for named in knobs for name in named if name != over}
+    varied = [name for name in sorted(others) if len({repr(named.get(name)) for named in knobs}) > 1]
     if varied:
         raise UsageError(
             f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"
         )
-    return found
+    return indices
 
 
 def _one(scores: Scores, member: int) -> Scores:

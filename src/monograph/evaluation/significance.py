@@ -181,18 +181,18 @@ def tabulate(
         over: the name of the repeated knob; members without it are repetitions of nothing.
         unit: the values' unit.
     """
-    found = [value if value is not None and math.isfinite(value) else None for value in values]
-    settings = _settings(found, knobs, over)
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    settings = _settings(finite, knobs, over)
     ranked = sorted((s for s in settings if s.mean), key=lambda s: (bool(s.failed), s.mean.value if s.mean else 0.0))
     if not ranked:
-        return Table(tuple(settings), None, tuple(found), None, 0, over, unit=unit)
+        return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
     top = ranked[0]
-    paired = {id(each): _paired(each, top, found) for each in ranked if each is not top}
-    half = [each for each in ranked[: max(2, -(-len(ranked) // 2))] if each is not top]
+    paired = {id(other): _paired(other, top, finite) for other in ranked if other is not top}
+    half = [other for other in ranked[: max(2, -(-len(ranked) // 2))] if other is not top]
     squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
     degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
-    best = Best(top, min((m for m in top.members.values() if found[m] is not None), key=lambda m: found[m] or 0.0))
+    best = Best(top, min((m for m in top.members.values() if finite[m] is not None), key=lambda m: finite[m] or 0.0))
     factor = t_quantile(degrees) if degrees else 0.0
 
     def compared(setting: Setting) -> Setting:
@@ -204,15 +204,15 @@ def tabulate(
         tied = None if error is None else abs(difference.value) <= factor * error
         return Setting(setting.knobs, setting.members, setting.mean, setting.failed, difference, tied)
 
-    return Table(tuple(map(compared, settings)), best, tuple(found), noise, degrees, over, unit=unit)
+    return Table(tuple(map(compared, settings)), best, tuple(finite), noise, degrees, over, unit=unit)
 
 
 def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str) -> list[Setting]:
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
-    for index, each in enumerate(knobs):
-        shared = {name: value for name, value in each.items() if name != over}
+    for index, values_of in enumerate(knobs):
+        shared = {name: value for name, value in values_of.items() if name != over}
         members = groups.setdefault(repr(shared), (shared, {}))[1]
-        members[each.get(over, index if over in each else len(members))] = index
+        members[values_of.get(over, index if over in values_of else len(members))] = index
     settings = []
     for shared, members in groups.values():
         there = [value for member in members.values() if (value := values[member]) is not None]
@@ -278,7 +278,7 @@ def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
     if not {best - 1, best + 1} <= {*finite}:
         return Vertex(lr, loss, False)
     three = points[best - 1 : best + 2]
-    (left, x, right), (above_left, y, above_right) = [math.log2(lr) for lr, _ in three], [each for _, each in three]
+    (left, x, right), (above_left, y, above_right) = [math.log2(lr) for lr, _ in three], [value for _, value in three]
     down, up = (y - above_left) / (x - left), (above_right - y) / (right - x)
     if up == down:  # all three losses are equal
         return Vertex(lr, loss, True)

@@ -68,10 +68,10 @@ def evaluate(
     Raises:
         UsageError: there are no rows, or the engine has several members.
     """
-    found = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
-    if len(found) > 1:
-        raise UsageError(f"an engine of {len(found)} members has as many results: monograph.compare(engine, rows)")
-    return found[0]
+    results = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
+    if len(results) > 1:
+        raise UsageError(f"an engine of {len(results)} members has as many results: monograph.compare(engine, rows)")
+    return results[0]
 
 
 def evaluate_members(
@@ -142,10 +142,10 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
         indices = np.flatnonzero((unit_RT == unit).any(1))
         for begin in range(0, len(indices), ROWS):
             chosen = indices[begin : begin + ROWS]
-            batch, found, length = _of_unit(rows, chosen, unit_RT[chosen] == unit)
+            batch, targets_of, length = _of_unit(rows, chosen, unit_RT[chosen] == unit)
             total, count = engine.evaluate(batch)
             sums.append(torch.atleast_1d(total).double())
-            counted, targets, size = counted + int(torch.atleast_1d(count)[0]), targets + found, size + length
+            counted, targets, size = counted + int(torch.atleast_1d(count)[0]), targets + targets_of, size + length
         if counted != targets:
             raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
         bits.append(_sum(sums) / math.log(2))

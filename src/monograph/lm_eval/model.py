@@ -94,9 +94,9 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            found = [Continuation(*make_disjoint_window(pair)) for pair in pairs]
-            windows += found
-            owners += [owner] * len(found)
+            pieces = [Continuation(*make_disjoint_window(pair)) for pair in pairs]
+            windows += pieces
+            owners += [owner] * len(pieces)
         sums = [0.0] * len(requests)
         for owner, (log_probability, _) in zip(owners, self._score(windows), strict=True):
             sums[owner] += log_probability
@@ -123,7 +123,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _score(self, asked: Sequence[Continuation]) -> list[tuple[float, bool]]:
         scores = score(self._model, asked, self._precision, batch_tokens=self._batch_tokens)
-        return [(each.log_probability, each.greedy) for each in scores]
+        return [(scored.log_probability, scored.greedy) for scored in scores]
 
     def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
         sampling, max_tokens, stop = generation(options, seed)

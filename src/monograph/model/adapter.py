@@ -72,8 +72,8 @@ class Adapter(NamedTuple):
         """Return the digest of its base's weights; None where the folder does not give it, as PEFT's folders do not."""
         if not exists(self.folder / BASE):
             return None
-        found = read_json(inside(self.folder, BASE)).get("weights_sha256")
-        return found if isinstance(found, str) else None
+        recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
+        return recorded if isinstance(recorded, str) else None
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -231,11 +231,11 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         config: the shape of the base as it is stored; None: the module's.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
-    found = adapters(module)
+    adapted = adapters(module)
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": alpha, "target_modules": _targets(module, found, lora), "lora_dropout": lora.dropout,
+        "lora_alpha": alpha, "target_modules": _targets(module, adapted, lora), "lora_dropout": lora.dropout,
         "bias": "none", "inference_mode": True,
     }  # fmt: skip
     if tokens := written_tokens(module):
@@ -263,14 +263,14 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 
-def _targets(module: nn.Module, found: Mapping[str, Adapted], lora: Lora) -> list[str] | str:
+def _targets(module: nn.Module, adapted: Mapping[str, Adapted], lora: Lora) -> list[str] | str:
     """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on the model's class."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
-    ends = sorted({name.rpartition(".")[2] for name in found})
-    others = {name for name, each in module.named_modules() if name not in found and not isinstance(each, Adapted)}
+    ends = sorted({name.rpartition(".")[2] for name in adapted})
+    others = {name for name, child in module.named_modules() if name not in adapted and not isinstance(child, Adapted)}
     matched = {name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)}
-    return sorted(found) if matched else ends
+    return sorted(adapted) if matched else ends
 
 
 def resolved_base(adapter: Adapter) -> str:

@@ -148,8 +148,8 @@ class LlamaConfig:
     @property
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a document."""
-        found = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        return tuple(index for index in found if index is not None)
+        ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return tuple(index for index in ids if index is not None)
 
     def _check_ids(self) -> None:
         for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in self.ends)):
@@ -235,7 +235,7 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
-            values["layer_types"] = [SLIDING if each else FULL for each in slides]
+            values["layer_types"] = [SLIDING if slides_here else FULL for slides_here in slides]
             # Readers that know no layer_types use these keys.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers

@@ -131,13 +131,13 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
     """
     shards: list[dict[str, Plain]] = [{}]
     filled_bytes = total_bytes = 0
-    for each in named:
-        if shards[-1] and filled_bytes + each.like.nbytes > max_shard_bytes:
+    for tensor in named:
+        if shards[-1] and filled_bytes + tensor.like.nbytes > max_shard_bytes:
             shards.append({})
             filled_bytes = 0
-        shards[-1][each.name] = each
-        filled_bytes += each.like.nbytes
-        total_bytes += each.like.nbytes
+        shards[-1][tensor.name] = tensor
+        filled_bytes += tensor.like.nbytes
+        total_bytes += tensor.like.nbytes
     files = [_SINGLE]
     if len(shards) > 1:
         files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -150,7 +150,7 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
     """Write one safetensors file."""
     _, pieces = tensor_layout.encode(
-        {name: each.like for name, each in tensors.items()}, lambda name: tensors[name].read()
+        {name: tensor.like for name, tensor in tensors.items()}, lambda name: tensors[name].read()
     )
     with open(path, "xb") as file:
         for piece in pieces:

@@ -363,7 +363,9 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
 def _rope_divisors(config: LlamaConfig) -> Tensor:
     """Return the divisor of each rotary frequency, [F]: this is how llama.cpp takes Llama 3's scaling."""
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
-    plain_F, scaled_F = (inverse_frequencies(each, torch.float64, torch.device("cpu")) for each in (unscaled, config))
+    plain_F, scaled_F = (
+        inverse_frequencies(its_config, torch.float64, torch.device("cpu")) for its_config in (unscaled, config)
+    )
     return (plain_F / scaled_F).float()
 
 

@@ -39,7 +39,7 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
     ids = lists[0] if lists else []
     if any(other != ids for other in lists):
         raise InputRefused(f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here")
-    whole = isinstance(ids, list) and all(type(each) is int and 0 <= each < MAX_VOCABULARY for each in ids)
+    whole = isinstance(ids, list) and all(type(token) is int and 0 <= token < MAX_VOCABULARY for token in ids)
     if not whole or len(set(ids)) < len(ids):
         raise InputRefused(f"{path}: {KEY} = {str(value)[:60]}: expected ids of tokens, each once")
     return tuple(ids)
@@ -47,10 +47,10 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
 
 def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
     """Return the configuration's entry for a module's trained rows."""
-    found = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
-    if len(found) > 1:
-        return {name.rpartition(".")[2]: ids for name, ids in found.items()}
-    return next(iter(found.values()), None)
+    by_layer = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
+    if len(by_layer) > 1:
+        return {name.rpartition(".")[2]: ids for name, ids in by_layer.items()}
+    return next(iter(by_layer.values()), None)
 
 
 def to_peft(name: str) -> str:
@@ -66,18 +66,18 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     """
     first = {id(layer.token_rows): name for name, layer in tables(module).items()}
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Table)}
-    found = dict[str, Stored]()
+    own = dict[str, Stored]()
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
         layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
         layer = layers.get(layer_name)
         if layer is None or name == layer_name:
-            found[name] = tensor
+            own[name] = tensor
         elif name.endswith(_TABLE):
             _require_same(full, tensor, layer, path)
         elif first[id(layer.token_rows)] == layer_name:
-            found[layer_name + _OURS] = tensor
-    return found
+            own[layer_name + _OURS] = tensor
+    return own
 
 
 def left_out(value: Any, module: nn.Module) -> set[str]:

@@ -193,9 +193,9 @@ def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
     speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
-    each = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+    listed = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
     used = "torch's choice" if kernel == "torch" else kernel
-    return f"{used}; times as fast as torch's choice: {each or 'no other can run here'}"
+    return f"{used}; times as fast as torch's choice: {listed or 'no other can run here'}"
 
 
 def time_kernels(
@@ -218,7 +218,9 @@ def time_kernels(
         return made.transpose(1, 2)
 
     try:
-        query_BHTD, key_BKTD, value_BKTD = (drawn(each).requires_grad_() for each in (heads[0], heads[1], heads[1]))
+        query_BHTD, key_BKTD, value_BKTD = (
+            drawn(heads_of).requires_grad_() for heads_of in (heads[0], heads[1], heads[1])
+        )
         cotangent_BHTD = drawn(heads[0])
     except torch.OutOfMemoryError:
         return {}

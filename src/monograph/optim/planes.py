@@ -122,14 +122,14 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         UsageError: there is none, or they have different dtypes or devices.
     """
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not found:
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not named:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
     # A plane is one buffer, which has one dtype and lies in one place.
-    places = {(kept_dtype(p), p.device) for p in found.values()}
+    places = {(kept_dtype(p), p.device) for p in named.values()}
     if len(places) > 1:
         raise UsageError(f"trainable parameters must share one dtype and device, found {sorted(map(str, places))}")
-    return found
+    return named
 
 
 def planes(
@@ -160,7 +160,9 @@ def planes(
     made = [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
     for plane in made:
         ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
-        of_part = itertools.groupby(zip(plane.slots, ends, strict=True), lambda each: (parts or {}).get(each[0].name))
+        of_part = itertools.groupby(
+            zip(plane.slots, ends, strict=True), lambda slot_and_end: (parts or {}).get(slot_and_end[0].name)
+        )
         reached = [0, *(list(group)[-1][1] for _, group in of_part)]
         plane.parts = tuple(end - begin for begin, end in itertools.pairwise(reached))
     return made

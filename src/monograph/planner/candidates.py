@@ -148,7 +148,7 @@ def of_way(
     """Return the largest micro-batch that fits and the next larger one, or the smallest if none fits."""
     works = [_work(asked, policy, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
-    fits = sum(each <= limit for each in needed)
+    fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
     times = slowness.get(policy[0], 1.0)
     return [_timed(works[index], needed[index], device, peaks, times) for index in shown]

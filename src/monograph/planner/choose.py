@@ -75,10 +75,10 @@ def budget(device: Device) -> int:
         UsageError: the device has no memory to give.
     """
     free = device.free_memory_bytes
-    found = int(FILLED * (free - CONTEXT_BYTES) if device.type == "cuda" else FILLED_HOST * free)
-    if found <= 0:
+    usable = int(FILLED * (free - CONTEXT_BYTES) if device.type == "cuda" else FILLED_HOST * free)
+    if usable <= 0:
         raise UsageError(f"{gibibytes(free)} of memory leaves nothing for tensors: give more, such as 24GiB")
-    return found
+    return usable
 
 
 def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None) -> Plan:
@@ -94,7 +94,7 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         UsageError: the device has no memory to give.
     """
     limit = budget(device)
-    known = {each: calibration.slowness(device, each) for each in asked.precisions} if calibration else {}
+    known = {name: calibration.slowness(device, name) for name in asked.precisions} if calibration else {}
     slowness = {precision: ratio for precision, ratio in known.items() if ratio}
     corrections: dict[Ways, float] = {}
     traced: dict[Work, Candidate] = {}
@@ -103,36 +103,40 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         each_way = (
             of_way(asked, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness) for way in ways(asked)
         )
-        return [traced.get(each.work, each) for of_one in each_way for each in of_one]
+        return [traced.get(candidate.work, candidate) for of_one in each_way for candidate in of_one]
 
     while True:
-        found = candidates(limit)
+        tried = candidates(limit)
         if len(traced) == MOST_TRACES:
             best = _wanted([*traced.values()], traced, limit)
             break
-        best = _wanted(found, traced, limit)
+        best = _wanted(tried, traced, limit)
         if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
         if len(traced) == MOST_TRACES - 1:  # the last try: of the smallest micro-batches, what needs least
-            smallest = sorted(candidates(0), key=lambda each: closed_form(asked, each.work))
-            best = next((each for each in smallest if each.work not in traced), best)
+            smallest = sorted(candidates(0), key=lambda candidate: closed_form(asked, candidate.work))
+            best = next((candidate for candidate in smallest if candidate.work not in traced), best)
         found_in = footprint(best.work).by_origin
         residual = calibration.residual(device, best.work, found_in) if calibration else 0
         truth = traced[best.work] = best.of_trace(found_in, residual)
         corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
     fits = best.peak_memory_bytes <= limit
-    rest = sorted((each for each in found if each.work != best.work), key=lambda each: each.update_s)
+    rest = sorted(
+        (candidate for candidate in tried if candidate.work != best.work), key=lambda candidate: candidate.update_s
+    )
     first = replace(best, why="" if fits else _too_large(best, limit))
-    others = [replace(each, why=_why(each, best, limit)) for each in rest]
+    others = [replace(candidate, why=_why(candidate, best, limit)) for candidate in rest]
     return Plan(device, limit, first if fits else None, [first, *others], best.work.precision in slowness)
 
 
-def _wanted(found: list[Candidate], traced: Mapping[Work, Candidate], limit: int) -> Candidate:
+def _wanted(tried: list[Candidate], traced: Mapping[Work, Candidate], limit: int) -> Candidate:
     """Return the fastest that fits; if none does, the nearest, which is a traced one if no other can be much nearer."""
-    if fitting := [each for each in found if each.peak_memory_bytes <= limit]:
-        return min(fitting, key=lambda each: each.update_s)
-    least = min(found, key=_memory)
-    as_near = [each for each in traced.values() if each.peak_memory_bytes <= NEAR * least.peak_memory_bytes]
+    if fitting := [candidate for candidate in tried if candidate.peak_memory_bytes <= limit]:
+        return min(fitting, key=lambda candidate: candidate.update_s)
+    least = min(tried, key=_memory)
+    as_near = [
+        candidate for candidate in traced.values() if candidate.peak_memory_bytes <= NEAR * least.peak_memory_bytes
+    ]
     return min(as_near, key=_memory, default=least)
 
 
@@ -174,14 +178,14 @@ def streamed_or_resident(
     Raises:
         UsageError: the device has no memory to give.
     """
-    found = (
+    resident = (
         Plan(device, budget(device), None, []) if memory == "stream" else plan(asked, device, peak_flops, calibration)
     )
     resident_only = asked.scopes == ("whole",) or asked.remats == ("offload",) or asked.lora is not None
-    if memory == "device" or found.chosen or resident_only:
-        return found
+    if memory == "device" or resident.chosen or resident_only:
+        return resident
     try:
-        ways = streamed(asked, device, limits or Limits.here(device, found.budget_bytes), peak_flops)
+        ways = streamed(asked, device, limits or Limits.here(device, resident.budget_bytes), peak_flops)
     except OutOfDeviceMemory as refused:
-        return replace(found, not_streamed=str(refused))
-    return replace(found, chosen=ways[0], candidates=[*ways, *found.candidates], calibrated=False)
+        return replace(resident, not_streamed=str(refused))
+    return replace(resident, chosen=ways[0], candidates=[*ways, *resident.candidates], calibrated=False)

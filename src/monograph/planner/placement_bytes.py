@@ -120,15 +120,15 @@ def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_
 
 
 def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
-    found = []
-    for each in stage.stored:
-        plane = each.plane
+    shapes = []
+    for entry in stage.stored:
+        plane = entry.plane
         numbers = plane.param.numel()
-        buffers = {name: (buffer.tensor.numel(), buffer.tensor.dtype) for name, buffer in each.buffers.items()}
-        found.append(
+        buffers = {name: (buffer.tensor.numel(), buffer.tensor.dtype) for name, buffer in entry.buffers.items()}
+        shapes.append(
             PlaneShape(plane.number, numbers, numbers // len(plane.slots) if plane.kind.matrix else 1, buffers)
         )
-    return tuple(found)
+    return tuple(shapes)
 
 
 def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
@@ -143,7 +143,7 @@ def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
 def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     """Return the bytes of `monograph.stream.slots.Slots`; `resident` names each stage's buffers on the device."""
     kinds = _kinds(stages, resident)
-    first, middle, last = ([each for each in kinds if each[0] == kind] for kind in ("first", "middle", "last"))
+    first, middle, last = ([group for group in kinds if group[0] == kind] for kind in ("first", "middle", "last"))
     ends = [first, last] if stages.tied else [first + last]
     return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
 
@@ -155,7 +155,7 @@ def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on
     """
     guests = []
     for _, planes, names in _kinds(stages, resident):
-        for plane in (each for each in planes if not (on_host and each.stays(names))):
+        for plane in (shape for shape in planes if not (on_host and shape.stays(names))):
             away = [name for name in plane.buffers if name not in names and (gradient or name != GRADIENT)]
             guests += [{name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()]
     return STAGING_BUFFERS * room_bytes(guests)
@@ -170,7 +170,7 @@ def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
         for plane in stages.planes(index)
         if plane.stays(names)
     ]
-    return sum(room_bytes(guest for turn, guest in guests if turn == each) for each in range(TURNS))
+    return sum(room_bytes(guest for turn, guest in guests if turn == number) for number in range(TURNS))
 
 
 def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torch.dtype]:
@@ -303,21 +303,21 @@ class Way:
 
     def resident(self, count: int) -> list[Names]:
         """Return the names of each stage's buffers on the device, if the first `count` of `order` are."""
-        found: list[set[str]] = [set() for _ in range(self.stages.count)]
-        for index, name in [each for group in self.order for each in group][:count]:
-            found[index].add(name)
-        return [frozenset(names) for names in found]
+        names_of: list[set[str]] = [set() for _ in range(self.stages.count)]
+        for index, name in [buffer for group in self.order for buffer in group][:count]:
+            names_of[index].add(name)
+        return [frozenset(names) for names in names_of]
 
     def device(self, resident: Sequence[Names]) -> dict[str, int]:
         """Return the bytes on the device by origin."""
-        found = dict.fromkeys(("weights", "gradients", "moments"), 0)
+        sizes = dict.fromkeys(("weights", "gradients", "moments"), 0)
         for index, names in enumerate(resident):
             for name in names:
-                found[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
+                sizes[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
         slots = slots_bytes(self.stages, resident)
         on_host = self.where == "host"
         desks = desks_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
-        return found | {"slots": slots, "desks": desks} | self.passing
+        return sizes | {"slots": slots, "desks": desks} | self.passing
 
     def filled(self, limit: int) -> list[Names]:
         """Return what stays on the device, as much as its memory holds."""

@@ -79,7 +79,7 @@ class Limits:
 
 def _there(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if exists(each))
+    return next(parent for parent in (folder, *folder.absolute().parents) if exists(parent))
 
 
 BLOCKS_PER_STAGE = 1, 2, 4
@@ -126,14 +126,16 @@ def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[s
     fitting = _fitting(asked, device, limits)
     if not fitting:
         raise OutOfDeviceMemory(_refusal(asked, device, limits))
-    found = [_candidate(way, resident, device, limits, peak_flops[way.work.precision]) for way, resident in fitting]
-    found.sort(key=lambda each: (each[0].update_s, each[0].peak_memory_bytes))
-    distinct = _distinct(found)
+    candidates = [
+        _candidate(way, resident, device, limits, peak_flops[way.work.precision]) for way, resident in fitting
+    ]
+    candidates.sort(key=lambda candidate: (candidate[0].update_s, candidate[0].peak_memory_bytes))
+    distinct = _distinct(candidates)
     places = dict.fromkeys(way.where for _, way in distinct)
-    first = {id(each) for place in places for each in [e for e in distinct if e[1].where == place][:TIMED]}
+    first = {id(candidate) for place in places for candidate in [e for e in distinct if e[1].where == place][:TIMED]}
     timed = [_timed(*e, device, limits, peak_flops) if id(e) in first else e[0] for e in distinct]
     best, *others = sorted(timed, key=_rank)
-    return [best, *(replace(each, why=_why(each, best)) for each in others)]
+    return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────
@@ -144,13 +146,13 @@ Fitting = list[tuple[Way, list[Names]]]
 def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
     """Return all ways that fit, with what stays on the device; with files only if none fits without."""
     every = list(ways(asked, device))
-    found = _that_fit(every, limits)
+    fitting = _that_fit(every, limits)
     for files_first in (True, False):
-        if found or not limits.disk_bytes:
+        if fitting or not limits.disk_bytes:
             break
         in_files = [replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every]
-        found = _that_fit(in_files, limits)
-    return found
+        fitting = _that_fit(in_files, limits)
+    return fitting
 
 
 def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
@@ -164,7 +166,7 @@ def ways(asked: Asked, device: Device) -> Iterator[Way]:
     layers = asked.config.num_hidden_layers
     sizes = asked.micro_batches
     scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
-    remats = [each for each in asked.remats if each != "offload"] or ["none"]
+    remats = [remat_of for remat_of in asked.remats if remat_of != "offload"] or ["none"]
     whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
     # On the host a sweep equals updating before the next forward pass, and only AdamW's exact moments are memory-bound.
@@ -206,11 +208,11 @@ def _candidate(
     times = pass_times(way.work, device, peak_flops, limits.host_rate)
     seconds = closed_form(way, resident, times, limits.link)
     moved = 2 * sum(tiers["disk"].values())
-    found = StreamCandidate(
+    candidate = StreamCandidate(
         way.work, sum(tiers["device"].values()), seconds, 0.0, None, tiers["device"],
         placement=way.placement(resident), tiers=tiers, disk_moved_bytes=moved,
     )  # fmt: skip
-    return _with_time(found, seconds, device), way
+    return _with_time(candidate, seconds, device), way
 
 
 def _with_time(candidate: StreamCandidate, seconds: float, device: Device) -> StreamCandidate:
@@ -225,18 +227,18 @@ def _timed(
     candidate: StreamCandidate, way: Way, device: Device, limits: Limits, peak_flops: Mapping[str, float]
 ) -> StreamCandidate:
     times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    found = timing(way, candidate.placement, times, limits.link)
-    return replace(_with_time(candidate, found.update_s, device), bottleneck=LANES[found.bottleneck])
+    timed = timing(way, candidate.placement, times, limits.link)
+    return replace(_with_time(candidate, timed.update_s, device), bottleneck=LANES[timed.bottleneck])
 
 
 # ── what is said ────────────────────────────────────────────────────────────────────────────────
 
 
-def _distinct(found: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
+def _distinct(candidates: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
     """Return the best of those that differ in more than their micro-batch and recomputation."""
     first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
-    for each, way in found:
-        first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (each, way))
+    for candidate, way in candidates:
+        first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (candidate, way))
     return list(first.values())
 
 
@@ -267,12 +269,12 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
             f"{gibibytes(needed)} ({parts}); use a smaller {remedy}"
         )
     held = [(way, tiers) for way, tiers in every if "device" not in _short(tiers, limits)]
-    way, least = min(held, key=lambda each: sum(each[1]["host"].values()))
+    way, least = min(held, key=lambda pair: sum(pair[1]["host"].values()))
     there, computing = dict(least["host"]), sum(least["device"].values())
     if limits.shared:
         there["computing"] = computing
     parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in there.items() if size)
-    beside = "" if limits.shared else f" beside {gibibytes(computing)} of {device.name}"
+    in_addition = "" if limits.shared else f" beside {gibibytes(computing)} of {device.name}"
     moments, folder = there.get("moments", 0), limits.folder or tempfile.gettempdir()
     files = f"with the moments in files it would be {gibibytes(sum(there.values()) - moments)}, still too much"
     if moments > limits.disk_bytes:
@@ -281,7 +283,7 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
             f"{folder}"
         )
     return (
-        f"nothing fits: streamed, the host needs {gibibytes(sum(there.values()))} ({parts}){beside}, and "
+        f"nothing fits: streamed, the host needs {gibibytes(sum(there.values()))} ({parts}){in_addition}, and "
         f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(asked, device, limits)}; {files}"
     )
 
@@ -325,8 +327,8 @@ def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for what is on the host and in files, and for the way."""
     for tier in ("host", "disk"):
         if parts := candidate.tiers[tier]:
-            each = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
+            amounts = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
             moved = f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro" if tier == "disk" else ""
-            yield tier, f"{gibibytes(candidate.total(tier))}: {each}{moved}"
+            yield tier, f"{gibibytes(candidate.total(tier))}: {amounts}{moved}"
     limit = f"; limited by {candidate.bottleneck}" if candidate.bottleneck else ""
     yield "stream", f"{describe_way(candidate)}; {candidate.device_share:.0%} stay on the device{limit}"

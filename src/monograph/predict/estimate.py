@@ -79,11 +79,11 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     if work.remat in ("none", "pointwise"):
         return 0, 0
     kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
-    again = [each for each in products if each.name not in kept]
+    again = [product for product in products if product.name not in kept]
     # Whatever is recomputed as a whole also computes its last product, though nobody reads it.
     last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
-    attention = sum(each.flops for each in again if each.name in (_SCORES, _ATTENTION))
-    return sum(each.flops for each in again) - attention + last, attention
+    attention = sum(product.flops for product in again if product.name in (_SCORES, _ATTENTION))
+    return sum(product.flops for product in again) - attention + last, attention
 
 
 _SCORES, _ATTENTION = ("scores", 0), ("attention", 0)

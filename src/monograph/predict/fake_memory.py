@@ -116,8 +116,8 @@ class FakeMemory:
 
     # ── what the modes and the graphs report ────────────────────────────────────────────────────────
 
-    def _note(self, found: Any) -> None:
-        for tensor in tree_leaves(found):
+    def _note(self, results: Any) -> None:
+        for tensor in tree_leaves(results):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
@@ -150,10 +150,10 @@ class FakeMemory:
         self._walk(plan, arguments, backward)
         self.walked.append(len(self.curve))
         with compat.without_modes(), self._graphs.mode:  # its nodes are counted already
-            found = graph(*arguments)
+            results = graph(*arguments)
         arguments.clear()
-        self._note(found)
-        return found
+        self._note(results)
+        return results
 
     def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
         """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""
@@ -179,9 +179,9 @@ class FakeMemory:
         for index, value in enumerate(arguments):
             if isinstance(value, Tensor):
                 key = id(value.untyped_storage())
-                latest[key] = max(index, latest.get(key, index), key=lambda each: read_at.get(each, len(plan)))
-        found = {index: self._known[key] for key, index in latest.items() if key in self._known}
-        return {index: each for index, each in found.items() if each[0] in PASSING}
+                latest[key] = max(index, latest.get(key, index), key=lambda place: read_at.get(place, len(plan)))
+        passed = {index: self._known[key] for key, index in latest.items() if key in self._known}
+        return {index: entry for index, entry in passed.items() if entry[0] in PASSING}
 
 
 class _Listener(TorchDispatchMode):
@@ -190,13 +190,13 @@ class _Listener(TorchDispatchMode):
         self.memory = memory
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.memory._note(found)
+        result = function(*args, **(kwargs or {}))
+        self.memory._note(result)
         inside_bytes = 0
         if "add_product_" in str(function):
             total, left, right = args
             inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
         elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
-            inside_bytes = -self.memory._rounded(found.untyped_storage().nbytes())
+            inside_bytes = -self.memory._rounded(result.untyped_storage().nbytes())
         self.memory._sample(inside_bytes)
-        return found
+        return result

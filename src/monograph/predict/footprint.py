@@ -97,13 +97,13 @@ class Curve(NamedTuple):
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)
-    found = _of_update(apart)
+    update = _of_update(apart)
     before, after = work.config, apart.config
     # These origins depend on the vocabulary; gradients and moments of adapters do not.
     of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
     ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
     ratios["loss head"] = before.vocab_size / after.vocab_size
-    return Footprint(found.stage, {name: round(size * ratios.get(name, 1)) for name, size in found.by_origin.items()})
+    return Footprint(update.stage, {name: round(size * ratios.get(name, 1)) for name, size in update.by_origin.items()})
 
 
 def _apart(work: Work) -> Work:
@@ -143,7 +143,9 @@ def _deep(work: Work) -> list[Curve]:
     curves = []
     graphs = Graphs()
     for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in DEPTHS), strict=True):
-        of_two, of_three = (corners(each.samples) if each.stage == "update" else each.samples for each in (low, high))
+        of_two, of_three = (
+            corners(curve.samples) if curve.stage == "update" else curve.samples for curve in (low, high)
+        )
         samples = deepened(of_two, of_three, layers - DEPTHS[0])
         if samples is None:
             return _curves(work)
@@ -241,10 +243,10 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         forward = step.forward
 
         def watched(*arguments: Any) -> Any:
-            found = forward(*arguments)
+            result = forward(*arguments)
             begins.append(("backward", len(memory.curve)))
             memory.origin = "workspace"
-            return found
+            return result
 
         step.forward = watched
         accumulate(step, [batch])

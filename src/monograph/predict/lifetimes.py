@@ -148,7 +148,7 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
         Different parts of a caller's tensor may be read, as by chunks of a loss, so it does not count.
         """
         shared = sum(known.get(name, 0) for name in loop.reads & kernel.reads)
-        alone = ({known.get(name, 0) for name in each.reads if users[name] == 1} for each in (loop, kernel))
+        alone = ({known.get(name, 0) for name in other.reads if users[name] == 1} for other in (loop, kernel))
         far = order[kernel.name] - order[loop.name] > FAR
         return shared > 0 and not far and sum(set.intersection(*alone)) <= REUSED * shared
 
@@ -156,11 +156,11 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
         frees = sum(sizes.get(name, 0) for name in kernel.reads if last[name] == number)
         at = len(ordered)
         if kernel.fused:
-            near = [each for each in ordered if _beside(each, kernel) and may_join(each, kernel)]
+            near = [other for other in ordered if _share_a_loop(other, kernel) and may_join(other, kernel)]
             _make_ready(ordered, kernel, near)
             ready = next((place for place in range(at, 0, -1) if ordered[place - 1].name in kernel.reads), 0)
-            beside = (place + 1 for place in range(ready, at) if _beside(ordered[place], kernel))
-            at = next(beside, ready if ready and frees >= kernel.size_bytes else at)
+            places = (place + 1 for place in range(ready, at) if _share_a_loop(ordered[place], kernel))
+            at = next(places, ready if ready and frees >= kernel.size_bytes else at)
         ordered.insert(at, kernel)
     return ordered
 
@@ -170,7 +170,7 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
     ends = _loops(ordered) if near else []
     for place in map(ordered.index, near):
         begin, end = ends.index(ends[place]), ends[place] + 1
-        members = {each.name for each in ordered[begin:end]}
+        members = {member.name for member in ordered[begin:end]}
         needed, ahead, after = set(kernel.reads) - members, list[Kernel](), list[Kernel]()
         for other in reversed(ordered[end:]):
             is_needed = other.name in needed
@@ -181,7 +181,7 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
             return
 
 
-def _beside(loop: Kernel, kernel: Kernel) -> bool:
+def _share_a_loop(loop: Kernel, kernel: Kernel) -> bool:
     """Return whether one loop computes both, because they are as long and read the same."""
     alike = loop.fused and not loop.reads.isdisjoint(kernel.reads)
     return alike and loop.output.shape.numel() == kernel.output.shape.numel()
@@ -192,7 +192,7 @@ def _loops(ordered: list[Kernel]) -> list[int]:
     ends = list(range(len(ordered)))
     for at in range(len(ordered) - 2, -1, -1):
         this, following = ordered[at], ordered[at + 1]
-        if this.fused and following.fused and (this.name in following.reads or _beside(this, following)):
+        if this.fused and following.fused and (this.name in following.reads or _share_a_loop(this, following)):
             ends[at] = ends[at + 1]
     return ends
 
@@ -218,7 +218,7 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel
     A backward graph frees its arguments.
     """
     given = enumerate(graph.graph.find_nodes(op="placeholder") if backward else [])
-    arguments: dict[Name, int] = {index: sum(each.nbytes for each in _tensors(node)) for index, node in given}
+    arguments: dict[Name, int] = {index: sum(tensor.nbytes for tensor in _tensors(node)) for index, node in given}
     return scheduled(*_written(graph, device_type), arguments)
 
 
@@ -227,7 +227,7 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
     reads: dict[Node, frozenset[Name]] = {}
     loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # for an elementwise node: buffers, and the views between
     behind: dict[Node, dict[Name, set[int]]] = {}  # for what it reads: bytes of the dear values between, 0 for none
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
     for node in graph.graph.nodes:
@@ -236,39 +236,39 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             behind[node] = {arguments: {0}}
             arguments += 1
             continue
-        through = frozenset[Name]().union(*(reads[each] for each in node.all_input_nodes))
-        loads[node] = frozenset[tuple[Name, ...]]().union(*(loads[each] for each in node.all_input_nodes))
+        through = frozenset[Name]().union(*(reads[source] for source in node.all_input_nodes))
+        loads[node] = frozenset[tuple[Name, ...]]().union(*(loads[source] for source in node.all_input_nodes))
         if _is_view(node):
             loads[node] = frozenset((*load, node.name) for load in loads[node])
         if node.op == "output":
             returned = through
         elif bases := _changed(node):
-            total, left, right = (each.meta["val"] for each in (*bases, node.kwargs["left"], node.kwargs["right"]))
+            total, left, right = (source.meta["val"] for source in (*bases, node.kwargs["left"], node.kwargs["right"]))
             product, inside = f"{node.name}'s product", inner_bytes(total, left, right, device_type)
-            found.append(Kernel(product, total, inside, through, fused=False, hidden=True))
+            kernels.append(Kernel(product, total, inside, through, fused=False, hidden=True))
             changes = _only(reads[bases[0]], node)
-            found.append(Kernel(node.name, total, total.nbytes, through | {product}, fused=False, changes=changes))
+            kernels.append(Kernel(node.name, total, total.nbytes, through | {product}, fused=False, changes=changes))
             reads[node], loads[node], behind[node] = _written_here(node)
         elif _is_view(node) or not (_is_written(node) or _is_passed_twice(node, len(loads[node]))):
             reads[node], behind[node] = through, _behind(node, behind)
-            if _is_store(node) and found:
-                found[-1].reads |= through
+            if _is_store(node) and kernels:
+                kernels[-1].reads |= through
         else:
             if copy_bytes := _copied_bytes(node, device_type):
                 copied = f"{node.name}'s copy"
-                found.append(Kernel(copied, _tensors(node)[0], copy_bytes, frozenset(), fused=False, hidden=True))
+                kernels.append(Kernel(copied, _tensors(node)[0], copy_bytes, frozenset(), fused=False, hidden=True))
                 through |= {copied}
             outputs = _tensors(node)
-            size_bytes = sum(each.untyped_storage().nbytes() for each in outputs)
+            size_bytes = sum(source.untyped_storage().nbytes() for source in outputs)
             at_places = _name(node) in _WRITES_AT_PLACES
             base = _only(reads[node.all_input_nodes[0]], node) if at_places else None
             fused = not _is_extern(node) or at_places
             between = _behind(node, behind)
-            beside = frozenset(name for name, of in between.items() if of not in ({0}, {size_bytes}))
+            separate = frozenset(name for name, of in between.items() if of not in ({0}, {size_bytes}))
             within = max(set[int]().union(*between.values()), default=0)
-            found.append(Kernel(node.name, outputs[0], size_bytes, through, fused, base, beside, within))
+            kernels.append(Kernel(node.name, outputs[0], size_bytes, through, fused, base, separate, within))
             reads[node], loads[node], behind[node] = _written_here(node)
-    return found, set(returned)
+    return kernels, set(returned)
 
 
 def _written_here(node: Node) -> tuple[frozenset[Name], frozenset[tuple[Name, ...]], dict[Name, set[int]]]:
@@ -289,12 +289,12 @@ def _behind(node: Node, behind: dict[Node, dict[Name, set[int]]]) -> dict[Name, 
     """
     if len(node.users) > 1 and _name(node) in _DEAR and _on_cpu(node):
         [value] = _tensors(node)
-        return {name: {value.nbytes} for each in node.all_input_nodes for name in behind[each]}
-    found: dict[Name, set[int]] = {}
-    for each in node.all_input_nodes:
-        for name, sizes in behind[each].items():
-            found[name] = found.get(name, set()) | sizes
-    return found
+        return {name: {value.nbytes} for source in node.all_input_nodes for name in behind[source]}
+    sizes_of: dict[Name, set[int]] = {}
+    for source in node.all_input_nodes:
+        for name, sizes in behind[source].items():
+            sizes_of[name] = sizes_of.get(name, set()) | sizes
+    return sizes_of
 
 
 def _on_cpu(node: Node) -> bool:
@@ -305,7 +305,7 @@ def _copied_bytes(node: Node, device_type: str) -> int:
     """Return the bytes that a matrix product needs in addition to its result."""
     if _name(node) != "mm" or device_type != "cpu":
         return 0
-    left, right = (each.meta["val"] for each in node.all_input_nodes[:2])
+    left, right = (operand.meta["val"] for operand in node.all_input_nodes[:2])
     return workspace_bytes(left, right)
 
 
@@ -322,7 +322,7 @@ def _is_passed_twice(node: Node, loads: int) -> bool:
     """
     if len(node.users) < 2 or not _on_cpu(node):
         return False
-    reduced = [_name(each) in _REDUCTIONS for each in _readers(node)]
+    reduced = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
 
 
@@ -332,14 +332,14 @@ def _needs_memory(reader: Node) -> bool:
 
 def _readers(node: Node) -> list[Node]:
     """Return the nodes that read a node, directly or through views of it."""
-    return [each for user in node.users for each in (_readers(user) if _is_view(user) else [user])]
+    return [reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])]
 
 
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
 
 
 def _is_store(node: Node) -> bool:
@@ -379,5 +379,5 @@ def _name(node: Node) -> str:
 def _tensors(node: Node) -> list[Tensor]:
     """Return a node's tensors, except random generators' states: some kB, whose size is known only when it runs."""
     value = node.meta.get("val")
-    found = [each for each in (value if isinstance(value, tuple | list) else [value]) if isinstance(each, Tensor)]
-    return [each for each in found if all(isinstance(size, int) for size in each.shape)]
+    tensors = [item for item in (value if isinstance(value, tuple | list) else [value]) if isinstance(item, Tensor)]
+    return [item for item in tensors if all(isinstance(size, int) for size in item.shape)]

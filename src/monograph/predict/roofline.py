@@ -235,13 +235,13 @@ class Calibration:
         self._unread = False
         with suppress(InputRefused, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError):
             try:
-                found = parse_json(contents(file) or b"")
+                saved = parse_json(contents(file) or b"")
             except Unreadable:
                 self._unread = True
                 return
-            if found.get("schema") == SCHEMA:
-                self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in found["seen"].items()}
-                for kind, beyond in found.get("beyond", {}).items():
+            if saved.get("schema") == SCHEMA:
+                self._seen = {str(kind): [float(ratio) for ratio in ratios] for kind, ratios in saved["seen"].items()}
+                for kind, beyond in saved.get("beyond", {}).items():
                     self._beyond[kind] = [(int(more), int(passing)) for more, passing in beyond]
 
     def slowness(self, device: Device, precision: str) -> float | None:

@@ -71,7 +71,7 @@ def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
 def digests_of(descriptor: int, length: int) -> list[str]:
     """Return the digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
-    return read_pieces(descriptor, (memoryview(bytearray(each)) for each in lengths))
+    return read_pieces(descriptor, (memoryview(bytearray(size)) for size in lengths))
 
 
 def write_at(descriptor: int, piece: memoryview, start: int) -> None:
@@ -103,7 +103,7 @@ def _digests(blocks: Iterable[Block], fill: Callable[[int, Block], None] | None 
             # A block may be a copy made for this purpose (off a device, out of a strided view): hold only a few.
             if index >= HASH_THREADS:
                 pending[index - HASH_THREADS].result()
-        return [each.result() for each in pending]
+        return [future.result() for future in pending]
 
 
 def _transfer(call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int) -> None:

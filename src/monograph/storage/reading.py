@@ -138,14 +138,14 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 def is_file(path: str | os.PathLike[str]) -> bool:
     """Return whether a regular file is there; raise Unreadable."""
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    entry = status(path)
+    return entry is not None and stat.S_ISREG(entry.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder is there; raise Unreadable."""
-    found = status(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    entry = status(path)
+    return entry is not None and stat.S_ISDIR(entry.st_mode)
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
@@ -172,13 +172,13 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         return
     if first == "**" and (parts[1:] or is_folder(folder)):
         yield from _matching(folder, parts[1:])
-    for each in entries(folder):
-        if each.name.startswith(".") and not first.startswith("."):
+    for entry in entries(folder):
+        if entry.name.startswith(".") and not first.startswith("."):
             continue
-        if first == "**" and is_folder(each):
-            yield from _matching(each, parts)
-        elif fnmatch.fnmatchcase(each.name, first) and (not parts[1:] or is_folder(each)):
-            yield from _matching(each, parts[1:])
+        if first == "**" and is_folder(entry):
+            yield from _matching(entry, parts)
+        elif fnmatch.fnmatchcase(entry.name, first) and (not parts[1:] or is_folder(entry)):
+            yield from _matching(entry, parts[1:])
 
 
 def resolved(path: Path) -> Path:
@@ -231,11 +231,11 @@ class KeyTwice(ValueError):
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of a decoder's pairs; raise KeyTwice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    once = dict(pairs)
+    if len(once) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise KeyTwice(next(key for key in counts if counts[key] > 1))
-    return found
+    return once
 
 
 _ONCE = json.JSONDecoder(object_pairs_hook=object_once)

@@ -119,20 +119,20 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
         header.pop("__metadata__", None)
-        found = sorted(
+        in_order = sorted(
             (_entry(name, value) for name, value in header.items()), key=lambda entry: (entry.begin, entry.end)
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LayoutError(f"an unreadable header ({error})") from error
     at = 0
-    for name, begin, end, dtype, shape in found:
+    for name, begin, end, dtype, shape in in_order:
         size = math.prod(shape) * dtype.itemsize
         if (begin, end) != (at, at + size):
             raise LayoutError(f"tensor {name} at bytes {begin} to {end} where {at} to {at + size} was expected")
         at = end
     if len(prefix) + at != file_bytes:
         raise LayoutError(f"tensors of {at} bytes in a file of {file_bytes} bytes with a header of {len(prefix)}")
-    return found
+    return in_order
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -60,8 +60,8 @@ class HostThread:
         if self._failed:
             return
         try:
-            for each in wait:
-                each()
+            for arrived in wait:
+                arrived()
             call()
         except BaseException as error:  # noqa: BLE001 - for who waits
             self._failed = error

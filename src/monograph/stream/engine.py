@@ -132,7 +132,7 @@ class Streamed(Engine):
         """Move the planes of all stages to where they live."""
         kinds, rounds = step.optim.kinds(step.model), step.precision.rounds
         self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
-        return [each.plane for each in self.store.stored]
+        return [entry.plane for entry in self.store.stored]
 
     def _captured_functions(self, step: Step, scope: str) -> list[tuple[Any, str]]:
         updates = self.walk.updates
@@ -165,34 +165,34 @@ class Streamed(Engine):
 
     def _weights(self, step: Step) -> dict[str, Tensor]:
         """Return the model's tensors; those of split weights are copies in fp32."""
-        masters = [(each, each.master()) for each in self.store.stored if each.splits]
+        masters = [(entry, entry.master()) for entry in self.store.stored if entry.splits]
         return kept_state(step.model) | {
-            name: view for each, whole in masters for name, view in each.plane.views(whole)
+            name: view for entry, whole in masters for name, view in entry.plane.views(whole)
         }
 
     def _take_weights(self, step: Step, weights: Mapping[str, Tensor]) -> None:
-        for each in self.store.stored:
-            if each.splits:
-                master = each.master()
+        for entry in self.store.stored:
+            if entry.splits:
+                master = entry.master()
                 # Split weights have no fp32 memory that could be written to: they are joined, changed, and split
                 # again.
-                for name, view in each.plane.views(master):
+                for name, view in entry.plane.views(master):
                     view.copy_(weights[name])
-                each.set_master(master)
+                entry.set_master(master)
 
     @contextmanager
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
         """In the block the module is what it was made as, at home, its weights in fp32."""
         self._at_rest(step, True)
         # What is bf16 at home would be called with the rounded weights alone.
-        split_ones = [each for each in self.store.stored if each.splits]
-        for each in split_ones:
-            each.plane.hold(each.plane.state["ema"] if step.holds_average else each.master())
+        split_ones = [entry for entry in self.store.stored if entry.splits]
+        for entry in split_ones:
+            entry.plane.hold(entry.plane.state["ema"] if step.holds_average else entry.master())
         try:
             yield step.model
         finally:
-            for each in split_ones:
-                each.plane.hold(each.plane.param)
+            for entry in split_ones:
+                entry.plane.hold(entry.plane.param)
 
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 

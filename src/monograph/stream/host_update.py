@@ -73,11 +73,11 @@ class HostUpdate:
 
     def update(self, stage: Stage, decision: Decision) -> None:
         """Update those planes of a stage that stay at home, as soon as their gradients and the decision are there."""
-        found = list(self._chunks(stage))
-        if not found:
+        chunks = list(self._chunks(stage))
+        if not chunks:
             return
         self.lanes.host(functools.partial(self._receive, decision.home.tensor), [decision.home.space])
-        for chunk in found:
+        for chunk in chunks:
             stored = chunk[0]
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
@@ -123,9 +123,11 @@ class HostUpdate:
         label = f"decision {index}"
         # Of each decision its own memory: the next may be made while the host still works by this one.
         home = on_host(there, label, self.step.device)
-        found = Decision(Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST)))
-        self.lanes.compute(lambda: None, writes=[found.there.space])  # whatever was there before is done with
-        return found
+        decision = Decision(
+            Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST))
+        )
+        self.lanes.compute(lambda: None, writes=[decision.there.space])  # whatever was there before is done with
+        return decision
 
     def _receive(self, decision: Tensor) -> None:
         for number, target in zip(decision, (self.scale, self.accepted, self.applied, self.lr), strict=True):

@@ -40,8 +40,8 @@ class Passes:
         try:
             with self._forward(called):
                 self.step.loss(self.step.model, batch)
-        except _Called as found:
-            args, kwargs = found.args
+        except _Called as stopped:
+            args, kwargs = stopped.args
         else:
             raise UsageError("memory = stream: the loss did not call its model, which it must do once")
         hidden, further = self.model.begin(*args, **kwargs)
@@ -159,7 +159,7 @@ class Passes:
 def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     """Which tensor each buffer is, and how often that was written."""
     # By version and identity: a buffer may be written in place or replaced.
-    named = (each for module in modules for each in module.named_buffers())
+    named = (entry for module in modules for entry in module.named_buffers())
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 

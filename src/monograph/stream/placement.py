@@ -109,10 +109,10 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
         # A copy in any case: on a CPU the device's memory would be the host's own otherwise.
         return tensor.to(placement.device, copy=True)
     if home == Home.DISK:
-        found = _mapped(tensor, label, placement.folder)
+        placed = _mapped(tensor, label, placement.folder)
     else:
-        found = on_host(tensor, label, placement.device)
-    return found.copy_(tensor)
+        placed = on_host(tensor, label, placement.device)
+    return placed.copy_(tensor)
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:

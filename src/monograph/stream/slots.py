@@ -50,8 +50,8 @@ def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
 
     So planes of one kind share memory, and an embedding's is the head's.
     """
-    found = {each.plane.number: each.buffers[name] for each in stage.stored}
-    return {at: buffer.tensor for at, buffer in found.items() if buffer.space.home != Home.DEVICE}
+    buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
+    return {at: buffer.tensor for at, buffer in buffers.items() if buffer.space.home != Home.DEVICE}
 
 
 class Slot:
@@ -87,11 +87,11 @@ class StageOnDevice:
         )
         self.planes = [
             replace(
-                each.plane,
-                param=weights.get(each.plane.number, each.plane.param),
-                grad=gradients.get(each.plane.number, each.plane.grad),
+                stored.plane,
+                param=weights.get(stored.plane.number, stored.plane.param),
+                grad=gradients.get(stored.plane.number, stored.plane.grad),
             )
-            for each in stage.stored
+            for stored in stage.stored
         ]
 
     @property
@@ -105,14 +105,14 @@ class StageOnDevice:
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
-        own = [each.buffers[name].space for each in self.stage.stored]
+        own = [stored.buffers[name].space for stored in self.stage.stored]
         return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
 
     def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
         """Have these planes' weights copied to the slot."""
-        for each, plane in zip(self.stage.stored, self.planes, strict=True):
-            weights = each.buffers[WEIGHTS]
-            if each in planes and weights.space.home != Home.DEVICE:
+        for stored, plane in zip(self.stage.stored, self.planes, strict=True):
+            weights = stored.buffers[WEIGHTS]
+            if stored in planes and weights.space.home != Home.DEVICE:
                 lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
 
     @contextmanager

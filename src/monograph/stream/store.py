@@ -109,7 +109,7 @@ class Stage:
     @property
     def slots(self) -> Iterator[nn.Parameter]:
         """Its parameters."""
-        return (slot.parameter for each in self.stored for slot in each.plane.slots)
+        return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 
 @dataclass
@@ -127,18 +127,18 @@ class Store:
     @property
     def stored(self) -> Iterator[Stored]:
         """The planes of all stages."""
-        return (each for stage in self.stages for each in stage.stored)
+        return (stored for stage in self.stages for stored in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
         """Return how many bytes lie where; memory that stages share counts once."""
-        found = dict.fromkeys(Home, 0)
+        sizes = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
-        for tensor, space in (buffer for each in self.stored for buffer in each.buffers.values()):
+        for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
             if not tensor.is_meta:
                 before, size = seen.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size()
                 seen[tensor.data_ptr()] = max(before, size)
-                found[space.home] += max(0, size - before)
-        return found
+                sizes[space.home] += max(0, size - before)
+        return sizes
 
 
 def staged(module: nn.Module) -> Staged:
@@ -183,13 +183,13 @@ def stored(  # noqa: PLR0913 - what a store is made of
     # Numbers and starts are those of the resident engine's planes, on which stochastic rounding depends.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
     reached = dict.fromkeys(kinds.values(), 0)
-    found, taken = Store(), set[int]()
+    store, taken = Store(), set[int]()
     for stage_name, run, holders in _stages(module, parts, placement.blocks_per_stage):
         held = {id(p): p for holder in holders for p in holder.parameters() if id(p) in names}
-        found.tied = found.tied or bool(held.keys() & taken)
+        store.tied = store.tied or bool(held.keys() & taken)
         own = {names[key]: p for key, p in held.items() if key not in taken}
         taken |= held.keys()
-        stage = Stage(stage_name, len(found.stages), run, [])
+        stage = Stage(stage_name, len(store.stages), run, [])
         of_block = {names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names}
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]
@@ -204,25 +204,25 @@ def stored(  # noqa: PLR0913 - what a store is made of
             # fp32, needs all of its bits in each pass, so nothing would be saved.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
-        found.stages.append(stage)
+        store.stages.append(stage)
     if placement.when == "backward":
-        _take_turns(found.stages, placement)
-    if beyond := sorted(stage for stage, _ in placement.on_device if stage >= len(found.stages)):
+        _take_turns(store.stages, placement)
+    if beyond := sorted(stage for stage, _ in placement.on_device if stage >= len(store.stages)):
         raise UsageError(
-            f"Placement: on_device names stage {beyond[0]}, and the stages are 0 to {len(found.stages) - 1}"
+            f"Placement: on_device names stage {beyond[0]}, and the stages are 0 to {len(store.stages) - 1}"
         )
     if odd := [name for key, name in names.items() if key not in taken]:
         raise UsageError(f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after")
-    return found
+    return store
 
 
 def _stages(
     module: nn.Module, parts: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
     yield "before the blocks", [], parts.parts_before
-    found = list(blocks(module).values())
-    for begin in range(0, len(found), blocks_per_stage):
-        run = list(enumerate(found))[begin : begin + blocks_per_stage]
+    of_model = list(blocks(module).values())
+    for begin in range(0, len(of_model), blocks_per_stage):
+        run = list(enumerate(of_model))[begin : begin + blocks_per_stage]
         last = run[-1][0]
         yield f"block {begin}" if begin == last else f"blocks {begin}-{last}", run, [block for _, block in run]
     yield "after the blocks", [], parts.parts_after
@@ -267,15 +267,15 @@ def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
     So while a stage is updated the next one's gradient comes, and no more than these are ever kept.
     """
     for turn in range(TURNS):
-        those = [each for stage in stages[turn::TURNS] for each in stage.stored if each.on_host]
+        those = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
-        for each in those:
-            key, grad = (each.plane.number, each.plane.grad.dtype), each.plane.grad
+        for stored in those:
+            key, grad = (stored.plane.number, stored.plane.grad.dtype), stored.plane.grad
             largest[key] = max(largest.get(key, grad), grad, key=torch.numel)
         label = f"gradients in turn {turn}"
         memory = {key: on_host(like, label, placement.device) for key, like in largest.items()}
         space = Space(label, Home.HOST)
-        for each in those:
-            plane = each.plane
+        for stored in those:
+            plane = stored.plane
             plane.grad = memory[plane.number, plane.grad.dtype][: plane.grad.numel()]
-            each.buffers[GRADIENT] = Buffer(plane.grad, space)
+            stored.buffers[GRADIENT] = Buffer(plane.grad, space)

@@ -77,7 +77,7 @@ class Updates:
         `fresh`: there is no gradient, and nothing is applied.
         """
         self.flush()  # an update that no forward pass has followed
-        squares = [each for key in sorted(self._squares) for each in self._squares[key]]
+        squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if fresh:
             squares = [torch.zeros_like(self.step.loss_sum)]  # of no window
         applied = self.step.applied.clone()

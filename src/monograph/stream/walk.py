@@ -95,11 +95,11 @@ class Walk:
         """Return the sum of losses and the targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        here, found = self._next(last, back=0)(), []
+        here, scores = self._next(last, back=0)(), []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take(last.index, g)
-            found.append(self._compute(here, functools.partial(self.passes.score, state, batch), [space]))
-        return found
+            scores.append(self._compute(here, functools.partial(self.passes.score, state, batch), [space]))
+        return scores
 
     def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
         """Run every stage but the last forward; return what each micro-batch's blocks take besides."""
@@ -112,16 +112,16 @@ class Walk:
                 if stage.blocks:
                     state, space = self.boundaries.of(stage.index, g)
                     work = functools.partial(self.passes.forward, stage, state, further[g])
-                    found = self._compute(here, work, [space])
+                    output = self._compute(here, work, [space])
                 else:
-                    found, further[g] = self._compute(here, functools.partial(self.passes.first, batch))
-                self.boundaries.put(stage.index + 1, g, found, keep=keep)
+                    output, further[g] = self._compute(here, functools.partial(self.passes.first, batch))
+                self.boundaries.put(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
             self.boundaries.passed(stage.index, keep=keep)
         return further
 
     def _backward(self, here: StageOnDevice, g: int, batch: Any, further: list[Any], gradients: list[Any]) -> None:
-        planes = [plane for each in self._needed(here) for plane in each.planes]
+        planes = [plane for stage in self._needed(here) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if here.stage is first:
             last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
@@ -173,14 +173,14 @@ class Walk:
 
         def work() -> Any:
             with ExitStack() as stack:
-                for each in needed:
-                    stack.enter_context(each.parameters())
+                for stage in needed:
+                    stack.enter_context(stage.parameters())
                     if backward:
-                        each.link()
+                        stage.link()
                 return call()
 
-        reads = [*also_reads, *(space for each in needed for space in each.reads)]
-        return self.lanes.compute(work, reads, [s for each in needed for s in each.writes] if backward else ())
+        reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
+        return self.lanes.compute(work, reads, [s for stage in needed for s in stage.writes] if backward else ())
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
@@ -193,14 +193,14 @@ class Walk:
         """Make the slot's gradients zero, or what was added before."""
         if self.store.tied and here.stage is self.store.stages[0]:
             return  # done where they were first needed
-        for each in self._needed(here):
-            for stored, plane in zip(each.stage.stored, each.planes, strict=True):
+        for stage in self._needed(here):
+            for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
-                    self.lanes.compute(plane.grad.zero_, writes=each.writes)
+                    self.lanes.compute(plane.grad.zero_, writes=stage.writes)
                 # A second window of the same update adds to what the first one left at home.
                 elif home.space.home != Home.DEVICE:
-                    self.lanes.copy(plane.grad, home.tensor, each.slot.gradients.space, home.space)
+                    self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
 
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 

@@ -111,8 +111,8 @@ class Windows:
         return self
 
     def __next__(self) -> Batch:
-        found = [next(source) for source in self._sources]
-        return found[0] if len(found) == 1 else stacked(found, self._which)
+        windows = [next(source) for source in self._sources]
+        return windows[0] if len(windows) == 1 else stacked(windows, self._which)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -211,11 +211,11 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
 
 def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
     """Give each member the schedule that its settings name; their number of updates is fixed."""
-    found = [one.plan.schedule(one.plan.updates) for one in made]
+    schedules = [one.plan.schedule(one.plan.updates) for one in made]
     if isinstance(engine, Ensemble):
-        engine.stacked.schedules = found
+        engine.stacked.schedules = schedules
     else:
-        engine.step.schedule = found[0]
+        engine.step.schedule = schedules[0]
 
 
 def refill(engine: Engine, fresh: Engine) -> bool:
@@ -240,12 +240,12 @@ def batch_of(
     """Return the members' sessions at their runs' beginning; write settings and tokenizers where they are missing."""
     schedule(engine, made)
     sessions = []
-    for number, (run, each) in enumerate(zip(runs, made, strict=True)):
+    for number, (run, built) in enumerate(zip(runs, made, strict=True)):
         if not run.begun:
             write_tokenizer(run, text.tokenizer)
-            write_config(run, each.plan.settings)
+            write_config(run, built.plan.settings)
         own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
-        plan = each.plan
+        plan = built.plan
         batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
         session = Session(run, plan, text, own, batches)
         sessions.append(session)

@@ -74,8 +74,8 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
     """Return T(width), measured or linear between the nearest measured widths, never less than a narrower width's."""
     if width in timed:
         return timed[width].update_s
-    below = max((each for each in timed if each < width), default=1)
-    above = min((each for each in timed if each > width), default=None)
+    below = max((measured for measured in timed if measured < width), default=1)
+    above = min((measured for measured in timed if measured > width), default=None)
     if above is None:  # beyond the widest measured width a member costs its average there
         return timed[below].update_s * width / below
     share = (width - below) / (above - below)
@@ -191,12 +191,12 @@ class Timing:
 
     def decide(self, updates: int) -> None:
         """Fix the group's rounds."""
-        found = choose(self.timed, len(self.group.members), updates)
+        choice = choose(self.timed, len(self.group.members), updates)
         alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
-        self.group.rounds = rounds(len(self.group.members), found.members)
-        self.group.why = alone if self.refused else found.why
+        self.group.rounds = rounds(len(self.group.members), choice.members)
+        self.group.why = alone if self.refused else choice.why
         self.group.update_s = sum(update_s(self.timed, size) for size in self.group.rounds)
-        self.group.compile_s = max(0.0, found.total_s - updates * self.group.update_s)
+        self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.rounds)
         for width in [width for width in self.kept if width not in self.group.rounds]:
             del self.kept[width]
@@ -323,15 +323,15 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         longer = duration(least_tokens * per_token_s + beside_s)
         progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
-    found = []
+    counts = []
     for timing in timings:
-        found.append(
+        counts.append(
             _given(timing)
             or defaults.updates_for(
                 tokens, _size(timing), defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows)
             )
         )
-    return found
+    return counts
 
 
 def _given(timing: Timing) -> int:

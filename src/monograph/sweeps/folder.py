@@ -50,13 +50,13 @@ class Sweep:
             InputRefused: `out` cannot be used, or its sweep.json is damaged.
         """
         if out is not None and is_file(out / SWEEP):
-            found = cls.open(out)
-            if found.record["asked"] != asked(settings, points):
+            existing = cls.open(out)
+            if existing.record["asked"] != asked(settings, points):
                 raise UsageError(
                     f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
                     f"`monograph sweep --out {shell_words(out)}`, or name a new folder"
                 )
-            return found
+            return existing
         record: dict[str, Any] = {
             "schema": SCHEMA, "asked": asked(settings, points), "points": [dict(point) for point in points],
             "settings": settings.fingerprint,
@@ -78,7 +78,7 @@ class Sweep:
             InputRefused: there is none, or its record is damaged.
         """
         if folder is None:
-            sweeps = [each for each in runs_in(DEFAULT_ROOT) if is_file(each / SWEEP)]
+            sweeps = [run for run in runs_in(DEFAULT_ROOT) if is_file(run / SWEEP)]
             if not sweeps:
                 raise InputRefused(f"no sweep in {DEFAULT_ROOT}/ yet: start one with `monograph sweep`")
             folder = sweeps[-1]
@@ -135,8 +135,8 @@ class Sweep:
         """Yield the members' runs, created if missing and locked for the `with` block."""
         with ExitStack() as locks:
             runs = []
-            for each in members:
-                run = self.member(each.index)
+            for member in members:
+                run = self.member(member.index)
                 if not run.begun:
                     run = Run.create(run.folder)
                 locks.enter_context(run.lock(new=not run.begun))
@@ -186,9 +186,9 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
             f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` goes on"
         )
     return {
-        each["knobs"].get(SEED, index): sweep.member(index)
-        for index, each in enumerate(members)
-        if each["diverged"] is None and {k: v for k, v in each["knobs"].items() if k != SEED} == best["knobs"]
+        member["knobs"].get(SEED, index): sweep.member(index)
+        for index, member in enumerate(members)
+        if member["diverged"] is None and {k: v for k, v in member["knobs"].items() if k != SEED} == best["knobs"]
     }
 
 

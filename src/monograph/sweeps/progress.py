@@ -56,13 +56,13 @@ class SweepProgress:
     def batches(self) -> list[tuple[Timing, int, list[Member]]]:
         """The rounds of this rank: the group's timing, the number of updates, and the members."""
         pairs = zip(self.timings, self.updates, strict=True)
-        found = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
-        return found[self.world.rank :: self.world.size]
+        batches = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
+        return batches[self.world.rank :: self.world.size]
 
     @property
     def over(self) -> bool:
         """Whether nothing is left to train."""
-        return all(each.over for each in self.outcomes)
+        return all(outcome.over for outcome in self.outcomes)
 
     @property
     def spent_s(self) -> float:
@@ -131,7 +131,7 @@ class SweepProgress:
         return results.lines(results.compared(self.outcomes), self._lost())
 
     def _lost(self) -> dict[int, int]:
-        return {each.member.index: each.diverged for each in self.outcomes if each.diverged is not None}
+        return {outcome.member.index: outcome.diverged for outcome in self.outcomes if outcome.diverged is not None}
 
     def all_over(self, members: Sequence[Member]) -> bool:
         """Return whether none of these members is left to train."""
@@ -159,10 +159,10 @@ class SweepProgress:
 
     def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
         rows = batch.sessions[0].corpus.held_out
-        found = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
+        measured = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
         used = min(limit or len(rows), len(rows))
         tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(batch.sessions, found, strict=True)):
+        for place, (session, score) in enumerate(zip(batch.sessions, measured, strict=True)):
             if place not in batch.ended:
                 scores = {"eval_loss": score.loss, "eval_bits_per_byte": score.bits_per_byte}
                 session.run.log({"update": update, "tokens": tokens[place], **scores, "eval_rows": used})
@@ -181,8 +181,8 @@ class SweepProgress:
                     "eval_weights": "averaged" if session.plan.averaged else "last",
                 }  # fmt: skip
                 rows = self.outcomes[batch.members[place].index].rows
-                found = results.summary(rows, session.run, known)
-                session.run.log({"update": found["update"], "summary": found})
+                summary = results.summary(rows, session.run, known)
+                session.run.log({"update": summary["update"], "summary": summary})
         self._read(batch)
 
     def keep_time(self) -> None:
@@ -198,21 +198,24 @@ class SweepProgress:
         """Compare, write tables and figures, print the results; return the JSON object of the contract."""
         table = results.compared(self.outcomes)
         self.sweep.record["tokens"] = sum(
-            next((row["tokens"] for row in reversed(each.rows) if "train_loss" in row), 0) for each in self.outcomes
+            next((row["tokens"] for row in reversed(outcome.rows) if "train_loss" in row), 0)
+            for outcome in self.outcomes
         )
-        found = results.whole(self.sweep, self.outcomes, table)
+        result = results.whole(self.sweep, self.outcomes, table)
         told_of_wide = []
         if table.best:
             self.sweep.link_best(table.best.member)
             told_of_wide = self.sweep.write_wide(dict(table.best.setting.knobs))
-        self.sweep.record["result"] = found
+        self.sweep.record["result"] = result
         self.sweep.write()
-        path = self.sweep.write_table(found["members"])
+        path = self.sweep.write_table(result["members"])
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
             told = [*results.lines(table, self._lost()), table.how]
-            curves = [({short(k): v for k, v in each.member.knobs.items()}, each.rows) for each in self.outcomes]
-            write_sweep_report(self.sweep.run.folder, found, results.drawn(table), curves, table.how)
+            curves = [
+                ({short(k): v for k, v in outcome.member.knobs.items()}, outcome.rows) for outcome in self.outcomes
+            ]
+            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how)
         self.progress.gap()
         for number, line in enumerate(told):
             self.progress.line("members" if number == 0 else "", line)
@@ -221,4 +224,4 @@ class SweepProgress:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
         self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
-        return found
+        return result

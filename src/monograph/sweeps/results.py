@@ -74,14 +74,14 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
 def compared(outcomes: Sequence[Outcome]) -> Table:
     """Return the settings compared by bits per byte, or by the loss where its sum says nothing about bytes."""
     key, unit = scored_by(outcomes)
-    values = [each.score(key) for each in outcomes]
-    return tabulate(values, [each.member.knobs for each in outcomes], SEED, unit)
+    values = [outcome.score(key) for outcome in outcomes]
+    return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
 
 
 def scored_by(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """Return the key of the score that decides, and its unit."""
-    there = [each.evaluation for each in outcomes if each.evaluation]
-    in_bits = all(each.get(BITS) is not None for each in there)
+    there = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
+    in_bits = all(evaluation.get(BITS) is not None for evaluation in there)
     return (BITS, "bits/byte") if in_bits else (NATS, "nats")
 
 
@@ -120,7 +120,7 @@ def verdict(table: Table) -> str:
         return "every member diverged: lower the learning rates"
     best = table.best.setting
     name = described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
-    tied = [described(dict(each.knobs)) for each in table.settings if each.tied]
+    tied = [described(dict(setting.knobs)) for setting in table.settings if setting.tied]
     if tied:
         return f"{name}; {'; '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the noise: either is fine"
     return name
@@ -129,18 +129,18 @@ def verdict(table: Table) -> str:
 def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return (members, best) as `--json` prints them."""
     members = []
-    for each in outcomes:
-        folders = entries(each.run.checkpoints, "step-")
-        scores = {key: each.evaluation.get(key) for key in (NATS, BITS)}
-        last: dict[str, Any] = next((row for row in reversed(each.rows) if "train_loss" in row), {})
+    for outcome in outcomes:
+        folders = entries(outcome.run.checkpoints, "step-")
+        scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
+        last: dict[str, Any] = next((row for row in reversed(outcome.rows) if "train_loss" in row), {})
         members.append({
-            "knobs": dict(each.member.knobs), **standard_json(scores), "train_loss": last.get("train_loss"),
-            "diverged": each.diverged, "run": str(each.run.folder),
+            "knobs": dict(outcome.member.knobs), **standard_json(scores), "train_loss": last.get("train_loss"),
+            "diverged": outcome.diverged, "run": str(outcome.run.folder),
             "checkpoint": str(folders[-1]) if folders else None,
         })  # fmt: skip
     if table.best is None:
         return members, None
-    best, ties = table.best.setting, [dict(each.knobs) for each in table.settings if each.tied]
+    best, ties = table.best.setting, [dict(setting.knobs) for setting in table.settings if setting.tied]
     mean = best.mean
     return members, {
         "knobs": dict(best.knobs), "member": table.best.member, "mean": mean.value if mean else None,
@@ -185,13 +185,13 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     best = table.best.setting if table.best else None
     return [
         {
-            "knobs": {short(key): value for key, value in each.knobs.items()},
-            "mean": each.mean.value if each.mean else None,
-            "standard_error": each.mean.standard_error if each.mean else None,
-            "values": [table.values[member] for member in each.members.values()],
-            "standing": "best" if each is best else "tied" if each.tied else "",
+            "knobs": {short(key): value for key, value in setting.knobs.items()},
+            "mean": setting.mean.value if setting.mean else None,
+            "standard_error": setting.mean.standard_error if setting.mean else None,
+            "values": [table.values[member] for member in setting.members.values()],
+            "standing": "best" if setting is best else "tied" if setting.tied else "",
         }
-        for each in table.settings
+        for setting in table.settings
     ]
 
 
@@ -257,14 +257,14 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
             first = text.batches(size, seed=seed)
             engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
             first.close()
-        found = _trained(engine, batches, updates, stage.report)
+        losses = _trained(engine, batches, updates, stage.report)
     batches.close()
-    return found
+    return losses
 
 
 def _trained(engine: Engine, batches: Any, updates: int, report: Any) -> list[float]:
-    found = []
+    losses = []
     for update in train(engine, batches, updates):
-        found.append(update.loss)
+        losses.append(update.loss)
         report("update", update.index + 1, updates)
-    return [float(loss) for loss in torch.stack(found).tolist()]
+    return [float(loss) for loss in torch.stack(losses).tolist()]

@@ -92,13 +92,13 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
     Raises:
         UsageError: a point that gives no valid settings, or two that give the same.
     """
-    found = [Member(index, point, settings.resolve(point, ORIGIN)) for index, point in enumerate(points)]
+    members = [Member(index, point, settings.resolve(point, ORIGIN)) for index, point in enumerate(points)]
     seen: dict[str, int] = {}
-    for member in found:
+    for member in members:
         other = seen.setdefault(member.settings.fingerprint, member.index)
         if other != member.index:
             raise UsageError(f"members {other} and {member.index} are equal: {described(member.knobs)}")
-    return found
+    return members
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:
@@ -113,7 +113,7 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
 def spread(groups: Sequence[Group], ranks: int) -> None:
     """Halve rounds, the largest first, until every rank has one or no round has two members."""
     while sum(len(group.rounds) for group in groups) < ranks:
-        group = max(groups, key=lambda each: max(each.rounds))
+        group = max(groups, key=lambda candidate: max(candidate.rounds))
         largest = max(group.rounds)
         if largest == 1:
             return

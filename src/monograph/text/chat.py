@@ -97,9 +97,9 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     if tokenizer.config.template is None:
         return None
     chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    _, found, rest = tokenizer.config.template.render(chat).rpartition(_ANSWER)
+    _, marker, rest = tokenizer.config.template.render(chat).rpartition(_ANSWER)
     controls = set(tokenizer.special.values())
-    after = tokenizer.encode_rendered(rest) if found else []
+    after = tokenizer.encode_rendered(rest) if marker else []
     return next((index for index in after if index in controls), None)
 
 
@@ -132,15 +132,15 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    for each in values:
-        yield from _texts(each)
+    for inner in values:
+        yield from _texts(inner)
 
 
 def _apart(value: Any, contents: Sequence[str], marker: str) -> Any:
     if isinstance(value, dict):
-        return {key: _apart(each, contents, marker) for key, each in value.items()}
+        return {key: _apart(inner, contents, marker) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_apart(each, contents, marker) for each in value]
+        return [_apart(inner, contents, marker) for inner in value]
     if isinstance(value, str):
         for content in contents:
             value = value.replace(content, content[0] + marker + content[1:])

@@ -46,13 +46,13 @@ class Losses:
         suspects = self._made | self._doubtful
         if not unwritten and (not suspects or (ids is not None and suspects.isdisjoint(ids))):
             return ""
-        found = (self._inner if inside else self._engine).encode(text, add_special_tokens=False)
-        for index, (start, end) in zip(found.ids, found.offsets, strict=True):
+        encoded = (self._inner if inside else self._engine).encode(text, add_special_tokens=False)
+        for index, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             if index in self._made:
                 name, special = text[start:end], self._engine.id_to_token(index)
                 where = _around(text, start, end - start)
                 return f"{name!r} in {where!r} would become the special token {special!r}, which is no text"
-        return self._changed(text, found.ids, unwritten) if unwritten or not suspects.isdisjoint(found.ids) else ""
+        return self._changed(text, encoded.ids, unwritten) if unwritten or not suspects.isdisjoint(encoded.ids) else ""
 
     def _changed(self, text: str, ids: Sequence[int], unwritten: str) -> str:
         pieces = b"".join(self._checked.pieces[index] for index in ids)
@@ -70,7 +70,7 @@ class Losses:
 
     def _unwritten(self, text: str) -> str:
         normal, lacking = self._normal(text), self._checked.lacking
-        lost = {each for each in set(normal) - self._written if not lacking.isdisjoint(each.encode())}
+        lost = {letter for letter in set(normal) - self._written if not lacking.isdisjoint(letter.encode())}
         self._written |= set(normal) - lost
         if not lost:
             return ""

@@ -70,7 +70,7 @@ def marks(
     if len(schemes) > 1 or normalizers.count(PREPEND) > 1 or not schemes <= {"prepend", "always", "first", "never"}:
         shown = ", ".join(sorted(schemes))
         raise ValueError(f"puts spaces before a text in more ways than one, or in an unknown one ({shown[:80]})")
-    found = _decoded(decoders, scheme, metaspaces, bool(model.get("byte_fallback")))
+    marks_of = _decoded(decoders, scheme, metaspaces, bool(model.get("byte_fallback")))
     vocab, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocab, dict) or MARK not in vocab:
         raise ValueError(f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back")
@@ -78,9 +78,9 @@ def marks(
         [merge.split(" ") if isinstance(merge, str) else merge for merge in merges] if isinstance(merges, list) else []
     )
     joined = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
-    if found.byte_tokens and (model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*joined, *added]))):
+    if marks_of.byte_tokens and (model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*joined, *added]))):
         raise ValueError(r"reads the letters of a byte's token as the byte: '<0x0A>' would come back as '\n'")
-    return found
+    return marks_of
 
 
 def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallback: bool) -> Marks:

@@ -210,7 +210,7 @@ def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None
             raise InputRefused(f"{path}: cannot be read as UTF-8 text: {error}") from None
     stored = tokenizer_config.get("chat_template")
     if isinstance(stored, list):
-        named = [each for each in stored if isinstance(each, dict) and each.get("name") == "default"]
+        named = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
         stored = named[0].get("template") if named else stored
     if stored is None or isinstance(stored, str):
         return stored

@@ -148,11 +148,11 @@ class Tokenizer:
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
-        beside = tokenizer_config.read(path.parent)
+        settings = tokenizer_config.read(path.parent)
         if bos is None and eos is None:
-            bos, eos = beside.borders
+            bos, eos = settings.borders
         tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos, trusted)
-        tokenizer.config = beside
+        tokenizer.config = settings
         return tokenizer
 
     @classmethod
@@ -252,12 +252,12 @@ class Tokenizer:
     def controls(self, text: str) -> list[tuple[int, int, int]]:
         """Return (begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
         try:
-            found = self._recognising.encode(text, add_special_tokens=False)
+            encoded = self._recognising.encode(text, add_special_tokens=False)
         except TypeError:
             self.encode(text)  # raises an error that says what is wrong with it
             raise
         special = set(self.special.values())
-        both = zip(found.ids, found.offsets, strict=True)
+        both = zip(encoded.ids, encoded.offsets, strict=True)
         return [(start, end, index) for index, (start, end) in both if index in special]
 
     @functools.cached_property
@@ -273,9 +273,9 @@ class Tokenizer:
         if text in self.special:
             return self.special[text]
         wanted = text.encode()
-        found = [index for index, piece in enumerate(self.pieces) if piece == wanted] if wanted else []
+        indices = [index for index, piece in enumerate(self.pieces) if piece == wanted] if wanted else []
         # If a byte's token stands for the same text, return the one that the text is encoded to.
-        return next(iter(self.encode(text, inside=True) if len(found) > 1 else found), None)
+        return next(iter(self.encode(text, inside=True) if len(indices) > 1 else indices), None)
 
     def lead(self, before: Sequence[int]) -> ByteString:
         """Return the bytes that decoding puts before a text after these ids: a space, or none."""
@@ -287,8 +287,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
         """Return the bytes of the text that ids stand for; special tokens stand for none."""
-        found = b"".join([self.pieces[index] for index in ids])
-        return found.removeprefix(b" ") if self.strips else found
+        decoded = b"".join([self.pieces[index] for index in ids])
+        return decoded.removeprefix(b" ") if self.strips else decoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""

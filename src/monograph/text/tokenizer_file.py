@@ -79,10 +79,10 @@ def texts(content: dict[str, Any], where: str) -> dict[int, str]:
     model, added = content.get("model"), content.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
     try:
-        found = {index: text for text, index in vocab.items() if _is_id(index)}  # type: ignore[union-attr]
-        found |= {token["id"]: str(token["content"]) for token in added if _is_id(token["id"])}
-        if found:
-            return found
+        by_id = {index: text for text, index in vocab.items() if _is_id(index)}  # type: ignore[union-attr]
+        by_id |= {token["id"]: str(token["content"]) for token in added if _is_id(token["id"])}
+        if by_id:
+            return by_id
         raise KeyError("vocab")
     except (AttributeError, TypeError, KeyError):
         raise InputRefused(f"{where}: has no list of tokens with their ids, so that none can be compared") from None
@@ -227,7 +227,7 @@ class Checked:
         """Return the bytes to which the library decodes a token's text."""
         if self.marks:
             return self.marks.piece(token)
-        return bytes([_ALPHABET[each] for each in token]) if _ALPHABET.keys() >= {*token} else token.encode()
+        return bytes([_ALPHABET[letter] for letter in token]) if _ALPHABET.keys() >= {*token} else token.encode()
 
     def _byte_level_decoder(self, part: Any) -> dict[str, Any]:
         steps = _steps(part, "decoders")
@@ -307,7 +307,7 @@ class Checked:
         return part
 
     def _is_special(self, pair: Any) -> bool:
-        return isinstance(pair, list) and len(pair) == 2 and pair in [[*each] for each in self.special.items()]
+        return isinstance(pair, list) and len(pair) == 2 and pair in [[*item] for item in self.special.items()]
 
     def _is_small_template(self, step: dict[str, Any]) -> bool:
         specials = step.get("special_tokens")

@@ -35,8 +35,8 @@ def fault(content: str) -> str | None:
 def loss(content: str) -> tuple[str, str] | None:
     """Return a text that a tokenizer.json would lose, and what would come back; None if a few seconds show none."""
     done = _run(content, SECONDS // 3)
-    found = json.loads(done.stdout) if done and not done.returncode else None
-    return (found[0], found[1]) if found else None
+    answer = json.loads(done.stdout) if done and not done.returncode else None
+    return (answer[0], answer[1]) if answer else None
 
 
 def _run(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | None:

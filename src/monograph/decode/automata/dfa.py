@@ -147,16 +147,16 @@ class Positions:
 
     def closed(self, positions: Next) -> Next:
         """Return the positions with every loop among them replaced by its first positions and its successors."""
-        found = self._closed.get(positions)
-        if found is None:
+        closed = self._closed.get(positions)
+        if closed is None:
             reached, waiting = set(positions), [*positions & self._loops]
             for loop in waiting:
                 self.budget.spend(1 + len(self.follow[loop]))
                 fresh = self.follow[loop] - reached
                 reached |= fresh
                 waiting.extend(fresh & self._loops)
-            found = self._closed[positions] = frozenset(reached - self._loops)
-        return found
+            closed = self._closed[positions] = frozenset(reached - self._loops)
+        return closed
 
 
 MAX_STATES = 10_000

@@ -94,12 +94,12 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
     if len(pattern) > MAX_LENGTH:
         raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
     reader = _Reader(pattern, where, encoding)
-    found = [reader.branch()]
+    alternatives = [reader.branch()]
     while reader.take("|"):
-        found.append(reader.branch())
+        alternatives.append(reader.branch())
     if reader.at < len(pattern):
         reader.refuse("an unopened ')'", r"write \) for the character")
-    return found
+    return alternatives
 
 
 class _Reader:
@@ -117,9 +117,9 @@ class _Reader:
         return self.pattern[self.at : self.at + 1]
 
     def take(self, wanted: str) -> bool:
-        found = self.pattern.startswith(wanted, self.at)
-        self.at += len(wanted) * found
-        return found
+        taken = self.pattern.startswith(wanted, self.at)
+        self.at += len(wanted) * taken
+        return taken
 
     def branch(self) -> Branch:
         begins = self.take("^")

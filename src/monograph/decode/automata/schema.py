@@ -98,9 +98,9 @@ class _Schemas:
                 self.refuse(path, f"{key!r} is not supported: leave it out or say the same with other keys")
         for key in ("$ref", "anyOf", "oneOf"):
             if key in schema:
-                beside = schema.keys() - _ANNOTATIONS - {key}
-                if beside:
-                    self.refuse(path, f"{key!r} beside {min(beside)!r} is not supported: let {key!r} stand alone")
+                others = schema.keys() - _ANNOTATIONS - {key}
+                if others:
+                    self.refuse(path, f"{key!r} beside {min(others)!r} is not supported: let {key!r} stand alone")
                 return self._reference(schema, path) if key == "$ref" else self._options(schema, key, path)
         if "const" in schema or "enum" in schema:
             return self._enumeration(schema, path)
@@ -130,12 +130,12 @@ class _Schemas:
 
     def _reference(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         name = schema["$ref"]
-        found = self.target(name, path)
+        target = self.target(name, path)
         if name in self.open:
             self.refuse(path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out")
         if name not in self.known:
             self.open.append(name)
-            self.known[name] = self.read(found, (*path, "$ref"))
+            self.known[name] = self.read(target, (*path, "$ref"))
             self.open.pop()
         return self.known[name]
 
@@ -143,13 +143,13 @@ class _Schemas:
         """Return the schema that a reference names."""
         if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
             self.refuse(path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'")
-        found = self.root
+        target = self.root
         for step in name.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or step not in found:
+            if not isinstance(target, dict) or step not in target:
                 self.refuse(path, f"'$ref' to {name[:60]!r} leads nowhere")
-            found = found[step]
-        return found
+            target = target[step]
+        return target
 
     def _options(self, schema: dict[str, Any], key: str, path: tuple[str, ...]) -> Expression:
         options = schema[key]
@@ -163,9 +163,9 @@ class _Schemas:
         return Alternation(tuple(texts))
 
     def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        beside = schema.keys() - _ANNOTATIONS - _VALUES
-        if beside:
-            self.refuse(path, f"{min(beside)!r} beside 'enum' or 'const' is not supported: leave it out")
+        others = schema.keys() - _ANNOTATIONS - _VALUES
+        if others:
+            self.refuse(path, f"{min(others)!r} beside 'enum' or 'const' is not supported: leave it out")
         allowed = schema.get("enum", [schema.get("const")])
         if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
             self.refuse(path, "'enum' is not a list of JSON values")

@@ -166,19 +166,19 @@ class _Apart:
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """Return schemas without references and choices: a value follows `schema` if it follows any of them."""
-        found, waiting, seen = [], [schema], set()
-        for each in waiting:
-            if id(each) in seen:
+        leaves, waiting, seen = [], [schema], set()
+        for node in waiting:
+            if id(node) in seen:
                 continue
-            seen.add(id(each))
-            choices = [each[key] for key in ("anyOf", "oneOf") if key in each]
-            if "$ref" in each:
-                waiting.append(self.target(each["$ref"]))
+            seen.add(id(node))
+            choices = [node[key] for key in ("anyOf", "oneOf") if key in node]
+            if "$ref" in node:
+                waiting.append(self.target(node["$ref"]))
             elif choices:
                 waiting.extend(choices[0])
             else:
-                found.append(each)
-        return found
+                leaves.append(node)
+        return leaves
 
     def plainly_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return True only if no value follows both; the schemas have no references or choices."""
