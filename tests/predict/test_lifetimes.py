@@ -144,7 +144,7 @@ def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
 def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
     first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
     assert second.over == "a"
-    second = replace(second, over=None, beside=frozenset(["a"]))
+    second = replace(second, over=None, separate=frozenset(["a"]))
     _, second = scheduled([kernel("a", [], fused=False), second], {"b"}, {})
     assert second.over is None and second.last_reads == ["a"]
 

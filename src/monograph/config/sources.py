@@ -68,10 +68,10 @@ def require_known(key: str, origin: str) -> None:
     """
     if key in KEYS:
         return
-    raise UsageError(f"{origin}: there is no key {key}{did_you_mean(key, KEYS) or _known_beside(key)}")
+    raise UsageError(f"{origin}: there is no key {key}{did_you_mean(key, KEYS) or _known_keys(key)}")
 
 
-def _known_beside(key: str) -> str:
+def _known_keys(key: str) -> str:
     section = key.partition(".")[0]
     if section in SECTIONS:
         return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"

@@ -148,7 +148,7 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
 
 
-def desks_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
+def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
     """Return the bytes of the staging buffers, with `gradient` including the gradients that leave their slots.
 
     With `on_host`, planes entirely off the device are updated by the host and need no staging buffer.
@@ -316,7 +316,7 @@ class Way:
                 sizes[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
         slots = slots_bytes(self.stages, resident)
         on_host = self.where == "host"
-        desks = desks_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
+        desks = staging_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
         return sizes | {"slots": slots, "desks": desks} | self.passing
 
     def filled(self, limit: int) -> list[Names]:

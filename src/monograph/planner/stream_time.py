@@ -61,13 +61,13 @@ def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds
     """Return the seconds of each stage for a way to stream."""
     stages, count, blocks = way.stages, way.micro_batches, way.blocks_per_stage
     numbers = [sum(plane.numbers for plane in stages.planes(index)) for index in range(stages.count)]
-    at_home = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
+    on_host = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
     inner = stages.count - 2
     return Seconds(
         [count * times.first_s, *[count * blocks * times.forward_s] * inner, 0.0],
         [count * times.first_again_s, *[count * blocks * times.again_s] * inner, count * times.loss_s],
-        [times.number_s * (every - home) for every, home in zip(numbers, at_home, strict=True)],
-        [times.host_number_s * home for home in at_home],
+        [times.number_s * (every - home) for every, home in zip(numbers, on_host, strict=True)],
+        [times.host_number_s * home for home in on_host],
     )
 
 
@@ -76,7 +76,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
 
     The host updates its stages during the forward pass, which waits for a stage that is late.
     """
-    at_home = [way.on_host(index, resident) for index in range(way.stages.count)]
+    on_host = [way.on_host(index, resident) for index in range(way.stages.count)]
 
     def away(names: Iterable[str], *, home: bool) -> int:
         """Return the bytes off the device, of planes that the host updates or else of the others."""
@@ -84,7 +84,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
             plane.size_bytes(name)
             for index, here in enumerate(resident)
             for plane in way.stages.planes(index)
-            if (plane in at_home[index]) == home
+            if (plane in on_host[index]) == home
             for name in names
             if name not in here
         )
@@ -104,13 +104,13 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
     phases = {
         "sweep": [there, back, renewed],
-        "next forward": [_beside((there[0], weights_home, boundaries), renewed), back],
-        "backward": [there, _beside(back, renewed)],
+        "next forward": [_at_once((there[0], weights_home, boundaries), renewed), back],
+        "backward": [there, _at_once(back, renewed)],
     }[way.when]
     return sum(max(work_s, into / link.into, out / link.out) for work_s, into, out in phases)
 
 
-def _beside(one: tuple[float, int, int], other: tuple[float, int, int]) -> tuple[float, int, int]:
+def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tuple[float, int, int]:
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 

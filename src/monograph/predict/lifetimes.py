@@ -43,7 +43,7 @@ class Kernel:
         fused: whether it is elementwise, a reduction, or a write at computed places: it may be written over an argument
             of the same size that dies with it, if nothing else in its loop reads that.
         changes: what it changes in place and is written over; what reads the kernel is not written over it.
-        beside: what it reads and is nevertheless not written over.
+        separate: what it reads and is nevertheless not written over.
         within_bytes: bytes of values between, for which the compiler expects memory and then needs none.
         hidden: bytes inside the operator that follows, which the compiler does not know.
         over: the argument or kernel that it is written over, whose memory it takes.
@@ -56,7 +56,7 @@ class Kernel:
     reads: frozenset[Name]
     fused: bool
     changes: Name | None = None
-    beside: frozenset[Name] = frozenset()
+    separate: frozenset[Name] = frozenset()
     within_bytes: int = 0
     hidden: bool = False
     over: Name | None = None
@@ -81,7 +81,7 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
         if name not in last or name in returned:
             continue
         reader = ordered[last[name]]
-        free = reader.over is None and readers[loops[last[name]], name] == 1 and name not in reader.beside | changed
+        free = reader.over is None and readers[loops[last[name]], name] == 1 and name not in reader.separate | changed
         if reader.changes == name:
             reader.over = name
         elif reader.fused and free and name != reader.name and sizes[name] == reader.size_bytes:

@@ -89,7 +89,7 @@ class UpdateTime:
         launch_s: starting kernels, where that takes longer than running them.
         update_s: clipping and the optimizer.
         transfer_s: blocks' inputs to the host and back, which overlaps with everything except the update.
-        beside: whether the host launches while the device works; a CPU does both.
+        launches_ahead: whether the host launches while the device works; a CPU does both.
     """
 
     products_s: float
@@ -98,13 +98,13 @@ class UpdateTime:
     launch_s: float
     update_s: float
     transfer_s: float = 0.0
-    beside: bool = True
+    launches_ahead: bool = True
 
     @property
     def total_s(self) -> float:
         """Return the sum; launches and transfers overlap with work, whichever is longer."""
         work_s = self.products_s + self.attention_s + self.traffic_s
-        if not self.beside:
+        if not self.launches_ahead:
             work_s += self.launch_s
         return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
@@ -150,7 +150,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
         update_s=(adapters or config.parameter_count()) * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
-        beside=device.type != "cpu",
+        launches_ahead=device.type != "cpu",
     )
 
 
