@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def table(found: dict[str, Any]) -> str:
-    """The streamed run beside the resident one."""
+    """The streamed run next to the resident one."""
     case, machine = found["cases"][0], found["machine"]
     streamed, resident = case["resumed"], case["resident"]
     tokens = found["settings"]["rows"] * found["settings"]["shape"]["max_position_embeddings"]

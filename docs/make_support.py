@@ -124,8 +124,8 @@ def states() -> str:
 
 
 def adapters() -> str:
-    """What stands beside adapters, by what the frozen weights are kept in."""
-    lines = [f"| beside `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
+    """What goes with adapters, by what the frozen weights are kept in."""
+    lines = [f"| with `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
     for key, values in BESIDE_ADAPTERS.items():
         for value in values:
             found = [refusal(**{"model.init": "FOLDER", "lora.rank": "16", "lora.base": b, key: value}) for b in BASES]
@@ -136,9 +136,9 @@ def adapters() -> str:
 
 
 def ranks() -> str:
-    """What stands beside several devices."""
+    """What goes with several devices."""
     kinds = ("ddp", "fsdp")
-    lines = [f"| beside `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
+    lines = [f"| with `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
     for key, values in BESIDE_RANKS.items():
         for value in values:
             base = {"model.init": "FOLDER"} if key == "lora.rank" else {}

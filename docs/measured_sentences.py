@@ -11,7 +11,7 @@ RIVALS = ("trainer", "lightning", "litgpt")
 
 
 def first_run(found: Found) -> str:
-    """Held-out bits per byte of the default, beside the yardsticks on the same bytes."""
+    """Held-out bits per byte of the default, next to the yardsticks on the same bytes."""
     lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
     finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
     [tokens] = {case["tokens_per_update"] for case in found["cases"]}
@@ -170,7 +170,7 @@ def stream(found: Found) -> str:
 
 
 def finetune(found: Found) -> str:
-    """Unseen instances answered right, and llama.cpp beside them."""
+    """Unseen instances answered right, compared with llama.cpp."""
     lines = []
     for case in found["cases"]:
         way = "all weights" if case["way"] == "full" else "adapters"
@@ -216,7 +216,7 @@ def bottleneck(found: Found) -> str:
 
 
 def ranks(found: Found) -> str:
-    """What a rank has at the peak of an update, and what an update costs, beside torch's engines in a plain loop."""
+    """What a rank has at the peak of an update, and what an update costs, and torch's engines in a plain loop."""
     cases = [
         (f"{case['parallel']} on {case['ranks']}", *(case[loop]["peak"] for loop in ("monograph", "torch")),
          case["slower"]["cpu"]["median"])
@@ -230,11 +230,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
     "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
     "start": ("time to the first update, compile cache warm against cold", start),
-    "train_peers": ("tokens/s beside compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
-    "time_to_quality": ("held-out bits per byte beside compiled peers ([how](docs/peers.md))", time_to_quality),
+    "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
+    "time_to_quality": ("held-out bits per byte compared with compiled peers ([how](docs/peers.md))", time_to_quality),
     "generate_peers": (
-        "tokens/s of generating with temperature, top-k, top-p, min-p beside peers, fp32, one thread "
-        "([how](docs/generate.md#beside-others))",
+        "tokens/s of generating with temperature, top-k, top-p, min-p, compared with peers, fp32, one thread "
+        "([how](docs/generate.md#compared-with-others))",
         generate_peers,
     ),
     "sampler": ("a decode step with penalties and all usual filters against a greedy one, vocabulary 32,000", sampler),
@@ -251,8 +251,9 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         bottleneck,
     ),
     "ranks": (
-        "bytes a parameter at the peak of an update on a rank, and CPU time, of `train.parallel` beside torch's DDP "
-        "and FSDP2 in a plain loop, AdamW in fp32, a graph per block ([how](docs/distributed.md#what-a-rank-holds))",
+        "bytes a parameter at the peak of an update on a rank, and CPU time, of `train.parallel`, compared with "
+        "torch's DDP and FSDP2 in a plain loop, AdamW in fp32, a graph per block "
+        "([how](docs/distributed.md#what-a-rank-holds))",
         ranks,
     ),
     "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
@@ -268,7 +269,7 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     ),
     "sweep_runs": (
         "a sweep of 8 learning rates and 2 seeds in one command against 16 `monograph train` one after another "
-        "([how](docs/sweep.md#beside-single-runs))",
+        "([how](docs/sweep.md#compared-with-single-runs))",
         sweep_runs,
     ),
     "stream": (
@@ -282,13 +283,13 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         finetune,
     ),
     "adapters": (
-        "planned peak memory of training all weights and of adapters beside a base in 16, 8 and 4 bits "
+        "planned peak memory of training all weights and of adapters on a base in 16, 8 and 4 bits "
         "([how](docs/lora.md#what-is-kept-where))",
         adapters,
     ),
     "adapter_peers": (
-        "tokens/s of adapters on ragged conversations, packed, beside transformers with PEFT, fp32, one thread "
-        "([how](docs/lora.md#beside-peft))",
+        "tokens/s of adapters on ragged conversations, packed, compared with transformers with PEFT, fp32, one thread "
+        "([how](docs/lora.md#compared-with-peft))",
         adapter_peers,
     ),
     "transfer": (

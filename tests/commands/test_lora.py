@@ -113,7 +113,7 @@ def test_a_sweep_of_ranks(folder: Path, monograph: CommandServer) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["lora.rank=4"], "lora.rank: adapters stand beside weights that exist"),
+        (["lora.rank=4"], "lora.rank: adapters are added to weights that exist"),
         (["model.init=base", "lora.alpha=8"], "lora.alpha is of adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", 'lora.targets=["qproj"]'], "no linear layer is called 'qproj'"),
         (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
@@ -174,7 +174,7 @@ def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path
     train = ("train", *over(OWN, "train.updates=2", "model.init=out/adapter"), "--out", "further")
     for typed in (("generate", "out/adapter", "a"), ("export", "out/adapter", "--to", "again"), train):
         done = monograph.run(here, *typed)
-        assert done.code == 3 and "trained beside other weights than those of" in done.err, done.err
+        assert done.code == 3 and "trained on other weights than those of" in done.err, done.err
         assert sum(line.startswith("error") for line in done.err.splitlines()) == 1
     assert not (here / "again").exists()
     (here / "out" / "adapter" / "monograph_base.json").unlink()

@@ -128,7 +128,7 @@ def test_adapters_train_the_new_rows(here: Path, monograph: CommandServer, tied:
     base = write_inputs(here, tied=tied)
     known, parts = base.config.vocab_size, 1 if tied else 2
     done = ok(monograph, here, "train", *LORA, "train.keep=9", "--out", "run", "--json", figures=0)
-    assert f"{SAID} and are trained beside the adapters" in shown(done)
+    assert f"{SAID} and are trained with the adapters" in shown(done)
     begun, saved = first(here / "run"), load_file(newest(here / "run") / "model.safetensors")
     assert len(saved) == 2 * 2 * len(LINEAR) + parts
     assert {name for name in saved if "lora" not in name} == {
@@ -190,7 +190,7 @@ def test_reserved_tokens_that_the_base_has_rows_for(here: Path, monograph: Comma
     base = write_inputs(here)
     settings = over(LORA, 'lora.tokens=["<|pad|>", " the"]', "train.save_every=2")
     done = ok(monograph, here, "train", *settings, "--out", "run", figures=0)
-    assert "2 tokens with rows beside the adapters: <|pad|>, " in shown(done) and SAID in shown(done)
+    assert "2 tokens with rows of their own: <|pad|>, " in shown(done) and SAID in shown(done)
     plain = Tokenizer.from_file(here / "base")
     ids = [plain.special["<|pad|>"], plain.id_of(" the"), base.config.vocab_size, base.config.vocab_size + 1]
     assert load_file(newest(here / "run") / "model.safetensors")["model.embed_tokens.token_rows"].shape == (4, 32)
@@ -212,7 +212,7 @@ def test_a_plan_knows_the_rows(here: Path, monograph: CommandServer) -> None:
     # Two rows of the table, and as many trained: weight, gradient and two moments.
     assert longer - plain == 2 * 32 * (4 + 16)
     printed = ok(monograph, here, "plan", *LORA).out
-    assert f"note     {SAID} and are trained beside the adapters" in printed
+    assert f"note     {SAID} and are trained with the adapters" in printed
 
 
 def test_a_sweep_trains_the_rows_of_each_member(here: Path, monograph: CommandServer) -> None:
@@ -242,7 +242,9 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, monograph: Comma
     base = write_inputs(here)
     (here / "base" / "tokenizer.json").unlink()
     done = monograph.run(here, "train", *CHATS, "--out", "run")
-    assert done.code == 3 and "and no tokenizer.json beside its weights says which tokens are new" in done.err, done.err
+    assert done.code == 3 and "and no tokenizer.json next to its weights says which tokens are new" in done.err, (
+        done.err
+    )
     config = here / "base" / "config.json"
     model = Llama(LlamaConfig.from_hf(json.loads(config.read_text()) | {"vocab_size": base.config.vocab_size + 2}))
     for path in (here / "base").glob("*"):

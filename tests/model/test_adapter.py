@@ -162,7 +162,7 @@ def test_an_adapter_that_does_not_fit_is_refused(folder, base, values, words):
 
 def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
     stored = read_adapter(folder)
-    with pytest.raises(InputRefused, match="trained beside another base"):
+    with pytest.raises(InputRefused, match="trained on another base"):
         stored.require(tiny_llama(rope_theta=5000.0).config)
     (folder / "monograph_base.json").unlink()  # PEFT writes none
     stored.require(tiny_llama(rope_theta=5000.0).config)

@@ -190,8 +190,8 @@ def test_a_tokenizer_that_changes_text_as_llama_cpp_does_not_is_refused(tmp_path
     ("shape", "merges", "said"),
     [
         ("mistral", None, "leaves out one space at the beginning"),
-        ("llama2", None, "the spaces beside the special token '<unk>' are not text"),
-        ("phi3", None, r"the spaces beside the special token '<\|user\|>'"),
+        ("llama2", None, "the spaces next to the special token '<unk>' are not text"),
+        ("phi3", None, r"the spaces next to the special token '<\|user\|>'"),
         ("tinyllama", lambda merges: merges[:-1], "are tokens, as their join is, but no merge"),
         ("tinyllama", lambda merges: [*merges, merges[0]], "do not follow one another"),
     ],

@@ -216,7 +216,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_without_a_tokenizer_beside_it_the_model_alone_is_refused(tmp_path):
     with pytest.raises(
-        InputRefused, match=r"model.pth: there is no tokenizer.json; put the model's beside its weights"
+        InputRefused, match=r"model.pth: there is no tokenizer.json; put the model's next to its weights"
     ):
         load(_saved(tmp_path / "model.pth", _state()))
 

@@ -227,7 +227,7 @@ class LoraSection(Section):
     tokens: Texts | None = _key(
         None,
         'auto or a list of tokens, ["<|im_start|>"]',
-        "whose rows of embedding and head are trained, beside those that are new to the base; default: auto, no others",
+        "whose rows of embedding and head are trained, with those that are new to the base; default: auto, no others",
     )
 
 

@@ -55,7 +55,7 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 def _missing(record: Mapping[str, Any]) -> str:
     """Return what a record that begins as a conversation lacks to be one."""
     halves = [("prompt", "completion"), ("completion", "prompt")]
-    return next((f"; a conversation needs {b!r} beside {a!r}" for a, b in halves if a in record), "")
+    return next((f"; a conversation needs {b!r} with {a!r}" for a, b in halves if a in record), "")
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:

@@ -131,7 +131,7 @@ class Stack:
 
 
 class _RatedDropout(nn.Module):
-    """Dropout whose rate is each member's own, as a buffer [N] beside the state dict."""
+    """Dropout whose rate is each member's own, as a buffer [N] outside of the state dict."""
 
     def __init__(self, dropout: nn.Module, rates: Tensor):
         super().__init__()

@@ -39,7 +39,7 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
         UsageError: no layer can compute in fp8, siblings are fused, or the module has adapters.
     """
     if adapters(module):
-        raise UsageError("fp8 is for weights that are trained, and beside adapters they are frozen: take bf16")
+        raise UsageError("fp8 is for weights that are trained, and under adapters they are frozen: take bf16")
     if families(module):
         raise UsageError("fp8 scales each weight by itself: unfuse_siblings(model) first, or take bf16")
     layers = {name: module.get_submodule(name.rpartition(".")[0]) for name in weights if name.endswith(".weight")}

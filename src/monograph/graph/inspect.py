@@ -222,4 +222,4 @@ def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
     for names in shared_parameters(module).values():
         if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
             other = next(name for name in names if name != tied[0])
-            raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter beside it could not be merged")
+            raise UsageError(f"lora.targets: {tied[0]} is {other} too, so an adapter on it could not be merged")

@@ -151,7 +151,7 @@ def adapt(
     """
     module = unwrap_(module)
     if families(module):
-        raise UsageError("an adapter stands beside one layer: unfuse_siblings(model) first")
+        raise UsageError("an adapter belongs to one layer: unfuse_siblings(model) first")
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = targeted(module, lora.targets)

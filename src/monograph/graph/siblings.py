@@ -190,7 +190,7 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
             # Weights in a step's planes cannot be moved any more, so some may be left without a family.
             held = {id(layer) for family in kin for layer in family.layers}
             alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in held]
-            separate |= dict.fromkeys(alone, "its weight does not lie beside its siblings': fuse before the Step")
+            separate |= dict.fromkeys(alone, "its weight does not lie next to its siblings': fuse before the Step")
         _install(module, fused, run, separate)
     # In a captured block that is recomputed Dynamo refuses to write an attribute, as a family does from call to call.
     compat.allow_stashes_in_recomputed()

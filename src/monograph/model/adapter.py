@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
             return
         if read_json(inside(self.folder, BASE)).get("config_sha256") != config_digest(config):
             raise InputRefused(
-                f"{self.folder}: this adapter was trained beside another base: {BASE} does not have the digest of this "
+                f"{self.folder}: this adapter was trained on another base: {BASE} does not have the digest of this "
                 "one's config.json"
             )
 

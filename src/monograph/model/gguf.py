@@ -158,7 +158,7 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
         raise InputRefused(f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}")
     for token in content["added_tokens"]:
         if token["special"] and (token["normalized"] or token["lstrip"] or token["rstrip"]):
-            raise InputRefused(f"the spaces beside the special token {token['content']!r} are not text{instead}")
+            raise InputRefused(f"the spaces next to the special token {token['content']!r} are not text{instead}")
     return [-float(rank_of.get(token, len(merges))) for token in tokens]
 
 

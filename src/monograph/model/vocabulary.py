@@ -91,7 +91,7 @@ def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
     if list(stored.shape) != rows:
         raise InputRefused(
             f"{path}: {name} is a table of {list(stored.shape)}, and the base's is {rows}: put the tokenizer.json with "
-            "the new tokens beside the adapter"
+            "the new tokens next to the adapter"
         )
     if stored.dtype not in DTYPES:
         raise InputRefused(f"{path}: {name} is stored as {stored.dtype}, not as one of {', '.join(DTYPES)}")

@@ -114,8 +114,8 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         else (v):    c = max(1, round(255 (x / a)^(1/4))), 0 of 0   x' = a (c / 255)^4
 
     Roots instead of a table, since they fuse into the update. The codes of v lie twice as far down as those of m and
-    never reach 0 before v does: the update m' / sqrt(v') of an element whose gradient is tiny beside its block's stays
-    bounded.
+    never reach 0 before v does: the update m' / sqrt(v') of an element whose gradient is tiny compared with its
+    block's stays bounded.
 
     Args:
         values_N: [N], N a multiple of 256; v is not negative.

@@ -274,7 +274,7 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
     if limits.shared:
         there["computing"] = computing
     parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in there.items() if size)
-    in_addition = "" if limits.shared else f" beside {gibibytes(computing)} of {device.name}"
+    in_addition = "" if limits.shared else f" next to {gibibytes(computing)} of {device.name}"
     moments, folder = there.get("moments", 0), limits.folder or tempfile.gettempdir()
     files = f"with the moments in files it would be {gibibytes(sum(there.values()) - moments)}, still too much"
     if moments > limits.disk_bytes:

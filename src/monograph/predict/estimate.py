@@ -153,7 +153,7 @@ def dense_bytes(work: Work) -> float:
     return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
 
 
-def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
+def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
     """Return the closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
     assert work.lora is not None
     config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
@@ -177,7 +177,7 @@ def _beside_frozen(work: Work, optimizer: str, ema: bool) -> int:
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     """Return the closed form above, for a device of `work.device_type`."""
     if work.lora:
-        return _beside_frozen(work, optimizer, ema)
+        return _of_adapters(work, optimizer, ema)
     config, number = work.config, 4 if work.precision == "fp32" else 2
     parameters, tokens = config.parameter_count(), work.rows * work.length
     rule, _, state = optimizer.partition(":")

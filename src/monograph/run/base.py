@@ -54,7 +54,7 @@ def tokenizer_of(folder: str | Path) -> Path:
         return tokenizer_of(adapter.resolved_base(adapter.read_adapter(folder)))
     if path is None or not is_file(path):
         raise InputRefused(
-            f"{folder}: there is no tokenizer.json; put the model's beside its weights, "
+            f"{folder}: there is no tokenizer.json; put the model's next to its weights, "
             "or to train on it name it as data.tokenizer"
         )
     return path
@@ -112,7 +112,7 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
     if vocabulary.own is None:
         raise InputRefused(
             f"model.vocab_size = {rows} of {base} is smaller than the tokenizer's {vocabulary.all}, and no "
-            "tokenizer.json beside its weights says which tokens are new: put the model's own there"
+            "tokenizer.json next to its weights says which tokens are new: put the model's own there"
         )
     extend(model, new.start, new.stop)
     return [new.start, new.stop]
@@ -151,8 +151,8 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
     """
     if adapter.weights_sha256 not in (None, base_sha256):
         raise InputRefused(
-            f"{adapter.folder}: this adapter was trained beside other weights than those of {adapter.base}: write the "
-            f"folder of its own base into adapter_config.json, or, to put it beside these all the same, remove {BASE}"
+            f"{adapter.folder}: this adapter was trained on other weights than those of {adapter.base}: write the "
+            f"folder of its own base into adapter_config.json, or, to put it on these all the same, remove {BASE}"
         )
 
 
@@ -164,6 +164,6 @@ def require_base(found: str | None, wanted: str | None, init: str | None, folder
     """
     if found != wanted:
         raise InputRefused(
-            f"{init}: its weights are not those that the adapters of {folder} were trained beside: put them back, or "
+            f"{init}: its weights are not those that the adapters of {folder} were trained on: put them back, or "
             "start a new run"
         )

@@ -54,7 +54,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
         raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
     if init is None:
         raise UsageError(
-            f"{origin}: {key}: adapters stand beside weights that exist and stay frozen, which those of a new model "
+            f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
     place = {"model.init": str(without_links(init))} if exists(init) else {}

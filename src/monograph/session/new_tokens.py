@@ -48,7 +48,7 @@ class NewTokens(NamedTuple):
         if missing := [index for index in new if index not in self.stored]:
             name = repr(self.tokenizer.texts()[missing[0]])
             raise InputRefused(
-                f"data.tokenizer: {name} is new to the base and no row of the adapter: take the one beside it"
+                f"data.tokenizer: {name} is new to the base and no row of the adapter: take the one next to it"
             )
         return self.stored
 
@@ -125,10 +125,10 @@ def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tupl
     lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None
     if new:
         begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
-        trained = f" and {'is' if len(new) == 1 else 'are'} trained beside the adapters" if adapted else ""
+        trained = f" and {'is' if len(new) == 1 else 'are'} trained with the adapters" if adapted else ""
         lines.append(f"{counted(len(new), 'new token')}: {_some(tokens, new)}; {begin}{trained}")
     if others := [index for index in tokens.trained(rows) if adapted and index not in new]:
-        lines.append(f"{counted(len(others), 'token')} with rows beside the adapters: {_some(tokens, others)}")
+        lines.append(f"{counted(len(others), 'token')} with rows of their own: {_some(tokens, others)}")
     if tokens.vocabulary and tokens.vocabulary.own is None:
         base = settings.model.init
         lines.append(f"{base} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are")

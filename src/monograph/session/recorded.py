@@ -220,7 +220,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
         raise UsageError(
             f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
-            f"their optimizer; for adapters beside them start anew with model.init={parent.folder}"
+            f"their optimizer; for adapters on them start anew with model.init={parent.folder}"
         )
     if "optim.transfer" in taken and not _same_transfer(given.optim.transfer, own.optim.transfer):
         origin = given.origins["optim.transfer"]

@@ -30,7 +30,7 @@ EVENTS = 256  # of each lane; the work that used one before is by then long done
 
 
 class HostThread:
-    """Does work in the order in which it was given, beside who gave it; once some has failed, none any more."""
+    """Does work in the order in which it was given, while its giver goes on; once some has failed, none any more."""
 
     def __init__(self) -> None:
         """The thread begins with the first work."""

@@ -21,8 +21,8 @@ from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import on_host
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# Elements of a chunk: long beside what calling a graph takes (0.3 ms), and a few milliseconds at most, in which nothing
-# is launched on the device, as generated code keeps Python's lock.
+# Elements of a chunk: long compared with what calling a graph takes (0.3 ms), and a few milliseconds at most,
+# in which nothing is launched on the device, as generated code keeps Python's lock.
 MOST = 2**22
 NUMBERS = 4  # of a decision: factor of the gradient, whether it is applied, updates so far, learning rate; fp64
 

@@ -36,7 +36,7 @@ class Placement:
             refused stage by stage.
         where: weights are updated. "device": all that an update reads is brought there, and home again. "host": a plane
             whose buffers are all at home is updated there, as soon as its gradient and the decision on it have come,
-            beside whatever the device computes until it wants the weights; a plane that keeps a buffer on the device is
+            while the device computes, until it wants the weights; a plane that keeps a buffer on the device is
             updated on the device.
         blocks_per_stage: blocks that are fetched, run and updated at once.
         offload: whether what goes from stage to stage is kept on the host, so that the device's memory does not grow

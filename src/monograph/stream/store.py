@@ -35,7 +35,7 @@ class Staged(Protocol):
     parts_after: Sequence[nn.Module]  # whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """The first block's input, and what each block takes beside the output of the one before."""
+        """The first block's input, and what each block takes in addition to the output of the one before."""
         ...
 
     def end(self, hidden: Tensor) -> Tensor:

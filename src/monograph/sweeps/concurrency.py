@@ -311,16 +311,16 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     for timing in open_ended:
         timing.measure(1, progress)  # one member is always timed, whatever the length
-    per_token_s, beside_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
-    tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, beside_s))
+    per_token_s, evaluations_s = _costs(open_ended, [[1] * len(timing.group.members) for timing in open_ended])
+    tokens = max(least_tokens, _tokens_in(budget_s, per_token_s, evaluations_s))
     for timing in open_ended:
         updates = max(1, round(tokens / _size(timing)))
         timing.measure(updates, progress)
         timing.decide(updates)
-    per_token_s, beside_s = _costs(open_ended, [timing.group.rounds for timing in open_ended])
-    tokens = _tokens_in(budget_s, per_token_s, beside_s)
+    per_token_s, evaluations_s = _costs(open_ended, [timing.group.rounds for timing in open_ended])
+    tokens = _tokens_in(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
-        longer = duration(least_tokens * per_token_s + beside_s)
+        longer = duration(least_tokens * per_token_s + evaluations_s)
         progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
     counts = []
@@ -352,6 +352,6 @@ def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[floa
     return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
 
 
-def _tokens_in(seconds: float, per_token_s: float, beside_s: float) -> float:
+def _tokens_in(seconds: float, per_token_s: float, evaluations_s: float) -> float:
     """Return how many tokens every member can learn from in some seconds, of which evaluations take at most half."""
-    return max(seconds / 2, seconds - beside_s) / per_token_s
+    return max(seconds / 2, seconds - evaluations_s) / per_token_s

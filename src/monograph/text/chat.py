@@ -22,7 +22,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """
     if tokenizer.config.template is None:
         raise InputRefused(
-            "the model has no chat template: put its chat_template.jinja beside its tokenizer.json, or give plain text"
+            "the model has no chat template: put its chat_template.jinja next to its tokenizer.json, or give plain text"
         )
     return tokenizer.config.template
 

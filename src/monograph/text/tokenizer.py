@@ -353,7 +353,7 @@ def _borders(special: dict[str, int], where: str, bos: str | None, eos: str | No
     if begin is None or end is None:
         raise InputRefused(
             f"{where}: no special token to begin and end documents with among {_few(special)}; "
-            "name them as bos_token and eos_token in a tokenizer_config.json beside it"
+            "name them as bos_token and eos_token in a tokenizer_config.json next to it"
         )
     return special[begin], special[end]
 

@@ -180,8 +180,8 @@ def nested(levels: int) -> Any:
         ({"type": "number", "multipleOf": 2}, "'multipleOf' is not supported"),
         ({"type": "number", "minimum": 0.5}, "minimum = 0.5 of a number is not supported"),
         ({"$ref": "http://example.com/a"}, "is not supported: refer to '#/"),
-        ({"anyOf": [{"type": "null"}], "type": "null"}, "'anyOf' beside 'type' is not supported"),
-        ({"enum": [1], "minimum": 0}, "'minimum' beside 'enum' or 'const' is not supported"),
+        ({"anyOf": [{"type": "null"}], "type": "null"}, "'anyOf' next to 'type' is not supported"),
+        ({"enum": [1], "minimum": 0}, "'minimum' next to 'enum' or 'const' is not supported"),
         ({"type": "string", "pattern": "a(?=b)"}, r"at \$: the pattern: lookahead at position 1"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "options 0 and 1 of 'oneOf'"),
         # no schema, or nothing valid

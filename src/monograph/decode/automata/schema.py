@@ -100,7 +100,7 @@ class _Schemas:
             if key in schema:
                 others = schema.keys() - _ANNOTATIONS - {key}
                 if others:
-                    self.refuse(path, f"{key!r} beside {min(others)!r} is not supported: let {key!r} stand alone")
+                    self.refuse(path, f"{key!r} next to {min(others)!r} is not supported: let {key!r} stand alone")
                 return self._reference(schema, path) if key == "$ref" else self._options(schema, key, path)
         if "const" in schema or "enum" in schema:
             return self._enumeration(schema, path)
@@ -165,7 +165,7 @@ class _Schemas:
     def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         others = schema.keys() - _ANNOTATIONS - _VALUES
         if others:
-            self.refuse(path, f"{min(others)!r} beside 'enum' or 'const' is not supported: leave it out")
+            self.refuse(path, f"{min(others)!r} next to 'enum' or 'const' is not supported: leave it out")
         allowed = schema.get("enum", [schema.get("const")])
         if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
             self.refuse(path, "'enum' is not a list of JSON values")
