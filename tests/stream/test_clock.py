@@ -181,7 +181,7 @@ BLOCK, HEAD = 218_103_808, 128256 * 4096  # numbers in products
 FLOPS, BYTES_PER_S = 600e12, 50e9
 
 
-def teraflops(when, tokens, micro_batches=4):
+def teraflops(when, tokens, micro_batches=8):
     """Useful ones by 6 per weight and token, with 600 TFLOP/s and 50 GB/s each way; blocks are recomputed."""
     each = tokens / micro_batches / FLOPS
     costs = Costs(forward_s=2 * BLOCK * each, again_s=6 * BLOCK * each, loss_s=6 * HEAD * each)

@@ -157,14 +157,14 @@ def test_every_single_wait_is_needed(place: str) -> None:
 
 
 class Watching(Recorder):
-    """Knows the work that is being done, and the shared memory at its begin."""
+    """Knows the work that is being done, and what of the shared memory comes and goes."""
 
     engine: Any = None
     work: Any = None
-    known: dict[int, Space]
+    passing: dict[int, Space]
 
     def run(self, work: Any) -> Any:
-        self.work, self.known = work, memories(self.engine) if self.engine else {}
+        self.work, self.passing = work, of_passes(self.engine) if self.engine else {}
         try:
             return super().run(work)
         finally:
@@ -182,7 +182,7 @@ def test_works_touch_what_they_declare_and_the_host_nothing_before_all_is_done(p
         nonlocal touches
         work = watching.work
         for at, changes in touched(func, args, kwargs):
-            space = (watching.known if work else at_home).get(at)
+            space = at_home.get(at) or (watching.passing.get(at) if work else None)
             if space is None:
                 continue
             if work is None:
@@ -209,10 +209,16 @@ def memories(engine: Any) -> dict[int, Space]:
         for tensor in room._memory.values()
     ]
     found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
-    found += [buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision]
+    return of_passes(engine) | {memory(tensor): space for tensor, space in found if not tensor.is_meta}
+
+
+def of_passes(engine: Any) -> dict[int, Space]:
+    """Of that memory what comes and goes while an engine trains."""
+    walk = engine.walk
+    found = [buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision]
     for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
         found += list(states.values())
-    return {memory(tensor): space for tensor, space in found if not tensor.is_meta}
+    return {memory(tensor): space for tensor, space in found}
 
 
 class Followed(Lanes):
