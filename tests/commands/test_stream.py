@@ -37,7 +37,8 @@ def trained(folder, monograph):
     @functools.cache
     def train(memory, precision):
         settings = over(DEEPER, f"train.precision={precision}", f"train.memory={memory}")
-        done = monograph.run(folder, "train", *settings, "--out", f"{memory}-{precision}", "--json")
+        out = ["--out", f"{memory}-{precision}", "--json"]
+        done = monograph.run(folder, "train", *settings, *out, figures=memory == "stream")
         assert done.code == 0, done.err
         return json.loads(done.out.splitlines()[-1])
 
@@ -57,14 +58,14 @@ def test_the_same_files_as_on_the_device(folder, trained, precision):
 
 def test_killed_and_taken_up_in_the_other_way(folder, monograph):
     longer = over(DEEPER, "train.updates=24", "train.save_every=4")
-    assert monograph.run(folder, "train", *longer, "--out", "never-killed").code == 0
+    assert monograph.run(folder, "train", *longer, "--out", "never-killed", figures=0).code == 0
     first = [*longer, "train.memory=device", "--out", "moved"]
     for arguments, at in ((first, 6), (["--resume", "moved", "train.memory=stream"], 14)):
-        command = monograph.start(folder, "train", *arguments)
+        command = monograph.start(folder, "train", *arguments, figures=0)
         command.until(lambda at=at: (folder / "moved").exists() and _reached(folder / "moved", at))
         command.signal(signal.SIGKILL)
         command.wait()
-    assert monograph.run(folder, "train", "--resume", "moved", "train.memory=device").code == 0
+    assert monograph.run(folder, "train", "--resume", "moved", "train.memory=device", figures=0).code == 0
     assert weights(folder / "moved") == weights(folder / "never-killed")
 
 
@@ -76,7 +77,8 @@ def test_a_folder_is_finetuned(folder, monograph, trained):
     trained("device", "bf16")
     assert monograph.run(folder, "export", "device-bf16", "--to", "hf").code == 0
     tuned = [setting for setting in DEEPER if not setting.startswith(("model.", "data.tokenizer"))]
-    done = monograph.run(folder, "train", *tuned, "model.init=hf", "train.memory=stream", "--out", "tuned", "--json")
+    tuned += ["model.init=hf", "train.memory=stream", "--out", "tuned", "--json"]
+    done = monograph.run(folder, "train", *tuned, figures=0)
     assert done.code == 0, done.err
     assert monograph.run(folder, "evaluate", "tuned", "--json").code == 0
 

@@ -221,6 +221,14 @@ def test_a_loss_that_is_not_finite_changes_nothing_in_the_backward_pass():
     assert left["scalar skipped"] == 1
 
 
+def test_a_gradient_that_is_not_finite_reaches_no_weight_in_the_backward_pass():
+    """Its norm is not known before weights are updated, so that a stage with such a gradient is refused alone."""
+    engine = streamed(placement=AT_ONCE["backward"], loss=Kinked(), clip=None)
+    left = trained(engine, kinked_windows(1, 0.0))
+    assert left["update 1 grad_norm"].isnan()
+    assert all(left[name].isfinite().all() for name in left if name.startswith(("model", "optimizer")))
+
+
 # ---- tied ------------------------------------------------------------------------------------------------------------
 
 
