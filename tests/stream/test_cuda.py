@@ -6,6 +6,7 @@ On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, w
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_what_failed_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch)
         assert on_device.sum() == 0 and gpu.deferred == 1
         lanes.compute(lambda: on_device.mul_(2), [slot])
     assert on_device.sum() == 4
+
+
+def test_a_copy_of_what_the_host_writes_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So slow that without the wait it would be read before."""
+    with FakeGpu(monkeypatch, seed=0):
+        lanes, slot, home = Lanes(Streams(CARD)), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+        on_device, on_host = torch.zeros(2), torch.zeros(2)
+        lanes.host(lambda: (time.sleep(0.2), on_host.fill_(1)), writes=[home])
+        lanes.copy(on_device, on_host, slot, home)
+        lanes.compute(lambda: None, [slot])
+    assert on_device.sum() == 2
 
 
 def test_the_host_s_thread_does_its_work_in_order_and_no_more_than_is_waited_for_is_awaited() -> None:
