@@ -1,8 +1,10 @@
-"""Resident and streamed engines of one six-layer model, and everything that their training leaves behind."""
+"""Resident and streamed engines of one four-layer model, and everything that their training leaves behind."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +22,16 @@ from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from monograph.stream import Placement, Streamed
 
-LAYERS, ROWS, MICRO_BATCH, UPDATES = 6, 8, 3, 4
+LAYERS, ROWS, MICRO_BATCH, UPDATES = 4, 8, 3, 3
 FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"model_type": "mistral", "sliding_window": 5, "pad_token_id": 5},
-    "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING, SLIDING) * 2},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING) * 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
 }
 WHOLE = frozenset(f"{name}{scale}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") for scale in ("", "_scale"))
-# Stages are 0 before the blocks, 1 to 6 of one block each, 7 after them.
+# Stages are 0 before the blocks, 1 to 4 of one block each, 5 after them.
 PLACEMENTS: dict[str, Placement] = {
     "on the host": Placement(),
     "next forward": Placement(when="next forward"),
@@ -41,7 +43,7 @@ PLACEMENTS: dict[str, Placement] = {
     "some stages on the device": Placement(
         when="next forward",
         offload=True,
-        on_device=frozenset((stage, name) for stage in (0, 3, 6) for name in ("weights", "rest", "gradient", *WHOLE)),
+        on_device=frozenset((stage, name) for stage in (0, 2, 4) for name in ("weights", "rest", "gradient", *WHOLE)),
     ),
     "updated on the host": Placement(where="host"),
     "updated on the host, next forward, in files": Placement(
@@ -51,13 +53,13 @@ PLACEMENTS: dict[str, Placement] = {
         when="next forward",
         where="host",
         on_device=frozenset(
-            {(1, "weights"), (2, "gradient"), (5, "rest"), (7, "exp_avg")}
+            {(1, "weights"), (2, "gradient"), (4, "rest"), (5, "exp_avg")}
             | {(stage, name) for stage in (0, 3) for name in ("weights", "rest", "gradient", *WHOLE)}
         ),
     ),
     "everywhere": Placement(
         on_device=frozenset(
-            {(1, "weights"), (2, "gradient"), (2, "weights"), (4, "exp_avg"), (5, "rest"), (7, "weights")}
+            {(1, "weights"), (2, "gradient"), (2, "weights"), (3, "exp_avg"), (4, "rest"), (5, "weights")}
         ),
         on_disk=frozenset({"exp_avg_sq", "gradient"}),
     ),
@@ -69,12 +71,12 @@ AT_ONCE: dict[str, Placement] = {
     "backward, updated on both": Placement(
         when="backward",
         where="host",
-        on_device=frozenset((stage, name) for stage in (2, 7) for name in ("weights", "rest", *WHOLE)),
+        on_device=frozenset((stage, name) for stage in (2, 5) for name in ("weights", "rest", *WHOLE)),
         on_disk=frozenset({"exp_avg"}),
     ),
     "backward, some stages on the device": Placement(
         when="backward",
-        on_device=frozenset((stage, name) for stage in (0, 2, 7) for name in ("weights", "rest", *WHOLE)),
+        on_device=frozenset((stage, name) for stage in (0, 2, 5) for name in ("weights", "rest", *WHOLE)),
     ),
 }
 EVERY = PLACEMENTS | AT_ONCE
@@ -93,6 +95,13 @@ DAY = {
 def by_day(places: Iterable[str]) -> list[Any]:
     """The placements as parameters of a test, of which those that are not for the day are slow."""
     return [place if place in DAY else pytest.param(place, marks=pytest.mark.slow) for place in places]
+
+
+def crossed(one: Iterable[Any], other: Iterable[Any], *day: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """All pairs as parameters of a test, of which those that are not for the day are slow."""
+    chosen = list(itertools.chain(*day))
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*pair, marks=marks[pair in chosen]) for pair in itertools.product(one, other)]
 
 
 PRECISIONS = ("fp32", "bf16")
@@ -170,6 +179,12 @@ def twin(
         assert not capture or engine.capture(batches[0], capture, "blocks") is None
         _TWINS[key] = trained(engine, batches)
     return _TWINS[key]
+
+
+@functools.cache
+def of_twin(follow: Callable[..., Any], *arguments: Any, **changes: Any) -> Any:
+    """What a function finds of `resident(**changes)`, which is the same for all placements: made once in a process."""
+    return follow(resident(**changes), *arguments)
 
 
 def other_bits(mine: dict[str, Tensor], its: dict[str, Tensor]) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 
@@ -29,15 +30,24 @@ def weights(run):
     return [(newest(run) / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_files_as_on_the_device(folder, monograph, precision):
-    settings = over(DEEPER, f"train.precision={precision}")
-    found = {}
-    for memory in ("device", "stream"):
-        out = f"{memory}-{precision}"
-        done = monograph.run(folder, "train", *settings, f"train.memory={memory}", "--out", out, "--json")
+@pytest.fixture(scope="module")
+def trained(folder, monograph):
+    """What a command says that trains, and leaves in a folder that is named by its memory and precision."""
+
+    @functools.cache
+    def train(memory, precision):
+        settings = over(DEEPER, f"train.precision={precision}", f"train.memory={memory}")
+        out = ["--out", f"{memory}-{precision}", "--json"]
+        done = monograph.run(folder, "train", *settings, *out, figures=memory == "stream")
         assert done.code == 0, done.err
-        found[memory] = json.loads(done.out.splitlines()[-1])
+        return json.loads(done.out.splitlines()[-1])
+
+    return train
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_the_same_files_as_on_the_device(folder, trained, precision):
+    found = {memory: trained(memory, precision) for memory in ("device", "stream")}
     assert weights(folder / f"stream-{precision}") == weights(folder / f"device-{precision}")
     same = ("train_loss", "eval_loss", "tokens", "params")
     assert [found["stream"][key] for key in same] == [found["device"][key] for key in same]
@@ -47,17 +57,15 @@ def test_the_same_files_as_on_the_device(folder, monograph, precision):
 
 
 def test_killed_and_taken_up_in_the_other_way(folder, monograph):
-    longer = over(DEEPER, "train.updates=40", "train.save_every=4")
-    assert monograph.run(folder, "train", *longer, "--out", "never-killed").code == 0
-    for number, memory in enumerate(("stream", "device", "stream")):
-        first = [*longer, "train.memory=device", "--out", "moved"]
-        command = monograph.start(
-            folder, "train", *(["--resume", "moved", f"train.memory={memory}"] if number else first)
-        )
-        command.until(lambda at=10 * (number + 1): (folder / "moved").exists() and _reached(folder / "moved", at))
+    longer = over(DEEPER, "train.updates=24", "train.save_every=4")
+    assert monograph.run(folder, "train", *longer, "--out", "never-killed", figures=0).code == 0
+    first = [*longer, "train.memory=device", "--out", "moved"]
+    for arguments, at in ((first, 6), (["--resume", "moved", "train.memory=stream"], 14)):
+        command = monograph.start(folder, "train", *arguments, figures=0)
+        command.until(lambda at=at: (folder / "moved").exists() and _reached(folder / "moved", at))
         command.signal(signal.SIGKILL)
         command.wait()
-    assert monograph.run(folder, "train", "--resume", "moved").code == 0
+    assert monograph.run(folder, "train", "--resume", "moved", "train.memory=device", figures=0).code == 0
     assert weights(folder / "moved") == weights(folder / "never-killed")
 
 
@@ -65,11 +73,12 @@ def _reached(run, update):
     return any(int(path.name[5:]) >= update for path in run.glob("checkpoints/step-*"))
 
 
-def test_a_folder_is_finetuned(folder, monograph):
-    assert monograph.run(folder, "train", *DEEPER, "--out", "parent").code == 0
-    assert monograph.run(folder, "export", "parent", "--to", "hf").code == 0
+def test_a_folder_is_finetuned(folder, monograph, trained):
+    trained("device", "bf16")
+    assert monograph.run(folder, "export", "device-bf16", "--to", "hf").code == 0
     tuned = [setting for setting in DEEPER if not setting.startswith(("model.", "data.tokenizer"))]
-    done = monograph.run(folder, "train", *tuned, "model.init=hf", "train.memory=stream", "--out", "tuned", "--json")
+    tuned += ["model.init=hf", "train.memory=stream", "--out", "tuned", "--json"]
+    done = monograph.run(folder, "train", *tuned, figures=0)
     assert done.code == 0, done.err
     assert monograph.run(folder, "evaluate", "tuned", "--json").code == 0
 

@@ -11,22 +11,25 @@ from torch import nn
 
 from batches import packed, tiny_llama
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
-from monograph.graph.remat import Remat
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
 from monograph.stream import Placement, Streamed
 from streamed import (
+    DAY,
     EVERY,
     PLACEMENTS,
     PRECISIONS,
     by_day,
+    crossed,
     files,
     flat,
+    of_twin,
     other_bits,
     resident,
     streamed,
     trained,
+    twin,
     unclipped,
     windows,
 )
@@ -34,58 +37,65 @@ from streamed import (
 
 @pytest.mark.parametrize("place", by_day(PLACEMENTS))
 def test_several_windows_an_update(place):
-    results = []
-    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
-        for seed in (10, 20, 30):
+    def twice(engine):
+        for seed in (10, 20):
             engine.accumulate(windows(1, seed)[0])
             left = trained(engine, windows(1, seed + 1))
-        results.append(left)
-    assert not other_bits(*results)
+        return left
+
+    assert not other_bits(twice(streamed(placement=PLACEMENTS[place])), twice(resident()))
 
 
-@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), AdamW(lr=1e-2, ema=0.5)])
-@pytest.mark.parametrize("place", by_day(EVERY))
-def test_evaluated(place, optim):
+def scored(engine, between):
     """After every update, and between a window and its update."""
-    scores = []
-    changes = {"optim": optim, "precision": "bf16", **unclipped(EVERY[place])}
-    for engine in (resident(**changes), streamed(placement=EVERY[place], **changes)):
-        found = [engine.evaluate(packed(5, seed=77))]
-        for window in windows():
-            engine.accumulate(window)
-            if EVERY[place].when != "backward":  # which has updated already
-                found.append(engine.evaluate(packed(5, seed=77)))
-            engine.update()
+    found = [engine.evaluate(packed(5, seed=77))]
+    for window in windows():
+        engine.accumulate(window)
+        if between:
             found.append(engine.evaluate(packed(5, seed=77)))
-        named = {f"score {number}": score for number, (score, _) in enumerate(found)}
-        scores.append(named | flat(engine.state()))
-    assert not other_bits(*scores)
+        engine.update()
+        found.append(engine.evaluate(packed(5, seed=77)))
+    return {f"score {number}": score for number, (score, _) in enumerate(found)} | flat(engine.state())
+
+
+EMA = {"averaged": 0.5, "plain": None}
+
+
+@pytest.mark.parametrize(
+    ("place", "ema"),
+    crossed(EVERY, EMA, [(place, "averaged") for place in DAY], [("updated on both", "plain")]),
+)
+def test_evaluated(place, ema):
+    changes = {"optim": AdamW(lr=1e-2, ema=EMA[ema]), "precision": "bf16", **unclipped(EVERY[place])}
+    between = EVERY[place].when != "backward"  # which has updated already
+    mine = scored(streamed(placement=EVERY[place], **changes), between)
+    assert not other_bits(mine, of_twin(scored, between, **changes))
 
 
 @pytest.mark.parametrize("place", by_day(EVERY))
 def test_a_trial_changes_nothing(place):
     changes = unclipped(EVERY[place])
-    engine, untried = (streamed(placement=EVERY[place], **changes) for _ in range(2))
-    results = [trained(untried, windows())]
+    engine = streamed(placement=EVERY[place], **changes)
     seen = [engine.trial(window) for window in windows(2)]
     assert seen[0] == resident().trial(windows(1)[0])
     left = trained(engine, windows(2))
     engine.trial(windows(1)[0])
-    results.append(left | trained(engine, windows(2, first=2)))
-    assert not other_bits(*results)
+    assert not other_bits(left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes))
 
 
 @pytest.mark.parametrize("place", by_day(PLACEMENTS))
 def test_an_update_of_no_window_changes_nothing(place):
     """Nor is the one before it lost, which may still wait for a forward pass."""
-    results = []
-    for engine in (resident(), streamed(placement=PLACEMENTS[place])):
-        seen = [engine.update()]
-        left = trained(engine, windows(2))
-        seen += [engine.update(), engine.update()]
-        left |= {f"{n} {name}": getattr(seen[n], name) for n in range(3) for name in ("count", "grad_norm", "skipped")}
-        results.append(left | trained(engine, windows(2, first=2)))
-    assert not other_bits(*results)
+    mine = with_updates_of_nothing(streamed(placement=PLACEMENTS[place]))
+    assert not other_bits(mine, of_twin(with_updates_of_nothing))
+
+
+def with_updates_of_nothing(engine):
+    seen = [engine.update()]
+    left = trained(engine, windows(1))
+    seen += [engine.update(), engine.update()]
+    left |= {f"{n} {name}": getattr(seen[n], name) for n in range(3) for name in ("count", "grad_norm", "skipped")}
+    return left | trained(engine, windows(1, first=2))
 
 
 @pytest.mark.parametrize("place", ["on the host", "next forward", "updated on both"])
@@ -117,21 +127,22 @@ REPEATED = [*itertools.product(["on the host", "next forward, offloaded"], ["for
             ("backward", "forward"), ("backward", "loss")]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", [1, 8])
+def then_with_fewer_rows(engine):
+    trained(engine, windows(1))
+    engine.micro_batch = 2
+    return trained(engine, windows(2, first=1))
+
+
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("place", "name"), REPEATED)
 def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name, call, monkeypatch):
     """The stages whose update waited for it, and was made, are not updated again."""
-    results = []
-    for runs_out in (False, True):
-        engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
-        trained(engine, windows(2))
-        if runs_out:
-            out_of_memory_at(monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call))
-        else:
-            engine.micro_batch = 2
-        results.append(trained(engine, windows(2, first=2)))
-        assert engine.micro_batch == 2
-    assert not other_bits(*results)
+    engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
+    trained(engine, windows(1))
+    out_of_memory_at(monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call))
+    left = trained(engine, windows(2, first=1))
+    assert engine.micro_batch == 2
+    assert not other_bits(left, of_twin(then_with_fewer_rows, **unclipped(EVERY[place])))
 
 
 @pytest.mark.parametrize("place", ["on the host", "next forward"])
@@ -169,37 +180,41 @@ class Nowhere:
         return {"seed": 0, "rows": 0}
 
 
-@pytest.mark.parametrize("optim", [AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("place", ["next forward", "everywhere"])
+PLAIN, MUON = AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)
+
+
+@pytest.mark.parametrize("optim", [PLAIN, MUON])
+@pytest.mark.parametrize(
+    ("place", "precision"),
+    crossed(["next forward", "everywhere"], PRECISIONS, [("next forward", "bf16"), ("everywhere", "fp32")]),
+)
 def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path):
     """By their states, and by the files of checkpoints, which are the same bytes."""
     changes = {"precision": precision, "optim": optim}
-    whole = trained(resident(**changes), windows(6))
 
     def engines():
         yield streamed(placement=PLACEMENTS[place], **changes)
         yield resident({"initializer_range": 0.3}, **changes)
-        yield streamed({"initializer_range": 0.1}, blocks_per_stage=4, **changes)
+        yield streamed({"initializer_range": 0.1}, blocks_per_stage=3, **changes)
 
-    by_state, by_file, state, found = {}, {}, None, []
+    def next_ones(turn):
+        return windows(2 - turn // 2, first=2 * turn)
+
+    by_state, by_file, whole, state, twin = {}, {}, {}, None, resident(**changes)
     for turn, engine in enumerate(engines()):
         if state:
             engine.load_state(state)
-        by_state |= trained(engine, windows(2, first=2 * turn))
+        by_state |= trained(engine, next_ones(turn))
         state = engine.state()
     for turn, engine in enumerate(engines()):
-        folder = tmp_path / f"{turn}"
         if turn:
             load_checkpoint(engine, tmp_path / f"{turn - 1}")
-        by_file |= trained(engine, windows(2, first=2 * turn))
-        save_checkpoint(engine, Nowhere(), folder)
-        twin = resident(**changes)
-        trained(twin, windows(2 * turn + 2))
+        by_file |= trained(engine, next_ones(turn))
+        save_checkpoint(engine, Nowhere(), tmp_path / f"{turn}")
+        whole |= trained(twin, next_ones(turn))
         save_checkpoint(twin, Nowhere(), tmp_path / f"twin {turn}")
-        found.append((files(folder), files(tmp_path / f"twin {turn}")))
+        assert files(tmp_path / f"{turn}") == files(tmp_path / f"twin {turn}")
     assert not other_bits(by_state, whole) and not other_bits(by_file, whole)
-    assert all(mine == its for mine, its in found)
 
 
 # ---- what cannot be run in stages ------------------------------------------------------------------------------------
@@ -259,13 +274,6 @@ def test_a_loss_that_does_not_call_its_model_once_is_refused(calls, words):
         streamed(loss=loss).accumulate(windows(1)[0])
     with pytest.raises(UsageError, match=words):
         streamed(loss=loss).trial(windows(1)[0])
-
-
-@pytest.mark.parametrize("policy", [Remat.Pointwise(), Remat.Budget(0.5), Remat.Full()])
-def test_a_trial_with_recomputation(policy):
-    engine = streamed(remat=policy)
-    assert engine.trial(windows(1)[0]) == resident().trial(windows(1)[0])
-    assert not other_bits(trained(engine, windows()), trained(resident(), windows()))
 
 
 @pytest.mark.parametrize(

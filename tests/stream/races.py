@@ -7,14 +7,14 @@ least one of them writing, are ordered.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.stream.lanes import Immediately, Lane, Mark, Space, Work
-from tape import Watched, memory, tensors
+from tape import memory, tensors
 
 
 class Race(NamedTuple):
@@ -104,28 +104,6 @@ def touched(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[int, bool]]:
         info = schema[name]
         for tensor in tensors(value):
             yield memory(tensor), info is not None and info.is_write
-
-
-def undeclared(
-    work: Callable[[], Any], reads: set[int], writes: set[int], known: dict[int, str]
-) -> tuple[Any, list[str]]:
-    """Do work; what it returns, and what of the known memory it touched without saying so.
-
-    Args:
-        work: done once.
-        reads: the memory that it may read.
-        writes: and write.
-        known: the names of memory that has to be declared.
-    """
-    odd: list[str] = []
-
-    def seen(func: Any, args: Any, kwargs: Any, _out: Any) -> None:
-        for at, changes in touched(func, args, kwargs):
-            if at in known and at not in (writes if changes else reads | writes):
-                odd.append(f"{known[at]} is {'written' if changes else 'read'} by {func}")
-
-    with Watched(seen):
-        return work(), odd
 
 
 def poison_(tensor: Tensor) -> None:

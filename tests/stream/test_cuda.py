@@ -6,6 +6,7 @@ On a GPU also: TORCH_CUDA_SANITIZER=1 pytest tests/stream/test_cuda.py -m gpu, w
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,35 +21,34 @@ from monograph.stream import Streamed, cuda
 from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
 from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
-from streamed import AT_ONCE, PLACEMENTS, arguments, by_day, other_bits, streamed, trained, windows
-
-EVERY = PLACEMENTS | AT_ONCE
-SIZES = {"num_hidden_layers": 4}
+from streamed import EVERY, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
 
 
 def test_a_cpu_does_everything_at_once() -> None:
     assert isinstance(executor(torch.device("cpu")), Immediately)
 
 
-@pytest.mark.parametrize("events", [1, 3, EVENTS])
+PLACES = [
+    "next forward, offloaded",
+    "everywhere",
+    "backward, offloaded",
+    "updated on the host",
+    "updated on both",
+    "backward, updated on the host",
+]
+
+
 @pytest.mark.parametrize(
-    "place",
-    [
-        "next forward, offloaded",
-        "everywhere",
-        "backward, offloaded",
-        "updated on the host",
-        "updated on both",
-        "backward, updated on the host",
-    ],
+    ("place", "events"),
+    crossed(PLACES, [1, 3, EVENTS], zip(PLACES, [3, 1, 1, EVENTS, 1, 1], strict=True), [(PLACES[0], 1)]),
 )
 def test_streams_and_few_events_change_no_bit(place: str, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one event a lane, waited for by works that are long over, is enough."""
     monkeypatch.setattr(cuda, "EVENTS", events)
-    changes = {"clip": None, "optim": AdamW(lr=1e-2, ema=0.9), "placement": EVERY[place]}
-    usual = trained(streamed(SIZES, **changes), windows(2))
+    changes = {"clip": None, "optim": AdamW(lr=1e-2, ema=0.9)}
+    usual = twin(None, windows(2), **changes)
     with FakeGpu(monkeypatch, seed=events) as gpu:
-        engine = streamed(SIZES, lanes=Lanes(executor(CARD)), **changes)
+        engine = streamed(placement=EVERY[place], lanes=Lanes(executor(CARD)), **changes)
         left = trained(engine, windows(2))
         engine.evaluate(packed(5))
     assert not other_bits(left, usual)
@@ -71,6 +71,17 @@ def test_what_failed_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch)
         assert on_device.sum() == 0 and gpu.deferred == 1
         lanes.compute(lambda: on_device.mul_(2), [slot])
     assert on_device.sum() == 4
+
+
+def test_a_copy_of_what_the_host_writes_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So slow that without the wait it would be read before."""
+    with FakeGpu(monkeypatch, seed=0):
+        lanes, slot, home = Lanes(Streams(CARD)), Space("slot", Home.DEVICE), Space("home", Home.HOST)
+        on_device, on_host = torch.zeros(2), torch.zeros(2)
+        lanes.host(lambda: (time.sleep(0.2), on_host.fill_(1)), writes=[home])
+        lanes.copy(on_device, on_host, slot, home)
+        lanes.compute(lambda: None, [slot])
+    assert on_device.sum() == 2
 
 
 def test_the_host_s_thread_does_its_work_in_order_and_no_more_than_is_waited_for_is_awaited() -> None:
@@ -118,18 +129,23 @@ class Beside(Immediately):
         self.thread.until()
 
 
-@pytest.mark.parametrize("place", ["updated on the host", "backward, updated on both"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("updated on the host", marks=pytest.mark.slow),
+        pytest.param("backward, updated on both", marks=pytest.mark.slow),
+        "updated on both",
+    ],
+)
 def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) -> None:
-    """They are made in it, as none but it calls them."""
-    changes = {"precision": "bf16", "clip": None, "placement": EVERY[place]}
-    results = []
-    for each in (Immediately(), Beside()):
-        engine = streamed(SIZES, lanes=Lanes(each), **changes)
-        assert engine.capture(windows(1)[0], "aot_eager") is None
-        before = compat.captured_graphs()
-        results.append(trained(engine, windows(3)))
-        assert compat.captured_graphs() == before
-    assert not other_bits(*results)
+    """They are made in it, as none but it calls them; and law 4, captured block by block."""
+    sizes, changes = {"num_hidden_layers": 3}, {"precision": "bf16", "clip": None}
+    engine = streamed(sizes, lanes=Lanes(Beside()), placement=EVERY[place], **changes)
+    assert engine.capture(windows(1)[0], "aot_eager") is None
+    before = compat.captured_graphs()
+    left = trained(engine, windows())
+    assert compat.captured_graphs() == before
+    assert not other_bits(left, twin(sizes, windows(), "aot_eager", **changes))
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -41,8 +41,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8])
-@pytest.mark.parametrize("shape", [(1,), (5000, 3), (2**16 + 1,)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1,), torch.float32), ((5000, 3), torch.bfloat16), ((5000, 3), torch.int16), ((2**16 + 1,), torch.uint8)],
+)
 def test_locked_at_its_size_in_pages_as_long_as_it_is_used(
     runtime: Runtime, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -54,10 +56,8 @@ def test_locked_at_its_size_in_pages_as_long_as_it_is_used(
     memory.fill_(3)
     part = memory.flatten()[-1:]
     del memory
-    gc.collect()
     assert len(runtime.locked) == 1 and part == 3
     del part
-    gc.collect()
     assert not runtime.locked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -14,9 +15,8 @@ from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
 from stream.traffic import Traffic, device_bytes, traffic
-from streamed import AT_ONCE, PLACEMENTS, WHOLE, by_day, streamed
+from streamed import EVERY, LAYERS, WHOLE, by_day, streamed, unclipped
 
-EVERY = PLACEMENTS | AT_ONCE
 HIDDEN, INTERMEDIATE = 32, 48
 DEVICE, HOST, DISK = Home.DEVICE, Home.HOST, Home.DISK
 # Of one block: q and o are square, k and v have half the heads, then the MLP's three.
@@ -42,19 +42,27 @@ def state_bytes(element_bytes: int = 4) -> int:
 
 
 def made(place: str, **changes: Any) -> Any:
-    return streamed(placement=EVERY[place], **({"clip": None} if EVERY[place].when == "backward" else {}), **changes)
+    return streamed(placement=EVERY[place], **unclipped(EVERY[place]), **changes)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+def held(engine: Any) -> tuple[int, int, int]:
+    """Bytes of slots, desks and, of all that was trained, at most of boundaries."""
+    walk = engine.walk
+    return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("place", by_day(EVERY))
-def test_copied_bytes(place: str, tied: bool, micro_batches: int) -> None:
-    for blocks_per_stage in (1, 2, 4, 6):
+def test_copied_and_held_bytes(place: str, tied: bool) -> None:
+    for blocks_per_stage, micro_batches in ((1, 3), (2, 1), (3, 2), (4, 3)):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
         expected = traffic(engine.store, engine.placement, state_bytes(2), micro_batches)
         assert moved(engine, micro_batches) == expected
         apart = traffic(engine.store, EVERY[place], 0, 1)
         assert (apart == expected) != EVERY[place].offload, "micro-batches count only where states are offloaded"
+        on_device = device_bytes(engine.store, EVERY[place], state_bytes(2), micro_batches)
+        assert held(engine) == (on_device.slots, on_device.desks, on_device.boundaries)
+        assert on_device.stored == engine.store.bytes_at()[DEVICE]
 
 
 @pytest.mark.parametrize("when", ["sweep", "next forward", "backward"])
@@ -68,7 +76,7 @@ def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatc
     assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
 
 
-@pytest.mark.parametrize("layers", [6, 24])
+@pytest.mark.parametrize("layers", [3, 12])
 def test_the_formula_by_hand(layers: int) -> None:
     """Split weights: 2 bytes of 4 cross for a pass, 4 for an update, 8 of moments; the gradient once each way."""
     engine = streamed({"num_hidden_layers": layers}, placement=Placement(on_disk=WHOLE), precision="bf16")
@@ -84,13 +92,13 @@ def test_the_formula_by_hand(layers: int) -> None:
     }
 
 
-@pytest.mark.parametrize(("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", 8)])
+@pytest.mark.parametrize(("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", LAYERS + 2)])
 def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
     """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: no desk holds anything."""
     engine = streamed(placement=Placement(when=when, where="host"), precision="bf16", clip=None)
     gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
-    passes = (2 * MATRICES + 4 * gains) * (2 * 6 - 2) + 4 * (ends + EMBEDDING)
-    gradients = 4 * (6 * (MATRICES + gains) + ends)
+    passes = (2 * MATRICES + 4 * gains) * (2 * LAYERS - 2) + 4 * (ends + EMBEDDING)
+    gradients = 4 * (LAYERS * (MATRICES + gains) + ends)
     assert moved(engine, 2) == {(HOST, DEVICE): passes, (DEVICE, HOST): gradients + 32 * decisions}
     assert held(engine)[1] == 0
     if when == "backward":  # in turn, two of a block's; those of both ends are smaller
@@ -98,43 +106,24 @@ def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
 
 
 def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
-    everything = frozenset((stage, name) for stage in range(8) for name in ("weights", "rest", "gradient", *WHOLE))
+    everything = frozenset(
+        (stage, name) for stage in range(LAYERS + 2) for name in ("weights", "rest", "gradient", *WHOLE)
+    )
     engine = streamed(placement=Placement(on_device=everything), precision="bf16")
     assert moved(engine, 2) == {} == traffic(engine.store, engine.placement, state_bytes(2), 2)
-    held = device_bytes(engine.store, engine.placement, 0, 1)
-    assert held.total == held.stored == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=6).parameters())
-
-
-# ---- held on the device ----------------------------------------------------------------------------------------------
-
-
-def held(engine: Any) -> tuple[int, int, int]:
-    """Bytes of slots, desks and, over two updates of two micro-batches, at most of boundaries."""
-    moved(engine, 2)
-    walk = engine.walk
-    return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("place", by_day(EVERY))
-def test_held_bytes(place: str, tied: bool) -> None:
-    for blocks_per_stage in (1, 2, 4, 6):
-        engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
-        expected = device_bytes(engine.store, EVERY[place], state_bytes(2), 2)
-        assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
-        assert expected.stored == engine.store.bytes_at()[DEVICE]
+    found = device_bytes(engine.store, engine.placement, 0, 1)
+    assert found.total == found.stored == 16 * sum(p.numel() for p in tiny_llama(num_hidden_layers=LAYERS).parameters())
 
 
 def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
     """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four desks of 16 bytes an element."""
     gains = 2 * HIDDEN
     slots = 2 * 8 * (MATRICES + gains) + 8 * (EMBEDDING + HIDDEN)
-    for layers in (6, 24, 96):
-        sizes = {"num_hidden_layers": layers}
-        engine = streamed(sizes, placement=Placement(offload=True))
-        assert held(engine) == (slots, 4 * 16 * MATRICES, 4 * 2 * state_bytes())
-        if layers < 96:
-            assert held(streamed(sizes)) == (slots, 4 * 16 * MATRICES, (2 * (layers + 1) + 1) * state_bytes())
+    for layers, offload in itertools.product((3, 12), (False, True)):
+        engine = streamed({"num_hidden_layers": layers}, placement=Placement(offload=offload))
+        moved(engine, 2)
+        states = 4 * 2 if offload else 2 * (layers + 1) + 1
+        assert held(engine) == (slots, 4 * 16 * MATRICES, states * state_bytes())
 
 
 def test_from_shapes_alone() -> None:
