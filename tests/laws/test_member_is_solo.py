@@ -205,8 +205,11 @@ def test_nobody_feels_what_another_does():
         assert engine.step.applied.tolist() == [UPDATES, 0, UPDATES, 0, 0]
         fresh = kind.build(4)
         assert all(torch.equal(p, q) for p, q in zip(engine.members[4].parameters(), fresh.parameters(), strict=True))
-        undisturbed.append(losses)
-    assert relative_error(*undisturbed) < BOUND
+        undisturbed.append([losses, *(state.model for state in sound)])
+    (losses, *models), (others, *their) = undisturbed
+    assert relative_error(others, losses) < BOUND
+    for mine, theirs in zip(models, their, strict=True):
+        assert all((mine[name] - tensor).abs().max() <= BOUND for name, tensor in theirs.items())
 
 
 def test_a_member_goes_on_alone_and_an_ensemble_from_its_state():

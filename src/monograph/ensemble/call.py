@@ -121,7 +121,7 @@ class Members:
 
     def buffers(self) -> Tensors:
         """Return the stack's buffers by name."""
-        return {name: owner._buffers[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
+        return {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: Any) -> Any:
         """Call the function with tensors in the places of the module's own, and write buffers that it sets to them."""
