@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from batches import copied, ragged, tiny_llama
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
+from monograph.loop import EngineState
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -94,53 +97,55 @@ def test_no_number_of_spikes_widens_what_is_accepted() -> None:
     assert torch.equal(recent, usual)
 
 
+def spike() -> dict[str, torch.Tensor]:
+    """Wrong targets of an almost finished model are what no update before was like."""
+    window = ragged(4)
+    return window | {"targets": torch.where(window["targets"] >= 0, (window["targets"] + 7) % 61, -100)}
+
+
+def engine(clip: Clip, backend: Any = None) -> Resident:
+    made = Resident(tiny_llama(num_hidden_layers=1), loss=token_loss, optim=AdamW(lr=3e-3), clip=clip)
+    assert backend is None or made.capture(ragged(4), backend=backend) is None
+    return made
+
+
+def skips(trained: Resident, window: dict[str, torch.Tensor]) -> int:
+    trained.accumulate(window)
+    return int(trained.update().skipped)
+
+
+@functools.cache
+def before_the_spike(backend: str | None) -> tuple[Resident, EngineState]:
+    trained = engine(Clip(1.0, skip_spikes=True), backend)
+    assert not any(skips(trained, ragged(4)) for _ in range(SPIKE))
+    return trained, copied(trained.state())
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_spike_costs_one_update_and_is_not_remembered(backend: str | None) -> None:
     """Law: the run with the spike is the run that never had it, in bits."""
 
-    def trained(spiked: bool, skip: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
-        # Wrong targets of an almost finished model are what no update before was like.
-        clip = Clip(1.0, skip_spikes=True) if skip else Clip(1.0)
-        engine = Resident(tiny_llama(), loss=token_loss, optim=AdamW(lr=3e-3), clip=clip)
-        if backend:
-            assert engine.capture(ragged(4), backend=backend) is None  # type: ignore[arg-type]
-        skipped = []
-        for index in range(SPIKE + 8):
-            window = ragged(4)
-            if index == SPIKE and not spiked:
-                engine.step.index += 1
-                continue
-            if index == SPIKE:
-                window["targets"] = torch.where(window["targets"] >= 0, (window["targets"] + 7) % 61, -100)
-            engine.accumulate(window)
-            skipped.append(int(engine.update().skipped))
-        return {name: tensor.clone() for name, tensor in engine.state().model.items()}, skipped
-
-    (found, skipped), (expected, _) = trained(True, True), trained(False, True)
-    assert skipped == [0] * SPIKE + [1] * 8
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    if not backend:
-        taken, none_skipped = trained(True, False)
-        assert not any(none_skipped) and not all(torch.equal(taken[name], expected[name]) for name in found)
+    trained, state = before_the_spike(backend)
+    trained.load_state(state)
+    assert [skips(trained, window) for window in (spike(), *[ragged(4)] * 7)] == [1] * 8
+    found = copied(trained.state())
+    trained.load_state(state)
+    trained.step.index += 1
+    assert [skips(trained, ragged(4)) for _ in range(7)] == [0] * 7
+    expected = trained.state()
+    assert all(torch.equal(found.model[name], expected.model[name]) for name in found.model)
+    assert found.scalars["recent"] == expected.scalars["recent"]
 
 
 def test_what_is_remembered_is_part_of_the_state() -> None:
-    def engine() -> Resident:
-        return Resident(tiny_llama(), loss=token_loss, optim=AdamW(lr=3e-3), clip=Clip(1.0, skip_spikes=True))
-
-    first, second, forgetful = engine(), engine(), engine()
-    for _ in range(SPIKE):
-        first.accumulate(ragged(4))
-        first.update()
-    state = copied(first.state())
-    spike = ragged(4)
-    spike["targets"] = torch.where(spike["targets"] >= 0, (spike["targets"] + 7) % 61, -100)
+    first, state = before_the_spike(None)
+    first.load_state(state)
+    without = {name: value for name, value in state.scalars.items() if name != "recent"}
+    second, forgetful, all_taken = *(engine(first.step.clip) for _ in range(2)), engine(Clip(1.0))
     second.load_state(state)
     forgetful.load_state(replace(state, scalars={**state.scalars, "recent": [[1e9] * WINDOW] * 2}))
-    for of, expected in ((first, 1), (second, 1), (forgetful, 0)):
-        of.accumulate(spike)
-        assert int(of.update().skipped) == expected
-    without = {name: value for name, value in state.scalars.items() if name != "recent"}
+    all_taken.load_state(replace(state, scalars=without))
+    assert [skips(of, spike()) for of in (first, second, forgetful, all_taken)] == [1, 1, 0, 0]
     with pytest.raises(InputRefused, match="the saved state lacks 'recent'"):
         second.load_state(replace(state, scalars=without))
 

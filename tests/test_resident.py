@@ -121,7 +121,7 @@ def test_out_of_memory_at_one_row_recomputes_the_blocks_and_keeps_the_bits():
 
 
 def test_what_was_captured_is_captured_again_with_recomputed_blocks():
-    engine, plain = (Resident(tiny_llama(), micro_batch=1) for _ in range(2))
+    engine, plain = (Resident(tiny_llama(num_hidden_layers=1), micro_batch=1) for _ in range(2))
     assert engine.capture(ragged(3), "aot_eager") is None
 
     def too_much(batch, seed):

@@ -19,7 +19,7 @@ LANGUAGE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
 
@@ -167,7 +167,7 @@ def of_classes(module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def zoo() -> dict[str, Kind]:
     """All of them; the language models and the pictures' are transformers' own, unmodified."""
     grouped = LANGUAGE | {"num_key_value_heads": 2}
-    t5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    t5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
     sizes = {k: v for k, v in LANGUAGE.items() if k != "vocab_size"}
     picture = sizes | {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
     resnet = {
@@ -178,10 +178,10 @@ def zoo() -> dict[str, Kind]:
         "layer_type": "basic",
     }
     llama = transformer("LlamaForCausalLM", **grouped, tie_word_embeddings=True, attention_dropout=0.2)
-    bert = transformer("BertForMaskedLM", **LANGUAGE)
+    bert = transformer("BertForMaskedLM", **LANGUAGE | {"num_hidden_layers": 2})
     return {
         "our llama": Kind(
-            lambda seed: tiny_llama(torch.float64, seed, tie_word_embeddings=True, pad_token_id=3),
+            lambda seed: tiny_llama(torch.float64, seed, num_hidden_layers=1, tie_word_embeddings=True, pad_token_id=3),
             token_loss,
             lambda s: ragged(ROWS, s),
         ),

@@ -18,8 +18,8 @@ from commands.forked import CommandServer
 from commands.inputs import TINY, over, rows, sound, with_texts
 
 AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
-SHORT = over(TINY, "train.updates=20", "train.save_every=5", "optim.name=adamw")
-LONG = [*over(SHORT, "train.updates=300"), *AXES, "--out", "s"]
+SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
+LONG = [*over(SHORT, "train.updates=100", "train.save_every=20"), *AXES, "--out", "s"]
 RESULT = "schema run members best wall_s tokens_per_s"
 MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
 
@@ -128,7 +128,7 @@ def test_a_sweep_is_no_run(place: Path, server: CommandServer) -> None:
 def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: Path) -> None:
     """Law 10: killed in mid-air, and the members' metrics and weights are the bits of a sweep that was not."""
     command = server.start(here, "sweep", *LONG, figures=0)
-    command.until(lambda: any((here / "s/members/005/checkpoints").glob("step-000000[1-9]*")))
+    command.until(lambda: any((here / "s/members/005/checkpoints").glob("step-000000[2-9]*")))
     command.signal(signal.SIGKILL)
     assert command.wait().signal == signal.SIGKILL
     done = server.run(here, "sweep", *LONG, "--json", figures=0)
@@ -141,8 +141,8 @@ def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: P
     for index in range(6):
         one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
         kept = [[(row["update"], row["train_loss"], row["lr"]) for row in rows(run)] for run in (one, other)]
-        assert kept[0] == kept[1] and len(kept[0]) == 300
-        files = [(run / "checkpoints/step-00000300/model.safetensors").read_bytes() for run in (one, other)]
+        assert kept[0] == kept[1] and len(kept[0]) == 100
+        files = [(run / "checkpoints/step-00000100/model.safetensors").read_bytes() for run in (one, other)]
         assert files[0] == files[1]
 
 
@@ -159,16 +159,16 @@ def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, h
     command.signal(signal.SIGINT)
     done = command.wait()
     assert done.code == 75, done.err
-    said = re.fullmatch(r"saved at update (\d+) of 300; continue: (.+)", done.err.splitlines()[-1])
+    said = re.fullmatch(r"saved at update (\d+) of 100; continue: (.+)", done.err.splitlines()[-1])
     assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} == {int(said[1])}
     _, again = said[2].split("monograph ")
     done = server.run(here, *shlex.split(again), figures=0)
     assert done.code == 0 and "best" in done.err
-    assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, 301))
+    assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, 101))
 
 
 def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandServer, here: Path) -> None:
-    fewer = over(SHORT, "train.updates=60", "optim.lr=1e-2,1e30", "train.seed=0,1")
+    fewer = over(SHORT, "train.updates=40", "optim.lr=1e-2,1e30", "train.seed=0,1")
     done = server.run(here, "sweep", *fewer, "--out", "s", "--json", figures=0)
     assert done.code == 0, done.err
     found = result(done.out)
@@ -201,13 +201,13 @@ def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServe
 
 
 def test_every_member_diverged(server: CommandServer, here: Path) -> None:
-    done = server.run(here, "sweep", *over(SHORT, "train.updates=60"), "optim.lr=1e29,1e30", "--out", "s", figures=0)
+    done = server.run(here, "sweep", *over(SHORT, "train.updates=40"), "optim.lr=1e29,1e30", "--out", "s", figures=0)
     assert done.code == 5 and "every member of s diverged: lower optim.lr" in done.err
 
 
 def test_settings_that_change_shapes_make_groups(server: CommandServer, here: Path) -> None:
     axes = ["optim.name=adamw,muon", "model.hidden_size=16,32", "train.seed=0,1"]
-    few = [each for each in SHORT if not each.startswith(("optim.name", "model.hidden_size"))]
+    few = over([each for each in SHORT if not each.startswith(("optim.name", "model.hidden"))], "train.updates=6")
     done = server.run(here, "sweep", *few, *axes, "--out", "s", "--json", figures=0)
     assert done.code == 0, done.err
     assert len(re.findall(r"^plan +name=\w+ hidden_size=\d+: ", done.err, re.MULTILINE)) == 4
@@ -227,7 +227,8 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
     expected = found["members"][4]["eval_bits_per_byte"] - found["members"][0]["eval_bits_per_byte"]
     assert each["difference"] == pytest.approx(expected, rel=1e-5)
     assert f"{runs[4]} is better" in done.out and "+0 % parameters" in done.out
-    other = server.run(place, "sweep", *over(SHORT, "optim.name=muon"), "optim.lr=0.1", "train.seed=0,1", "--out", "m")
+    muon = over(SHORT, "optim.name=muon", "train.updates=6")
+    other = server.run(place, "sweep", *muon, "optim.lr=0.1", "train.seed=0,1", "--out", "m", figures=0)
     assert other.code == 0
     done = server.run(place, "compare", found["run"], "m", "--json")
     assert result(done.out)["differences"][0]["paired_by"] == "seed" and "(2 seeds)" in done.out, done.err

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
@@ -47,8 +46,8 @@ class Members:
         self.stack, self.seeds = stack, seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         # Dropout reads its seed from this module, where vmap puts each member's own.
-        self._called = _Called(stack.module, seeds[0], self.draw)  # built outside of what is traced
-        self._dropout = Dropout(self._called)
+        self._counter = _Counter(seeds[0], self.draw)  # built outside of what is traced
+        self._dropout = Dropout(self._counter)
         compat.warn_of_loops(False)  # the first look does
         self._for_graphs: dict[bool, bool] = {}  # by mode
         modules = list(stack.module.named_modules())
@@ -56,6 +55,9 @@ class Members:
             (path, owner, key) for path, owner in modules for key, of in owner._buffers.items() if of is None
         ]
         self._computed = [(owner, key) for _, owner in modules for key in computed(owner)]
+        # Found once: torch.func.functional_call walks through the module at each call, and a graph takes most of its
+        # time to trace that.
+        self._places = [*_places(modules), ("", self._counter, "_buffers", "seed")]
 
     def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
         """Outputs with a leading member axis.
@@ -81,8 +83,8 @@ class Members:
         stack = self.stack
         # Parameters, buffers and seeds are one mapping: vmap batches all of it in its first dimension, so nothing
         # that is a member's own can be left out by mistake.
-        held = dict(stack.module.named_parameters()) | dict(stack.module.named_buffers()) | (parameters or {})
-        held = {f"module.{name}": tensor for name, tensor in held.items()} | {"seed": self.seeds}
+        held = {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places}
+        held |= (parameters or {}) | {"": self.seeds}
         dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
         # vmap returns tensors alone. What else the function returns is noted here as it is traced, once for all
         # members.
@@ -92,12 +94,8 @@ class Members:
             # Sites are counted from 0 in each pass: the same call of dropout has the same number in every member and
             # alone.
             self._dropout.site = 0
-            given = dict(tensors)
-            out = functional_call(self._called, tensors, (function, *inputs))  # which says what was put in their place
+            out = self._call_with(tensors, function, *inputs)
             self._dropout.site = 0  # or a graph would have it as an output
-            for name, tensor in given.items():
-                if tensors[name] is not tensor:
-                    _write(name.removeprefix("module."), tensor, tensors[name])
             # A buffer that is None and is set in the forward pass would be a tensor of vmap, of no use outside of it.
             for path, owner, key in self._absent:
                 if (value := owner._buffers[key]) is not None:
@@ -120,6 +118,27 @@ class Members:
             return function(stack.members[0], *own)
 
         return batched, alone
+
+    def buffers(self) -> Tensors:
+        """Return the stack's buffers by name."""
+        return {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
+
+    def _call_with(self, tensors: Tensors, function: Function, *inputs: Any) -> Any:
+        """Call the function with tensors in the places of the module's own, and write buffers that it sets to them."""
+        held = [getattr(owner, kind) for _, owner, kind, _ in self._places]
+        before = [of[key] for of, (*_, key) in zip(held, self._places, strict=True)]
+        for of, (name, _, _, key) in zip(held, self._places, strict=True):
+            of[key] = tensors[name]
+        try:
+            out = function(self.stack.module, *inputs)
+        finally:
+            after = [of.get(key) for of, (*_, key) in zip(held, self._places, strict=True)]
+            for of, (*_, key), tensor in zip(held, self._places, before, strict=True):
+                of[key] = tensor
+        for (name, *_), tensor in zip(self._places, after, strict=True):
+            if tensor is not tensors[name]:
+                _write(name, tensors[name], tensor)
+        return out
 
     def layers(self, function: Function, *inputs: Any, each: bool) -> Layers:
         """How each part of the module runs, as one look at it shows; nothing changes.
@@ -289,20 +308,31 @@ def _not_that(name: str, *of: Any) -> InputRefused:
     )
 
 
-class _Called(nn.Module):
-    """Functions of a module as a module, whose tensors `functional_call` exchanges."""
+class _Counter(nn.Module):
+    """What dropout counts from."""
 
     seed: Tensor
     draw: Tensor
 
-    def __init__(self, module: nn.Module, seed: Tensor, draw: Tensor):
+    def __init__(self, seed: Tensor, draw: Tensor):
         super().__init__()
-        self.module = module
         self.register_buffer("seed", seed, persistent=False)
         self.register_buffer("draw", draw, persistent=False)
 
-    def forward(self, function: Function, *inputs: Any) -> Any:
-        return function(self.module, *inputs)
+
+def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str, str]]:
+    """Where modules hold their parameters and buffers: name, owner, the owner's dictionary, key.
+
+    A tied tensor is in several places, and has the first one's name in all of them.
+    """
+    found, names = [], dict[int, str]()
+    for kind in ("_parameters", "_buffers"):
+        for path, owner in modules:
+            for key, tensor in getattr(owner, kind).items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
+                    found.append((name, owner, kind, key))
+    return found
 
 
 def _probabilities(

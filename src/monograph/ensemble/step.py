@@ -97,7 +97,7 @@ class Stacked:
     def _whole(self, batch: Any, loss_factor: Tensor) -> Tensor:
         """Gradient and update of a window of one micro-batch: what is summed over one need not be kept."""
         step = self.step
-        buffers = dict(step.model.named_buffers())
+        buffers = self.members.buffers()
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
             # What a transform is given from outside cannot be written in it, as running means are.
