@@ -209,6 +209,9 @@ def serve() -> None:
     import monograph.commands.profile
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
+    from monograph.cli import command_tree
+
+    command_tree()
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
