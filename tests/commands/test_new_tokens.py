@@ -110,6 +110,8 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     assert exported.config.vocab_size == size and exported.config.tie_word_embeddings is tied
     assert json.loads((here / "out/config.json").read_text())["vocab_size"] == size
     assert (here / "out/chat_template.jinja").exists()
+    if tied:
+        return  # what comes of a run is the same for every table
     ok(server, here, "evaluate", "run")
     ok(server, here, "generate", "run", "what is it", "--chat", "--max-tokens", "3")
     ok(server, here, "train", "--from", "run", "train.updates=2", "--out", "branch", figures=0)

@@ -109,9 +109,9 @@ def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandS
 
 def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path) -> None:
     """The metrics grow until they may not; what was saved before stays, and a resume ends as if nothing had been."""
-    small = over(TINY, "model.hidden_size=8", "model.intermediate_size=8", "model.tie_word_embeddings=true")
-    long = [*over(small, "train.updates=200", "train.save_every=50"), "--out", "run"]
-    done = server.run(here, "train", *long, figures=0, file_bytes=27_000)
+    (here / "own.py").write_text(SLOW.replace("0.05", "0"))
+    long = [*over(OWN, "train.updates=200", "train.save_every=50", "model.init=own.py:build"), "--out", "run"]
+    done = server.run(here, "train", *long, figures=0, file_bytes=40_000)
     assert done.code == 7 and "cannot write run/metrics.jsonl" in done.err.splitlines()[-1], done.err
     assert 0 < sound(here / "run") < 200
     assert server.run(here, "train", "--resume", "run", figures=0).code == 0 and sound(here / "run") == 200
