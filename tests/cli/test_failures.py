@@ -112,7 +112,8 @@ def test_what_the_machine_refuses_is_no_bug(
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_outputs_change_no_exit_code(closed: str, tmp_path: Path) -> None:
-    for arguments, code in (("--version", 0), ("check nothing", 3)):
+    # Importing torch is most of what a command takes: the refusal of one is enough.
+    for arguments, code in (("--version", 0), ("check nothing", 3) if "&- " in closed else ("chek", 2)):
         command = f"{sys.executable} -m monograph {arguments} {closed}"
         assert subprocess.run(command, shell=True, env=ENVIRONMENT, cwd=tmp_path, check=False).returncode == code
 
@@ -153,7 +154,7 @@ def test_a_bug_is_one_line_even_where_no_file_can_be_written(
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = [sys.executable, "-m", "monograph", "train", "--print-config"]
+    arguments = [sys.executable, "-m", "monograph", "--help"]  # others are in tests/commands/test_streams.py
     with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
         process.stdout.close()

@@ -97,9 +97,9 @@ class CommandServer:
     ) -> Command:
         """Begin a command in `folder`, with the file `stdin` as its standard input.
 
-        `file_bytes` limits the size of its files, `figures=0` leaves them out, `reader=0` gives it a standard output
-        that nobody reads any more, `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal for both
-        streams, whose text comes back as `out`.
+        `file_bytes` limits the size of its files, `figures=0` leaves them out and makes samples short, `reader=0` gives
+        it a standard output that nobody reads any more, `modes=1` lets file modes bind it even as root, and
+        `terminal=1` a terminal for both streams, whose text comes back as `out`.
         """
         assert self._server.stdin and self._server.stdout
         texts = Path(self._texts.name)
@@ -158,6 +158,7 @@ def carry_out(case: dict[str, object]) -> None:
     if not case.get("figures", 1):
         monograph.session.reporting.write_report = lambda *_: None
         monograph.sweeps.progress.write_sweep_report = lambda *_: None
+        monograph.session.reporting.SAMPLE_TOKENS = 4  # 48 would take longer than all updates
     signal.alarm(HANG_S)
     # Every new process has random numbers of its own; those of forks would be alike.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -209,6 +210,9 @@ def serve() -> None:
     import monograph.commands.profile
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
+    from monograph.cli import command_tree
+
+    command_tree()
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from commands.test_finetune import SHORT, WORDS, folder_that_chats
 from dialogues import said, write_chats
 
 
-@pytest.fixture
-def taught(server: CommandServer, here: Path) -> Path:
+@pytest.fixture(scope="module")
+def taught(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder, a run that taught it to repeat a word, and a quiz about that."""
+    here = tmp_path_factory.mktemp("taught")
     folder_that_chats(here, "chatml")
     write_chats(here / "chats.jsonl", [said(f"{word} {n}", word) for n in range(16) for word in WORDS])
     done = server.run(here, "train", *SHORT, "train.updates=40", "--out", "run", figures=0)
@@ -72,6 +74,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taug
     assert done.code == 2 and "--chat is how questions are asked" in done.err
     done = server.run(taught, "evaluate", "run", "--chat")
     assert done.code == 2 and "--chat is how questions are asked" in done.err
-    (taught / "chatty" / "chat_template.jinja").unlink()
-    done = server.run(taught, "compare", "chatty", "run", "--data", "quiz.jsonl", "--chat")
+    shutil.copytree(taught / "chatty", taught / "silent")
+    (taught / "silent" / "chat_template.jinja").unlink()
+    done = server.run(taught, "compare", "silent", "run", "--data", "quiz.jsonl", "--chat")
     assert done.code == 3 and "the model has no chat template" in done.err.splitlines()[-1]

@@ -86,7 +86,7 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
     assert found["bits_per_byte"] > 8.1, "random weights are no better than guessing bytes"
 
 
-@pytest.mark.parametrize("shape", ["tinyllama", "mistral"])
+@pytest.mark.parametrize("shape", [pytest.param("tinyllama", marks=pytest.mark.slow), "mistral"])
 def test_a_sentencepiece_tokenizer_counts_the_texts_bytes_and_gains_no_space(
     server: CommandServer, here: Path, shape: str
 ) -> None:

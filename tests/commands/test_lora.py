@@ -26,17 +26,11 @@ TENSORS = 2 * 2 * len(LINEAR)
 
 
 @pytest.fixture(scope="module")
-def monograph():
-    with CommandServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, monograph: CommandServer) -> Path:
+def folder(tmp_path_factory, server: CommandServer) -> Path:
     """A base as a Hugging Face folder in bf16, and a run of adapters beside it."""
     here = with_texts(tmp_path_factory.mktemp("lora"))
     write_base(here / "base")
-    done = monograph.run(here, "train", *LORA, "--out", "run", "--json", figures=0)
+    done = server.run(here, "train", *LORA, "--out", "run", "--json", figures=0)
     assert done.code == 0, done.err
     (here / "train.json").write_text(done.out.splitlines()[-1])
     return here
@@ -62,8 +56,8 @@ def test_a_checkpoint_holds_adapters_and_no_second_copy_of_the_base(folder: Path
     )
 
 
-def test_the_merged_model_and_the_adapter_are_exported(folder: Path, monograph: CommandServer) -> None:
-    done = monograph.run(folder, "export", "run", "--to", "out")
+def test_the_merged_model_and_the_adapter_are_exported(folder: Path, server: CommandServer) -> None:
+    done = server.run(folder, "export", "run", "--to", "out")
     assert done.code == 0 and "out/adapter: the adapters alone" in done.out, done.err
     merged, base = load_model(folder / "out"), load_model(folder / "base")
     assert merged.model.embed_tokens.weight.dtype == torch.bfloat16, "the base's own"
@@ -80,18 +74,18 @@ def test_the_merged_model_and_the_adapter_are_exported(folder: Path, monograph: 
     assert (folder / "out" / "tokenizer.json").exists()
 
 
-def test_every_command_takes_the_run_and_the_adapter(folder: Path, monograph: CommandServer) -> None:
+def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: CommandServer) -> None:
     if not (folder / "out").exists():
-        assert monograph.run(folder, "export", "run", "--to", "out").code == 0
+        assert server.run(folder, "export", "run", "--to", "out").code == 0
     for of in ("run", "out/adapter"):
-        assert monograph.run(folder, "generate", of, "alpha", "--max-tokens", "4").code == 0
-    scored = monograph.run(folder, "evaluate", "run", "--json")
+        assert server.run(folder, "generate", of, "alpha", "--max-tokens", "4").code == 0
+    scored = server.run(folder, "evaluate", "run", "--json")
     loss = json.loads((folder / "train.json").read_text())["eval_loss"]
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
-    assert monograph.run(folder, "evaluate", "out/adapter", "--data", "texts").code == 0
-    done = monograph.run(folder, "plan", "model.init=base", "lora.rank=4", "data.sequence_length=32")
+    assert server.run(folder, "evaluate", "out/adapter", "--data", "texts").code == 0
+    done = server.run(folder, "plan", "model.init=base", "lora.rank=4", "data.sequence_length=32")
     assert done.code == 0 and "more in adapters" in done.out, done.err
-    done = monograph.run(
+    done = server.run(
         folder, "train", *over(OWN, "train.updates=3", "model.init=out/adapter", "train.keep=9"), "--out", "further"
     )
     assert done.code == 0, done.err
@@ -102,12 +96,12 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, monograph: Co
     assert all(torch.equal(whole[f"base_model.model.{name}"], tensor) for name, tensor in first.items())
 
 
-def test_a_sweep_of_ranks(folder: Path, monograph: CommandServer) -> None:
+def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
     settings = [each for each in LORA if not each.startswith("lora.rank")]
-    done = monograph.run(folder, "sweep", *settings, "lora.rank=2,4", "train.seed=0,1", "--out", "sweep", figures=0)
+    done = server.run(folder, "sweep", *settings, "lora.rank=2,4", "--out", "sweep", figures=0)
     assert done.code == 0, done.err
     members = sorted((folder / "sweep").rglob("model.safetensors"))
-    assert len(members) >= 4 and all(len(load_file(path)) == TENSORS for path in members)
+    assert len(members) >= 2 and all(len(load_file(path)) == TENSORS for path in members)
 
 
 @pytest.mark.parametrize(
@@ -124,69 +118,69 @@ def test_a_sweep_of_ranks(folder: Path, monograph: CommandServer) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_trained(
-    folder: Path, monograph: CommandServer, change: list[str], words: str
+    folder: Path, server: CommandServer, change: list[str], words: str
 ) -> None:
-    done = monograph.run(folder, "train", *over(OWN, *change), "--out", "refused")
+    done = server.run(folder, "train", *over(OWN, *change), "--out", "refused")
     assert done.code == 2 and words in done.err, done.err
     assert not (folder / "refused").exists()
 
 
-def test_other_adapters_than_the_stored_ones_or_the_parents_are_refused(folder: Path, monograph: CommandServer) -> None:
+def test_other_adapters_than_the_stored_ones_or_the_parents_are_refused(folder: Path, server: CommandServer) -> None:
     if not (folder / "out").exists():
-        assert monograph.run(folder, "export", "run", "--to", "out").code == 0
-    done = monograph.run(folder, "train", *over(OWN, "model.init=out/adapter", "lora.rank=8"), "--out", "refused")
+        assert server.run(folder, "export", "run", "--to", "out").code == 0
+    done = server.run(folder, "train", *over(OWN, "model.init=out/adapter", "lora.rank=8"), "--out", "refused")
     assert done.code == 2 and "but the adapter in out/adapter has 4" in done.err
-    done = monograph.run(folder, "train", "--from", "run", "lora.rank=8", "--out", "refused")
+    done = server.run(folder, "train", "--from", "run", "lora.rank=8", "--out", "refused")
     assert done.code == 2 and "--from goes on with the weights" in done.err
-    assert monograph.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch").code == 0
+    assert server.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch").code == 0
 
 
-def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, monograph: CommandServer) -> None:
+def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, server: CommandServer) -> None:
     write_base(here / "base")
-    assert monograph.run(here, "train", *LORA, "--out", "run", figures=0).code == 0
+    assert server.run(here, "train", *LORA, "--out", "run", figures=0).code == 0
     shutil.rmtree(newest(here / "run"))
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (here / "run" / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
     (here / "base").rename(here / "moved")
     for command in (["train", "--resume", "run"], ["generate", "run", "a"], ["evaluate", "run"]):
-        done = monograph.run(here, *command)
+        done = server.run(here, *command)
         assert done.code == 3 and f"{here / 'base'}: no such folder" in done.err
     (here / "moved").rename(here / "base")
     tensors = load_file(here / "base" / "model.safetensors")
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1.01}, here / "base/model.safetensors")
     for command in (["train", "--resume", "run"], ["generate", "run", "a"], ["evaluate", "run"],
                     ["export", "run", "--to", "out"]):  # fmt: skip
-        done = monograph.run(here, *command)
+        done = server.run(here, *command)
         assert done.code == 3 and f"{here / 'base'}: its weights are not those that the adapters" in done.err, done.err
     save_file({name: t.float() for name, t in tensors.items()}, here / "base/model.safetensors")
-    assert monograph.run(here, "generate", "run", "a", "--max-tokens", "2").code == 0, "the same numbers in fp32"
+    assert server.run(here, "generate", "run", "a", "--max-tokens", "2").code == 0, "the same numbers in fp32"
 
 
-def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path, monograph: CommandServer) -> None:
+def test_an_adapter_beside_other_weights_of_the_same_shape_is_refused(here: Path, server: CommandServer) -> None:
     write_base(here / "base")
     write_base(here / "other", seed=1)
     short = over(LORA, "train.updates=2")
-    assert monograph.run(here, "train", *short, "--out", "run", figures=0).code == 0
-    assert monograph.run(here, "export", "run", "--to", "out").code == 0
+    assert server.run(here, "train", *short, "--out", "run", figures=0).code == 0
+    assert server.run(here, "export", "run", "--to", "out").code == 0
     config = here / "out" / "adapter" / "adapter_config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"base_model_name_or_path": str(here / "other")}))
     train = ("train", *over(OWN, "train.updates=2", "model.init=out/adapter"), "--out", "further")
     for typed in (("generate", "out/adapter", "a"), ("export", "out/adapter", "--to", "again"), train):
-        done = monograph.run(here, *typed)
+        done = server.run(here, *typed)
         assert done.code == 3 and "trained on other weights than those of" in done.err, done.err
         assert sum(line.startswith("error") for line in done.err.splitlines()) == 1
     assert not (here / "again").exists()
     (here / "out" / "adapter" / "monograph_base.json").unlink()
-    assert monograph.run(here, "generate", "out/adapter", "a", "--max-tokens", "1").code == 0, "as PEFT's own folders"
+    assert server.run(here, "generate", "out/adapter", "a", "--max-tokens", "1").code == 0, "as PEFT's own folders"
 
 
 def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folders(
-    folder: Path, monograph: CommandServer
+    folder: Path, server: CommandServer
 ) -> None:
-    done = monograph.run(folder, "train", *LORA, "lora.base=nf4", "--out", "four", "--json", figures=0)
+    done = server.run(folder, "train", *LORA, "lora.base=nf4", "--out", "four", "--json", figures=0)
     assert done.code == 0, done.err
-    scored = monograph.run(folder, "evaluate", "four", "--json")
+    scored = server.run(folder, "evaluate", "four", "--json")
     loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
     expected = load_model(folder / "base")
@@ -196,18 +190,18 @@ def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folder
     assert all(map(torch.equal, load(folder / "four")[0].parameters(), expected.parameters()))
 
 
-def test_a_run_is_a_base_too(folder: Path, monograph: CommandServer) -> None:
-    done = monograph.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
+def test_a_run_is_a_base_too(folder: Path, server: CommandServer) -> None:
+    done = server.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
     assert done.code == 0, done.err
-    assert monograph.run(folder, "evaluate", "on").code == 0
+    assert server.run(folder, "evaluate", "on").code == 0
     settings = over(OWN, "train.updates=2", "model.init=run")
-    done = monograph.run(folder, "train", *settings, "--out", "whole", figures=0)
+    done = server.run(folder, "train", *settings, "--out", "whole", figures=0)
     assert done.code == 0, f"the merged model, all of its weights: {done.err}"
-    exported = monograph.run(folder, "export", "on", "--to", "on.out")
+    exported = server.run(folder, "export", "on", "--to", "on.out")
     assert exported.code == 0, exported.err
 
 
-def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:
+def test_a_module_of_ones_own(here: Path, server: CommandServer) -> None:
     (here / "own.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def build(vocab_size):\n"
@@ -218,9 +212,9 @@ def test_a_module_of_ones_own(here: Path, monograph: CommandServer) -> None:
         "    return nn.functional.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()\n"
     )
     settings = over(OWN, "train.updates=4", "model.init=own.py:build", "lora.rank=2")
-    done = monograph.run(here, "train", *settings, "--out", "run", "--json", figures=0)
+    done = server.run(here, "train", *settings, "--out", "run", "--json", figures=0)
     assert done.code == 0, done.err
     assert len(load_file(newest(here / "run") / "model.safetensors")) == 4
-    scored = monograph.run(here, "evaluate", "run", "--json")
+    scored = server.run(here, "evaluate", "run", "--json")
     loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err

@@ -34,7 +34,7 @@ COMMANDS = {
     "train data.tokenizer": ["train", *TINY[:1], *TINY[2:], "data.tokenizer=NAME", "--out", "out"],
     "train model.init": ["train", *OWN[:1], *OWN[2:], "model.init=NAME", "--out", "out"],
 }
-BY_DAY = ("checkpoint", "best.checkpoint", "folder")
+BY_DAY = ("checkpoint", "folder")
 BY_NIGHT = tuple(name for name in NAMES if name not in BY_DAY)
 
 
@@ -89,7 +89,8 @@ def test_a_checkpoint_is_known_by_a_link_and_from_inside(
 ) -> None:
     folder = Path(begun["here"], begun["checkpoint"])
     (tmp_path / "linked").symlink_to(folder)
-    for place, name in ((tmp_path, "linked"), (folder.parent, folder.name), (folder, ".")):
+    of_a_member = Path(begun["here"]), begun["best.checkpoint"]
+    for place, name in ((tmp_path, "linked"), (folder.parent, folder.name), (folder, "."), of_a_member):
         done = server.run(place, "generate", name, "alpha", "--max-tokens", "1")
         assert done.code == 0, done.err
 

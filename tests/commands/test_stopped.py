@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.called import monograph_
 from commands.forked import PROGRAM, CommandServer
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, newest, over, rows, sound
 from monograph import checkpointing
@@ -74,15 +75,17 @@ def test_interrupted_before_it_trains(server: CommandServer, here: Path) -> None
     assert server.run(here, "train", "--resume", "run", "--json", figures=0).code == 0, "resumable from its start"
 
 
-def test_a_folder_in_use(server: CommandServer, here: Path) -> None:
+def test_a_folder_in_use(
+    server: CommandServer, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "slow.py").write_text(SLOW)
     command = server.start(here, "train", *LONG, figures=0)
     command.until(lambda: (here / "run/metrics.jsonl").exists())
-    with CommandServer() as other:
-        for arguments in (["--resume", "run"], ["texts", "--out", "run"]):
-            done = other.run(here, "train", *arguments)
-            assert done.code == 8 and f"in use by process {command.pid}" in done.err
-        assert other.run(here, "check", "run").code == 0
+    monkeypatch.chdir(here)
+    for arguments in (["--resume", "run"], ["texts", "--out", "run"]):
+        assert monograph_("train", *arguments) == 8
+        assert f"in use by process {command.pid}" in capsys.readouterr().err
+    assert monograph_("check", "run") == 0
     command.signal(signal.SIGTERM)
     assert command.wait().code == 75
 
@@ -106,12 +109,13 @@ def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandS
 
 def test_a_disk_that_fills_up_during_training(server: CommandServer, here: Path) -> None:
     """The metrics grow until they may not; what was saved before stays, and a resume ends as if nothing had been."""
-    long = [*over(TINY, "train.updates=420", "train.save_every=50"), "--out", "run"]
-    done = server.run(here, "train", *long, figures=0, file_bytes=65_000)
+    (here / "own.py").write_text(SLOW.replace("0.05", "0"))
+    long = [*over(OWN, "train.updates=200", "train.save_every=50", "model.init=own.py:build"), "--out", "run"]
+    done = server.run(here, "train", *long, figures=0, file_bytes=40_000)
     assert done.code == 7 and "cannot write run/metrics.jsonl" in done.err.splitlines()[-1], done.err
-    assert 0 < sound(here / "run") < 420
-    assert server.run(here, "train", "--resume", "run", figures=0).code == 0 and sound(here / "run") == 420
-    assert [row["update"] for row in rows(here / "run")] == list(range(1, 421))
+    assert 0 < sound(here / "run") < 200
+    assert server.run(here, "train", "--resume", "run", figures=0).code == 0 and sound(here / "run") == 200
+    assert [row["update"] for row in rows(here / "run")] == list(range(1, 201))
 
 
 def test_diverged_by_a_poisoned_loss(server: CommandServer, here: Path) -> None:

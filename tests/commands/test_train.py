@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,9 +38,12 @@ def test_a_module_of_its_own_from_end_to_end(server: CommandServer, here: Path) 
 
 
 @pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
-def test_the_default_path(server: CommandServer, here: Path) -> None:
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["own module", "llama"])
+def test_the_default_path(own: bool, server: CommandServer, here: Path) -> None:
     """bf16, the whole step through Inductor: the only test of the commands that compiles as a run does by default."""
-    graph = [argument for argument in TINY if not argument.startswith(("train.compile", "train.precision"))]
+    (here / "own.py").write_text(SLOW.replace("    time.sleep(0.05)\n", ""))
+    model = [*OWN, "model.init=own.py:build"] if own else TINY
+    graph = [argument for argument in model if not argument.startswith(("train.compile", "train.precision"))]
     graph += ["train.precision=bf16", "optim.lr=3e-2"]
     done = server.run(here, "train", *graph, "--out", "run", "--json", figures=0)
     assert done.code == 0 and "training without a graph" not in done.err, done.err
@@ -50,7 +52,8 @@ def test_the_default_path(server: CommandServer, here: Path) -> None:
     assert result["graph_breaks"] == result["recompiles"] == 0
     losses = [row["train_loss"] for row in rows(here / "run")]
     assert len(losses) == 8 and losses[-1] < losses[0] - 1, "it learned something"
-    assert server.run(here, "evaluate", "run").code == server.run(here, "generate", "run", "alpha").code == 0
+    assert server.run(here, "evaluate", "run").code == 0
+    assert own or server.run(here, "generate", "run", "alpha").code == 0
 
 
 def test_a_loss_that_counts_something_else(server: CommandServer, here: Path) -> None:
@@ -76,11 +79,11 @@ def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
     """What the error about too little text advises works from end to end, and no printed command is a dead end."""
     (here / "own.py").write_text(SLOW.replace("0.05", "0"))
     model = [*OWN, "model.init=own.py:build"] if own else TINY
-    done = server.run(here, "train", *over(model, "data.held_out=0"), "--out", "run", "--json")
+    done = server.run(here, "train", *over(model, "data.held_out=0"), "--out", "run", "--json", figures=int(not own))
     assert done.code == 0 and "nothing held out" in done.err and "evaluate" not in done.err, done.err
     result = json.loads(done.out)
     assert result["eval_loss"] is None and result["train_loss"] > 0
-    assert "nats per token in training" in (here / "run/report.html").read_text()
+    assert own or "nats per token in training" in (here / "run/report.html").read_text()
     assert server.run(here, "train", "--resume", "run").code == 0
     done = server.run(here, "evaluate", "run")
     assert done.code == 2 and "data.held_out is 0" in done.err and "--data" in done.err
@@ -101,7 +104,7 @@ def test_the_peak_memory_of_a_run_says_what_recomputing_saves(server: CommandSer
     """Tensors alone: the process, with its libraries, would be the same within a few percent."""
     peaks = {}
     for remat in ("none", "full"):
-        more = ("train.compile=none", f"train.remat={remat}", "model.num_hidden_layers=12", "train.updates=1")
+        more = ("train.compile=none", f"train.remat={remat}", "model.num_hidden_layers=6", "train.updates=1")
         done = server.run(here, "train", *over(TINY, *more), "--json", figures=0)
         assert done.code == 0, done.err
         peaks[remat] = json.loads(done.out)["peak_memory_bytes"]
@@ -119,25 +122,23 @@ def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path)
 # ---- what it prints ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_lines_work_as_printed(here: Path) -> None:
-    """In a real shell, in the same folder, for a run in runs/ and without `monograph` on the PATH."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = os.pathsep.join(
-        p for p in environment["PATH"].split(":") if not Path(p, "monograph").exists()
-    )
-    tiny = subprocess.run(
-        [sys.executable, PROGRAM, "train", *TINY], cwd=here, env=environment, capture_output=True, text=True, check=True
-    )
-    lines = [line[10:].strip() if line.startswith(("next", " " * 10)) else line for line in tiny.stderr.splitlines()]
+def test_the_last_lines_work_as_printed(server: CommandServer, here: Path) -> None:
+    """For a run in runs/, and without `monograph` on the PATH."""
+    folders = (each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "monograph").exists())
+    environment = {"PATH": os.pathsep.join(folders)}
+    tiny = server.run(here, "train", *TINY, env=environment, figures=0)
+    assert tiny.code == 0, tiny.err
+    lines = [line[10:].strip() if line.startswith(("next", " " * 10)) else line for line in tiny.err.splitlines()]
     commands = [line for line in lines if " -m monograph " in line]
-    assert re.search(r"^done +[\d.]+ s of training ", tiny.stderr, re.MULTILINE), "what the time counts"
-    assert re.search(r"^data .* 10 files, 1\.\d kB$", tiny.stderr, re.MULTILINE), tiny.stderr
+    assert re.search(r"^done +[\d.]+ s of training ", tiny.err, re.MULTILINE), "what the time counts"
+    assert re.search(r"^data .* 10 files, 1\.\d kB$", tiny.err, re.MULTILINE), tiny.err
     assert commands.pop().endswith(" train --from last --minutes 30"), "more of the text that it was given"
     assert commands.pop(1).endswith(" monograph sweep"), "of the run that was trained just now"
-    assert len(commands) == 2 and all(" last " in line for line in commands), tiny.stderr
+    assert len(commands) == 2 and all(" last " in line for line in commands), tiny.err
     for line in commands:
-        done = subprocess.run(line, shell=True, cwd=here, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, (line, done.stderr)
+        program, *arguments = shlex.split(line.replace(f"{sys.executable} -m monograph", PROGRAM))
+        done = server.run(here, *arguments, env=environment)
+        assert program == PROGRAM and done.code == 0, (line, done.err)
     assert (here / "out/config.json").is_file()
 
 
@@ -153,9 +154,8 @@ def test_a_prompt_that_begins_with_a_dash_is_no_option(server: CommandServer, he
     assert server.run(here, *arguments).code == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_is_evaluated_at_its_own_precision(precision: str, server: CommandServer, here: Path) -> None:
-    settings = over(TINY, f"train.precision={precision}", "train.updates=60", "optim.lr=1e-2")
+def test_a_run_is_evaluated_at_its_own_precision(server: CommandServer, here: Path) -> None:
+    settings = over(TINY, "train.precision=bf16", "train.updates=20", "optim.lr=1e-2")
     trained = server.run(here, "train", *settings, "--out", "run", "--json", figures=0)
     scored = server.run(here, "evaluate", "run", "--json")
     found = json.loads(scored.out.splitlines()[-1])["bits_per_byte"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import itertools
 import os
 import sys
@@ -99,9 +100,15 @@ def _follows() -> bool:
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
+@functools.cache
+def command_tree() -> Any:
+    """Every command with its options, from the types of the functions behind them."""
+    return typer.main.get_command(app)
+
+
 def _run(arguments: list[str]) -> int:
     """One command, its exceptions untouched: typer's own `main` would turn some of them into exit codes of its own."""
-    command = typer.main.get_command(app)
+    command = command_tree()
     try:
         with command.make_context("monograph", list(arguments)) as context:
             return command.invoke(context) or 0

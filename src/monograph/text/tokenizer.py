@@ -298,7 +298,7 @@ class Tokenizer:
         """Return the content of a `tokenizer.json`."""
         return json.dumps(self._json, ensure_ascii=False, indent=1)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Return the hex sha256 of its file; unlike `hash` it tells files apart that name other border tokens."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
