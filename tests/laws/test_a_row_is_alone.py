@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_a_row_is_alone.py    (compiled by Inductor: -m slow)
+"""Run: pytest tests/laws/test_a_row_is_alone.py    (filters through Inductor: -m slow)
 
 Law 7, second half: a row's token depends on its logits, its options, its seed and its position alone.
 """
@@ -115,8 +115,13 @@ def test_the_scores_have_the_same_bits_whatever_the_mates_switch_on() -> None:
 @pytest.mark.parametrize(
     ("requests", "backend", "truncation"),
     [
-        (REQUESTS, "aot_eager", "window"),
-        (REQUESTS[:2], "aot_eager", "search"),  # one search is traced as another is
+        (SHORT, "aot_eager", "window"),
+        (
+            [Sampling(0.9, top_p=0.9, min_keep=2, seed=1), REQUESTS[2]],
+            "aot_eager",
+            "search",
+        ),  # one search is traced as another is
+        (REQUESTS[::2][:2], "inductor", "window"),  # what draws: noise, and the likeliest of a greedy row
         *(
             pytest.param(requests, backend, truncation, marks=pytest.mark.slow)
             for requests in (REQUESTS, SHORT)

@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_schedule_changes_nothing.py (law 7; more stages and prompts through Inductor: -m slow).
+"""Run: pytest tests/laws/test_schedule_changes_nothing.py (law 7; through Inductor: -m slow).
 
 Whatever row a request gets, whoever is beside it, whenever it comes, however many steps a block has and whether the
 host reads behind: the same tokens, bit for bit within a mode.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -46,7 +46,6 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 1, "mirostat_tau": 4.0, "min_keep": 2},
 ]
 FEW = KINDS[:4]  # whose stages are few enough to be traced in every run of the tests
-LENGTHS = [1, 2, 5, 63, 64, 65, 66, 100]  # of prompts, on both sides of a chunk's border
 
 
 def chain(kinds: list[dict[str, Any]]) -> Chain:
@@ -54,9 +53,10 @@ def chain(kinds: list[dict[str, Any]]) -> Chain:
     return chain_of([Sampling(**kind) for kind in kinds], stop_ids=2)
 
 
-def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS, lengths: Sequence[int] = LENGTHS) -> list[Request]:
-    """Requests with every kind of sampling, some with automata."""
+def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Request]:
+    """Requests with every kind of sampling, prompts on both sides of a chunk's border, some with automata."""
     choice = random.Random(1)
+    lengths = [1, 2, 5, 63, 64, 65, 66, 100]
     return [
         Request(
             tuple(choice.randrange(3, 259) for _ in range(choice.choice(lengths))),
@@ -88,9 +88,9 @@ def run(generator: Generator, requests: Iterable[Request]) -> Iterator[tuple[Req
             yield by_number[event.number], found[event.number], event.finish
 
 
-def schedules(generator: Generator, count: int, seed: int, *of_requests: Any) -> None:
+def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str, Any]] = KINDS) -> None:
     """Random orders, mates, block sizes and readers; every request's outcome is the one it had first."""
-    requests, choice, known = some_requests(24, *of_requests), random.Random(seed), {}
+    requests, choice, known = some_requests(24, kinds), random.Random(seed), {}
     for _ in range(count):
         generator.block, generator.ahead = choice.choice([1, 2, 3, 7, 16]), choice.random() < 0.5
         for request, tokens, finish in run(generator, choice.sample(requests, choice.randrange(1, 9))):
@@ -104,21 +104,19 @@ def test_eager(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "count", "kinds", "lengths"),
+    ("backend", "count", "kinds"),
     [
-        ("aot_eager", 8, FEW, LENGTHS),
-        ("inductor", 8, KINDS[1:2], [1]),  # one graph: the step's, for one number of blocks
-        pytest.param("inductor", 8, FEW, LENGTHS, marks=pytest.mark.slow),
-        pytest.param("inductor", 1000, KINDS, LENGTHS, marks=pytest.mark.slow),
+        ("aot_eager", 8, FEW),
+        pytest.param("inductor", 8, FEW, marks=pytest.mark.slow),
+        pytest.param("inductor", 1000, KINDS, marks=pytest.mark.slow),
     ],
-    ids=["few stages traced", "one stage", "few stages", "all stages"],
+    ids=["few stages, traced", "few stages", "all stages"],
 )
-def test_compiled(
-    backend: Backend, count: int, kinds: list[dict[str, Any]], lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("monograph.decode.generator.compile_function", functools.partial(compiled, backend=backend))
+def test_compiled(backend: Backend, count: int, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap = functools.partial(compiled, backend=backend)
+    monkeypatch.setattr("monograph.decode.generator.compile_function", wrap)
     generator = machine(4, kinds, layers=1 if count == 8 else 2, compiled=True)
-    schedules(generator, count, 1, kinds, lengths)
+    schedules(generator, count, 1, kinds)
     assert generator.replays.variants <= 2
 
 
