@@ -474,7 +474,7 @@ def test_kept_only_where_it_is_faster(fused_s, kept, monkeypatch):
 
 
 def test_timed_with_a_captured_step():
-    engine = Resident(tiny_llama(), micro_batch=3)
+    engine = Resident(tiny_llama(num_hidden_layers=1), micro_batch=3)
     batch = ragged(3)
     assert engine.capture(batch, "aot_eager") is None
 
@@ -484,7 +484,7 @@ def test_timed_with_a_captured_step():
     fusion = fuse_if_faster(engine.model, batch["tokens"], run, torch.device("cpu"), rounds=2)
     engine.step.discard()
     assert fusion.ratio > 0 and not families(engine.model), "two rounds decide nothing"
-    exact = Resident(tiny_llama(torch.float64))
+    exact = Resident(tiny_llama(torch.float64, num_hidden_layers=1))
     for each in (engine, exact):
         each.accumulate(batch)
     assert relative_error(flat_gradient(engine.model), flat_gradient(exact.model)) < 1e-5

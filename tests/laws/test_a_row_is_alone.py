@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_a_row_is_alone.py    (compiled by Inductor: -m slow)
+"""Run: pytest tests/laws/test_a_row_is_alone.py    (filters through Inductor: -m slow)
 
 Law 7, second half: a row's token depends on its logits, its options, its seed and its position alone.
 """
@@ -80,10 +80,10 @@ def test_a_row_s_token_does_not_depend_on_its_batch(requests: list[Sampling], tr
 @pytest.mark.parametrize("vocabulary", [61, 64, 65, 2003, 5000])
 def test_looking_at_few_tokens_draws_what_looking_at_all_does(vocabulary: int, order: str) -> None:
     """The same chain twice, once with the number of tokens that it may look at, over many rows of its requests."""
-    requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(200)]  # type: ignore[arg-type]
-    chain, logits_BV = chain_of(requests), some_logits(8, 200, vocabulary)
+    requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(64)]  # type: ignore[arg-type]
+    chain, logits_BV = chain_of(requests), some_logits(8, 64, vocabulary)
     assert chain.few == 128
-    everyone, all_looked_at = list(range(200)), replace(chain, few=None)
+    everyone, all_looked_at = list(range(64)), replace(chain, few=None)
     few = drawn_rows(logits_BV, requests, everyone, chain, "window")
     assert torch.equal(few, drawn_rows(logits_BV, requests, everyone, all_looked_at, "search"))
     assert len(set(few.tolist())) > 20
@@ -112,9 +112,22 @@ def test_the_scores_have_the_same_bits_whatever_the_mates_switch_on() -> None:
         assert torch.equal(scattered(narrowed(scores_BV, rows, chain, "window"), scores_BV)[0], own)
 
 
-@BATCHES
 @pytest.mark.parametrize(
-    ("backend", "truncation"), [("aot_eager", "search"), pytest.param("inductor", "window", marks=pytest.mark.slow)]
+    ("requests", "backend", "truncation"),
+    [
+        (SHORT, "aot_eager", "window"),
+        (
+            [Sampling(0.9, top_p=0.9, min_keep=2, seed=1), REQUESTS[2]],
+            "aot_eager",
+            "search",
+        ),  # one search is traced as another is
+        (REQUESTS[::2][:2], "inductor", "window"),  # what draws: noise, and the likeliest of a greedy row
+        *(
+            pytest.param(requests, backend, truncation, marks=pytest.mark.slow)
+            for requests in (REQUESTS, SHORT)
+            for backend, truncation in (("aot_eager", "search"), ("inductor", "window"))
+        ),
+    ],
 )
 def test_a_graph_draws_the_tokens_that_the_functions_draw(
     requests: list[Sampling], backend: str, truncation: str

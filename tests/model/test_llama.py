@@ -116,8 +116,15 @@ def test_autocast_computes_in_bf16_with_fp32_weights():
 
 
 @pytest.mark.filterwarnings(VMAP_LOOP)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("impl", "compiled"),
+    [
+        ("auto", False),
+        ("reference", False),
+        ("auto", True),
+        pytest.param("reference", True, marks=pytest.mark.slow),
+    ],
+)
 def test_members_under_vmap_equal_each_model_alone(impl, compiled):
     members = [Llama(SMALL, seed, impl).double() for seed in range(3)]
     stacked, _ = torch.func.stack_module_state(members)

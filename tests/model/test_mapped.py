@@ -1,4 +1,4 @@
-"""Run: pytest tests/model/test_mapped.py
+"""Run: pytest tests/model/test_mapped.py    (every form of every stored dtype: -m slow)
 
 Law: a folder's weights that are taken out of the mapped files one by one are, to the bit, those of a folder that was
 read whole first, in whatever form a run keeps them; and what is exported tensor by tensor is what was exported at once.
@@ -7,7 +7,10 @@ read whole first, in whatever form a run keeps them; and what is exported tensor
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +80,18 @@ def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: b
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
-@pytest.mark.parametrize("stored", STORED)
+def thinned(*choices: Iterable[Any]) -> list[Any]:
+    """The product of the choices, by day every third case: of three choices any two values of two of them meet."""
+    product = itertools.product(*map(enumerate, choices))
+    return [
+        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] * (sum(at for at, _ in case) % 3 > 0))
+        for case in product
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "base", "precision"), thinned(STORED, ["auto", "int8", "nf4"], ["fp32", "bf16", "fp16"])
+)
 def test_a_frozen_base_in_every_form(tmp_path: Path, stored: str, base: str, precision: str) -> None:
     folder, lora = write(tmp_path / "base", stored), Lora(4, base=base)
     found, _ = build(Recipe(str(folder), "auto", {}, 0))
@@ -100,8 +112,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "stored"), thinned(OPTIMIZERS, STORED))
 def test_masters_in_planes(tmp_path: Path, name: str, stored: str) -> None:
     folder = write(tmp_path / "base", stored)
     found, _ = build(Recipe(str(folder), "auto", {}, 0))
@@ -117,8 +128,10 @@ def test_masters_in_planes(tmp_path: Path, name: str, stored: str) -> None:
 ON_DISK = frozenset({"weights", "rest", "exp_avg", "ema"})
 
 
-@pytest.mark.parametrize("placement", [Placement(), Placement(when="backward"), Placement(on_disk=ON_DISK)])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("stored", "placement"),
+    thinned(STORED, [Placement(), Placement(when="backward"), Placement(on_disk=ON_DISK)]),
+)
 def test_masters_in_stages(tmp_path: Path, stored: str, placement: Placement) -> None:
     folder = write(tmp_path / "base", stored, tied=True)
     found, _ = build(Recipe(str(folder), "auto", {}, 0))

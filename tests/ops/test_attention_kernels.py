@@ -112,7 +112,7 @@ def test_a_model_takes_it_everywhere_and_keeps_it_from_masks():
 
 def test_a_graph_with_a_kernel_in_it_is_cached_and_another_kernel_is_another_entry(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    inputs = heads(torch.float32)
+    inputs = [each.detach() for each in heads(torch.float32)]  # a backward pass would be as many kernels again
 
     def captured(backend):
         torch._dynamo.reset()
@@ -122,8 +122,7 @@ def test_a_graph_with_a_kernel_in_it_is_cached_and_another_kernel_is_another_ent
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
 
-        out = compiled(call)(*inputs)
-        out.sum().backward()
+        compiled(call)(*inputs)
         return {name.removeprefix("autograd_cache_") for name in counters["aot_autograd"]} & {"hit", "miss", "bypass"}
 
     flash, math_ = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
