@@ -142,19 +142,17 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
 
 
 @pytest.mark.parametrize(
-    ("make", "scope", "state", "inner"),
+    ("make", "scope", "state", "layers"),
     [
-        (AdamW, "none", "bf16", 256),
-        (AdamW, "none", "8bit", 256),
-        (Muon, "none", "fp32", 256),
-        (Muon, "blocks", "fp32", 64),  # matrices of one shape, so that one plane is traced, 30 layers long
+        (AdamW, "none", "bf16", 30),
+        (AdamW, "none", "8bit", 30),
+        (Muon, "none", "fp32", 30),
+        (Muon, "blocks", "fp32", 2),  # which is traced once, and whose planes are as many at any depth
     ],
 )
-def test_the_search_knows_what_an_update_has_alive(make, scope, state, inner):
+def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     """Where the update is the peak: many parameters and few tokens."""
-    config = tiny_llama(
-        num_hidden_layers=30, hidden_size=64, intermediate_size=inner, num_key_value_heads=4 if inner == 64 else 2
-    ).config
+    config = tiny_llama(num_hidden_layers=layers, hidden_size=64, intermediate_size=256).config
     work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
     found = estimate_bytes(work, make.__name__.lower() + ("" if state == "fp32" else f":{state}"))
     assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)
