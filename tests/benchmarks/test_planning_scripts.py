@@ -12,11 +12,13 @@ import torch._functorch.config
 from scripts import smoke
 
 
+@pytest.mark.slow
 def test_plan(script, monkeypatch, tmp_path):
     found = smoke(script("plan"), monkeypatch, tmp_path / "found.json")
     assert found["summary"]["eager"]["worst"] < 0.05 and found["cases"][0]["measured_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_regret(script, uncompiled, monkeypatch, tmp_path):
     [case] = smoke(script("regret"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["ways"] == 7 and 0 < case["reached"] <= 1 and case["chosen"] in case["seconds"]
@@ -32,6 +34,7 @@ def test_scopes(script, uncompiled, monkeypatch, tmp_path):
         assert set(case["step_ms"]) == {"whole", "blocks"} and case["step_blocks_over_whole"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_transfer(script, uncompiled, monkeypatch, tmp_path):
     found = smoke(script("transfer"), monkeypatch, tmp_path / "found.json")
     by_rule, plain = found["drifts"]

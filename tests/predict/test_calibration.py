@@ -8,11 +8,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from batches import tiny_llama
 from monograph.device import named
 from monograph.optim import AdamW
 from monograph.planner import Asked, choose, plan
+from monograph.predict import roofline
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MOST, Calibration, peak_flops, update_time
 
@@ -76,9 +78,14 @@ def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):
         assert after.tokens_per_s == pytest.approx(before.tokens_per_s / 2)
 
 
-def test_what_no_datasheet_says_is_measured_in_the_dtype_that_it_is_computed_in():
+def test_what_no_datasheet_says_is_measured_in_the_dtype_that_it_is_computed_in(monkeypatch):
+    def measured(device, dtype, seconds):
+        two = torch.ones(2, 2, device=device, dtype=dtype)
+        return {torch.bfloat16: 1e9}[dtype] * float(two.mm(two)[0, 0])
+
+    monkeypatch.setattr(roofline, "measured_matmul_flops", measured)
     found = peak_flops(replace(CARD, peak_flops={"bf16": 1e12}), ("bf16", "fp16", "fp8"))
-    assert found["fp16"] == found["bf16"] == 1e12 and found["fp8"] > 0
+    assert found["fp16"] == found["bf16"] == 1e12 and found["fp8"] == 2e9
 
 
 MIB = 2**20

@@ -95,7 +95,7 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
     ],
 )
 def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
-    config = tiny_llama(num_hidden_layers=5).config
+    config = tiny_llama(num_hidden_layers=4).config
     work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
     assert footprint(work) == footprint_of(footprint_module._curves(work))
 
@@ -113,7 +113,7 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 
     # Few tokens, so that the update is the peak.
     work = Work(
-        tiny_llama(num_hidden_layers=6, hidden_size=64, intermediate_size=192).config, 1, 8, optim, "bf16", scope
+        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config, 1, 8, optim, "bf16", scope
     )
     whole = footprint_of(curves(work))
     monkeypatch.setattr(footprint_module, "_curves", spy)
@@ -142,12 +142,17 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
 
 
 @pytest.mark.parametrize(
-    ("make", "scope", "state"),
-    [(AdamW, "none", "bf16"), (AdamW, "none", "8bit"), (Muon, "none", "fp32"), (Muon, "blocks", "fp32")],
+    ("make", "scope", "state", "layers"),
+    [
+        (AdamW, "none", "bf16", 30),
+        (AdamW, "none", "8bit", 30),
+        (Muon, "none", "fp32", 30),
+        (Muon, "blocks", "fp32", 2),  # which is traced once, and whose planes are as many at any depth
+    ],
 )
-def test_the_search_knows_what_an_update_has_alive(make, scope, state):
+def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     """Where the update is the peak: many parameters and few tokens."""
-    config = tiny_llama(num_hidden_layers=30, hidden_size=64, intermediate_size=256).config
+    config = tiny_llama(num_hidden_layers=layers, hidden_size=64, intermediate_size=256).config
     work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
     found = estimate_bytes(work, make.__name__.lower() + ("" if state == "fp32" else f":{state}"))
     assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,12 +50,17 @@ def test_a_compiler_that_does_not_work_is_said(monkeypatch: pytest.MonkeyPatch, 
     assert found is not None and words in found and "\n" not in found
 
 
-def test_limits_are_the_shells(tmp_path: Path) -> None:
-    program = "import json; from monograph.profiling.health import *; "
-    program += "found = limits(); print(json.dumps([found, limits_said(found)]))"
-    shell = f"ulimit -n 100; ulimit -f 4096; {sys.executable} -c '{program}'"
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
-    found, said = json.loads(done.stdout)
-    assert found["open_files"] == 100 and found["file_bytes"] in (4096 * 512, 4096 * 1024)
+def test_limits_are_the_process_s_own() -> None:
+    given = {resource.RLIMIT_NOFILE: 100, resource.RLIMIT_FSIZE: 4096 * 1024}
+    before = {each: resource.getrlimit(each) for each in given}
+    try:
+        for each, soft in given.items():
+            resource.setrlimit(each, (soft, before[each][1]))
+        found = limits()
+    finally:
+        for each, both in before.items():
+            resource.setrlimit(each, both)
+    said = limits_said(found)
+    assert found["open_files"] == 100 and found["file_bytes"] == 4096 * 1024
     assert "100 open files" in said and "ulimit -n 256" in said and "(ulimit -f)" in said
     assert limits_said(dict.fromkeys(limits())) == "none"

@@ -68,7 +68,7 @@ class PlaneShape:
         return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stages:
     """All stages of a model; those between the first and the last are alike.
 
@@ -108,6 +108,7 @@ class Stages:
         return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
 
 
+@functools.lru_cache(maxsize=64)  # a refusal searches again, for what would fit
 def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:
     """Return the stages of a model; `blocks_per_stage` divides its blocks."""
     short = replace(config, num_hidden_layers=blocks_per_stage, layer_types=config.layer_types[:blocks_per_stage])
@@ -159,6 +160,17 @@ def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, 
             away = [name for name in plane.buffers if name not in names and (gradient or name != GRADIENT)]
             guests += [{name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()]
     return STAGING_BUFFERS * room_bytes(guests)
+
+
+@functools.lru_cache(maxsize=4096)  # ways of different micro-batches hold the same planes
+def held_bytes(stages: Stages, resident: tuple[Names, ...], *, gradient: bool, on_host: bool) -> Mapping[str, int]:
+    """Return the bytes on the device of planes, slots and staging buffers, by origin."""
+    sizes = dict.fromkeys(("weights", "gradients", "moments"), 0)
+    for index, names in enumerate(resident):
+        for name in names:
+            sizes[ORIGIN.get(name, "moments")] += stages.size_bytes(index, name)
+    desks = staging_bytes(stages, resident, gradient=gradient, on_host=on_host)
+    return sizes | {"slots": slots_bytes(stages, resident), "desks": desks}
 
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
@@ -310,14 +322,9 @@ class Way:
 
     def device(self, resident: Sequence[Names]) -> dict[str, int]:
         """Return the bytes on the device by origin."""
-        sizes = dict.fromkeys(("weights", "gradients", "moments"), 0)
-        for index, names in enumerate(resident):
-            for name in names:
-                sizes[ORIGIN.get(name, "moments")] += self.stages.size_bytes(index, name)
-        slots = slots_bytes(self.stages, resident)
         on_host = self.where == "host"
-        desks = staging_bytes(self.stages, resident, gradient=not self.at_once, on_host=on_host)
-        return sizes | {"slots": slots, "desks": desks} | self.passing
+        held = held_bytes(self.stages, tuple(resident), gradient=not self.at_once, on_host=on_host)
+        return {**held, **self.passing}
 
     def filled(self, limit: int) -> list[Names]:
         """Return what stays on the device, as much as its memory holds."""

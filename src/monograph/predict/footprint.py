@@ -6,6 +6,7 @@ model of any depth costs the same few seconds to predict. Nothing is computed an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class Curve(NamedTuple):
     samples: list[Sample]
 
 
+@functools.lru_cache(maxsize=64)  # plans for several cards or hosts trace the same work
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)

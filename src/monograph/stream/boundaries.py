@@ -35,7 +35,8 @@ class Boundaries:
     @property
     def device_bytes(self) -> int:
         """What they take on the device now."""
-        return sum({id(kept): _bytes(kept) for kept, _ in (*self._states.values(), *self._rings.values())}.values())
+        distinct = {id(kept): kept for kept, _ in (*self._states.values(), *self._rings.values())}
+        return sum(map(_bytes, distinct.values()))
 
     def put(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
         """Take over micro-batch g's input of a stage; `keep` it for the way back."""
@@ -95,7 +96,7 @@ class Boundaries:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def _nothing() -> None:

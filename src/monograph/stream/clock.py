@@ -166,6 +166,10 @@ class Pretend(Passes):
         """Takes `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
+    def squares(self, plane: Plane, gradient: Tensor) -> list[Tensor]:
+        """Takes no time."""
+        return [self.step.loss_sum]
+
     def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
         """Takes `number_s` a number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
@@ -187,6 +191,8 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     """
     walk, updates = engine.walk, engine.walk.updates
     walk.passes = pretend = Pretend(engine.step, clock, costs, state)
+    walk.bound = lambda needed, call, backward: call()  # type: ignore[method-assign]  # nothing reads the parameters
+    engine.step.squares = pretend.squares
     updates.update_part = pretend.update_part  # type: ignore[method-assign]
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes

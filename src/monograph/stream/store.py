@@ -194,7 +194,7 @@ def stored(  # noqa: PLR0913 - what a store is made of
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]
             reached[plane.kind] += plane.param.numel()
-            for part in _stretches(plane.param) if rounds else ():
+            for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
                 part.copy_(splittable(part))
             # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
@@ -249,8 +249,7 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
         plane.state[name] = put(name, plane.state.pop(name))
     plane.grad = put(GRADIENT, plane.grad)
     if splits:
-        parts = [split(part) for part in _stretches(plane.param)]
-        hi, lo = (torch.cat(half) for half in zip(*parts, strict=True))
+        hi, lo = _halves(plane.param)
         put(REST, lo)
     plane.param = put(WEIGHTS, hi if splits else plane.param)
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
@@ -260,10 +259,12 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     return Stored(plane, buffers, start, splits, stays)
 
 
-def _stretches(param: Tensor) -> Sequence[Tensor]:
-    """Cut a plane's weights into the parts that are split one after another, as the whole would need several copies."""
-    # A tensor without data needs no memory, and a planned model's thousands of stretches would take seconds.
-    return [param] if param.is_meta else param.split(AT_ONCE)
+def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
+    """Split in stretches, as a split of the whole plane at once would need several copies of it."""
+    if param.is_meta:
+        return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(param, dtype=torch.int16)
+    hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
+    return torch.cat(hi), torch.cat(lo)
 
 
 def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:

@@ -170,17 +170,18 @@ class Walk:
     ) -> Any:
         """Run with the stage's weights, and those that it shares, in the model's parameters."""
         needed = self._needed(here)
-
-        def work() -> Any:
-            with ExitStack() as stack:
-                for stage in needed:
-                    stack.enter_context(stage.parameters())
-                    if backward:
-                        stage.link()
-                return call()
-
+        work = functools.partial(self.bound, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(work, reads, [s for stage in needed for s in stage.writes] if backward else ())
+
+    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
+        """Call with the model's parameters in the slots, and with their gradients there if `backward`."""
+        with ExitStack() as stack:
+            for stage in needed:
+                stack.enter_context(stage.parameters())
+                if backward:
+                    stage.link()
+            return call()
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
