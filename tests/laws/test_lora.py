@@ -1,7 +1,7 @@
 # Run: pytest tests/laws/test_lora.py    (all combinations: -m slow)
 """Adapters: the base's bits, PEFT's bits, merged as good as unmerged, and laws 1, 2, 3, 9 and 10 with them.
 
-The fast set of combinations has every pair of choices, the slow one every combination.
+By day every choice meets, one in one graph and one by blocks; at night every combination, of two layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
-from laws.together import ROWS, by_day, check, cross, gradient, members_are_alone, pairwise, separate_gradient
+from laws.together import LAYERS, ROWS, by_day, check, cross, gradient, members_are_alone, pairwise, separate_gradient
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
@@ -120,25 +120,28 @@ def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, spread):
 CROSS = cross(PRECISIONS, BASES)
 
 
-def engine(precision, policy, split, base, optim=AdamW(lr=1e-2)):  # noqa: B008 - it is frozen
+def engine(precision, policy, split, base, optim=AdamW(lr=1e-2), **sizes):  # noqa: B008 - it is frozen
     return Resident(
-        adapted_llama(Lora(4, 6.0, base=base), precision), optim=optim, clip=0.5, precision=Precision(precision),
-        remat=policy, micro_batch=split,
+        adapted_llama(Lora(4, 6.0, base=base), precision, **sizes), optim=optim, clip=0.5,
+        precision=Precision(precision), remat=policy, micro_batch=split,
     )  # fmt: skip
 
 
-def exact_gradient(base):
-    model = adapted_llama(Lora(4, 6.0, base=base)).double()
+def exact_gradient(base, **sizes):
+    model = adapted_llama(Lora(4, 6.0, base=base), **sizes).double()
     return separate_gradient(model, model.lm_head.weight, packed(ROWS))
 
 
-def laws_hold(precision, policy, scope, split, base):
-    check(lambda policy, split: engine(precision, policy, split, base), exact_gradient(base), policy, scope, split)
+def laws_hold(precision, policy, scope, split, base, layers=2):
+    def made(policy, split):
+        return engine(precision, policy, split, base, num_hidden_layers=layers)
+
+    check(made, exact_gradient(base, num_hidden_layers=layers), policy, scope, split)
 
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base"), by_day(pairwise(CROSS)))
 def test_every_pair(precision, policy, scope, split, base):
-    laws_hold(precision, policy, scope, split, base)
+    laws_hold(precision, policy, scope, split, base, LAYERS[scope])
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -36,8 +38,6 @@ FAMILIES = {
 }
 ROW = 48
 FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
-# Inductor's own use of an API that torch has deprecated; said only where a test compiles first.
-JIT_DEPRECATED = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 
 
 def _documents(lengths, seed=0):
@@ -195,16 +195,25 @@ def test_rows_of_padding_alone_stay_finite(impl):
     assert all(x.isfinite().all() for x in (hidden, *gradients))
 
 
-@pytest.mark.filterwarnings(JIT_DEPRECATED)
-def test_packed_is_separate_when_compiled():
-    config = replace(CONFIG, num_hidden_layers=1)
-    documents, model = _documents(LENGTHS), Llama(config)
-    alone = _results(model, _alone, documents)
-    exact = _results(Llama(config).double(), _alone, documents)
-    torch.compiler.reset()
-    model.compile(fullgraph=True, dynamic=False)
-    for ours, naive, truth in zip(_results(model, _packed, documents), alone, exact, strict=True):
-        assert error_within(ours, naive, truth)
+def _separate_gradients(model, batch, pieces):
+    """The slow, obviously correct path: every document alone, one dense loss."""
+    targets = torch.cat([batch["targets"][piece] for piece in pieces])
+    logits = torch.cat([model(batch["tokens"][piece][None])[0] for piece in pieces]) @ model.lm_head.weight.T
+    return torch.autograd.grad(nn.functional.cross_entropy(logits, targets), list(model.parameters()))
+
+
+def test_packed_is_separate_when_compiled(compiled_step):
+    """In one graph with its loss and backward pass."""
+    tokens, segments, positions, pieces = _pack(_documents([5, 17, 1, 20, 24, 9, 2]), row=24)
+    targets = torch.where(segments > 0, (3 * tokens + positions) % CONFIG.vocab_size, -100)
+    batch = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
+    compiled_step.step.discard()
+    compiled_step.accumulate(batch)
+    ours = [parameter.grad for parameter in compiled_step.model.parameters()]
+    model = copy.deepcopy(compiled_step.model)
+    alone, exact = (_separate_gradients(each, batch, pieces) for each in (model, copy.deepcopy(model).double()))
+    for each in zip(ours, alone, exact, strict=True):
+        assert error_within(*each)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import pytest
 from batches import copied, packed, ragged
 from laws.replaying import ROWS, Moving, assert_same_bits, check, cross_entropy, engine, replaying, trained, windows_of
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
+from monograph.graph.capture import give_back
 from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.resident import Resident
@@ -40,15 +41,18 @@ def test_recomputed(policy, precision):
     ],
 )
 def test_compiled(backend, scope, precision, policy):
-    results = []
-    for recorder in (None, Tape()):
-        made = engine(precision=precision, policy=policy)
-        made.step.recorder, made.step.announce = recorder, pytest.fail
-        assert made.capture(packed(ROWS), backend, scope) is None
-        results.append(trained(made, windows_of(packed)))
-        if recorder:  # everything was warmed by the capture
-            assert (recorder.called, recorder.replays, len(recorder.graphs)) == (WARM_UP, 9, 1)
-    assert_same_bits(*results)
+    """The same graphs, replayed and then called."""
+    made, recorder = engine(precision=precision, policy=policy), Tape()
+    made.step.recorder, made.step.announce, begun = recorder, pytest.fail, copied(made.state())
+    assert made.capture(packed(ROWS), backend, scope) is None
+    state, updates = trained(made, windows_of(packed))
+    # everything was warmed by the capture
+    assert (recorder.called, recorder.replays, len(recorder.graphs)) == (WARM_UP, 9, 1)
+    replayed = copied(state), updates
+    assert give_back(made.step)
+    made.load_state(begun)
+    assert_same_bits(trained(made, windows_of(packed)), replayed)
+    assert recorder.replays == 9
 
 
 def test_a_partial_last_window_and_a_window_without_targets():
@@ -147,7 +151,7 @@ def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
         self.recorder = tapes[-1]
 
     monkeypatch.setattr("monograph.session.warmup.compiler_obstacle", lambda: None)
-    monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "aot_eager", scope))
+    monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "eager", scope))
     settings = SETTINGS | {"train.compile": "whole", "train.updates": 8}
     start("called", settings)
     assert "0 graph breaks" in (shown := capfd.readouterr().err) and "replayed" not in shown

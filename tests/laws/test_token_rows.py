@@ -11,7 +11,7 @@ import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
-from laws.together import ROWS, by_day, check, gradient, members_are_alone, separate_gradient
+from laws.together import LAYERS, ROWS, by_day, check, gradient, members_are_alone, separate_gradient
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -181,25 +181,27 @@ def lora(base):
     return Lora(4, 6.0, base=base, tokens=TOKENS)
 
 
-def engine(precision, policy, split, base, tied):
+def engine(precision, policy, split, base, tied, **sizes):
     return Resident(
-        adapted_llama(lora(base), precision, tie_word_embeddings=tied), optim=AdamW(lr=1e-2), clip=0.5,
+        adapted_llama(lora(base), precision, tie_word_embeddings=tied, **sizes), optim=AdamW(lr=1e-2), clip=0.5,
         precision=Precision(precision), remat=policy, micro_batch=split,
     )  # fmt: skip
 
 
-def exact_gradient(base, tied):
+def exact_gradient(base, tied, **sizes):
     """By tables with the rows in them."""
-    model = adapted_llama(lora(base), tie_word_embeddings=tied).double()
+    model = adapted_llama(lora(base), tie_word_embeddings=tied, **sizes).double()
     return separate_gradient(model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS))
 
 
 @pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "tied"), by_day(CROSS))
 def test_laws_together(precision, policy, scope, split, base, tied):
-    def made(policy, split):
-        return engine(precision, policy, split, base, tied)
+    sizes = {"num_hidden_layers": LAYERS[scope]}
 
-    found = check(made, exact_gradient(base, tied), policy, scope, split)
+    def made(policy, split):
+        return engine(precision, policy, split, base, tied, **sizes)
+
+    found = check(made, exact_gradient(base, tied, **sizes), policy, scope, split)
     assert sum(name.endswith("token_rows") for name in found.state().model) == (1 if tied else 2)
 
 
