@@ -7,6 +7,8 @@ with CommandServer() as monograph:
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from clocks import HANG_S
 from modes import binding_modes
 
 PROGRAM = str(Path(monograph.__file__).with_name("__main__.py"))
+CLI = "monograph.cli:main"
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ class Done:
 
 
 class Command:
-    """A command that runs; one at a time."""
+    """A command that runs."""
 
-    def __init__(self, server: subprocess.Popen[str], pid: int, folder: Path) -> None:
+    def __init__(self, server: CommandServer, pid: int, folder: Path) -> None:
         self.pid, self._server, self._folder = pid, server, folder
 
     def signal(self, number: int) -> None:
@@ -57,9 +61,11 @@ class Command:
             assert time.monotonic() < end, (self._folder / "err").read_text()
             time.sleep(0.002)
 
+    def is_over(self) -> bool:
+        return bool(self._server.ask(over=self.pid))
+
     def wait(self) -> Done:
-        assert self._server.stdout
-        status = int(self._server.stdout.readline())
+        status = self._server.ask(wait=self.pid)
         code = None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
         out, err = ((self._folder / name).read_text(errors="replace") for name in ("out", "err"))
         return Done(code, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, out, err)
@@ -78,6 +84,7 @@ class CommandServer:
         self._server = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self._begun = itertools.count()
         return self
 
     def __exit__(
@@ -86,6 +93,12 @@ class CommandServer:
         self._server.communicate()
         self._texts.cleanup()
 
+    def ask(self, **what: object) -> int:
+        """Have a command begun, and get its process, or have one waited for, and get its status; or is it `over`?"""
+        assert self._server.stdin and self._server.stdout
+        print(json.dumps(what), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
     def start(
         self,
         folder: Path,
@@ -93,26 +106,27 @@ class CommandServer:
         program: str = PROGRAM,
         env: Mapping[str, str] | None = None,
         stdin: Path | None = None,
+        call: str = CLI,
         **limits: int,
     ) -> Command:
-        """Begin a command in `folder`, with the file `stdin` as its standard input.
+        """Begin a command in `folder`, with the file `stdin` as its standard input; it may `call` another function.
 
         `file_bytes` limits the size of its files, `figures=0` leaves them out and makes samples short, `reader=0` gives
         it a standard output that nobody reads any more, `modes=1` lets file modes bind it even as root, and
         `terminal=1` a terminal for both streams, whose text comes back as `out`.
         """
-        assert self._server.stdin and self._server.stdout
-        texts = Path(self._texts.name)
+        texts = Path(self._texts.name, str(next(self._begun)))
+        texts.mkdir()
         case = {
             "folder": str(folder),
             "texts": str(texts),
             "argv": [program, *arguments],
             "env": {**(env or {})},
             "stdin": str(stdin or os.devnull),
+            "call": call,
             **limits,
         }
-        print(json.dumps(case), file=self._server.stdin, flush=True)
-        return Command(self._server, int(self._server.stdout.readline()), texts)
+        return Command(self, self.ask(**case), texts)
 
     def run(
         self,
@@ -133,7 +147,6 @@ def carry_out(case: dict[str, object]) -> None:
 
     import monograph.session.reporting
     import monograph.sweeps.progress
-    from monograph.cli import main
 
     os.chdir(str(case["folder"]))
     os.environ.update(case["env"])  # type: ignore[call-overload]
@@ -165,10 +178,13 @@ def carry_out(case: dict[str, object]) -> None:
         seed(int.from_bytes(os.urandom(4), "little"))
     sys.argv = case["argv"]  # type: ignore[assignment]
     code: object = 1
+    module, name = str(case["call"]).split(":")
     try:
-        main()
+        code = getattr(importlib.import_module(module), name)()
     except SystemExit as end:
         code = end.code
+    except BaseException:  # which no command lets out
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -217,12 +233,19 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
+        case = json.loads(line)
+        if "wait" in case:
+            print(os.waitpid(case["wait"], 0)[1], file=answers, flush=True)
+            continue
+        if "over" in case:
+            ended = os.waitid(os.P_PID, case["over"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            print(int(ended is not None), file=answers, flush=True)
+            continue
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            carry_out(json.loads(line))
+            carry_out(case)
         print(child, file=answers, flush=True)
-        print(os.waitpid(child, 0)[1], file=answers, flush=True)
 
 
 if __name__ == "__main__":

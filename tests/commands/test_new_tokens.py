@@ -240,7 +240,7 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, server: CommandS
     base = write_inputs(here)
     (here / "base" / "tokenizer.json").unlink()
     done = server.run(here, "train", *CHATS, "--out", "run")
-    assert done.code == 3 and "and no tokenizer.json next to its weights says which tokens are new" in done.err, done.err
+    assert done.code == 3 and "no tokenizer.json next to its weights says which tokens are new" in done.err, done.err
     config = here / "base" / "config.json"
     model = Llama(LlamaConfig.from_hf(json.loads(config.read_text()) | {"vocab_size": base.config.vocab_size + 2}))
     for path in (here / "base").glob("*"):

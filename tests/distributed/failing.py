@@ -1,4 +1,4 @@
-"""What each rank of test_checkpoint.py runs: a save that succeeds, and one that rank 1 cannot write its part of."""
+"""What each rank of a test runs: a save that succeeds, and one that rank 1 cannot write its part of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def refused(descriptor: int, piece: memoryview, start: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-if __name__ == "__main__":
+def main() -> None:
     world, folder = World(place()), Path(sys.argv[1])
     state = Sharded(tiny_llama(), world=world).state()
     save(world, folder, Checkpoint(1, state.model, state.optimizer), keep=2)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from clocks import HANG_S
+from commands.forked import CLI, CommandServer, Done
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,35 +31,22 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def ranks(program: Path, size: int, *arguments: object) -> list[str]:
-    """The output of each rank of a program, which must all end well in time."""
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(program), *map(str, arguments)]
-    started = [
-        subprocess.Popen(
-            command, env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    return ended(started)
-
-
-def ended(started: list[subprocess.Popen[str]]) -> list[str]:
-    """The output of processes that end with code 0 in time; else an AssertionError with the output, and the stacks."""
-    until = time.monotonic() + HANG_S
-    while any(each.poll() is None for each in started) and time.monotonic() < until:
-        if any(each.poll() for each in started):  # one failed: the others would wait for it
-            break
-        time.sleep(0.05)
-    late = [each for each in started if each.poll() is None]
-    for each in late:
-        each.send_signal(signal.SIGABRT)
-    said = [each.communicate()[0] for each in started]
-    codes = [each.returncode for each in started]
-    stacks = "\n".join(f"---- rank {rank}, code {codes[rank]}\n{text}" for rank, text in enumerate(said))
-    assert not late and not any(codes), stacks
-    return said
+def ranks(
+    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str
+) -> list[Done]:
+    """How the ranks of a command ended, which are forks: the first that fails ends all, as a launcher has it."""
+    shared = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    started = [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
+    done = dict[int, Done]()
+    while len(done) < size:
+        for rank in {*range(size)} - done.keys():
+            if started[rank].is_over():
+                done[rank] = started[rank].wait()
+                for other in {*range(size)} - done.keys() if done[rank].code != 0 else ():
+                    started[other].signal(signal.SIGTERM)
+        time.sleep(0.02)
+    return [done[rank] for rank in range(size)]
 
 
 class Torchrun:
@@ -89,7 +77,7 @@ class Torchrun:
         end = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < end and self.process.poll() is None, self.err.read_text()
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def wait(self) -> int:
         """The exit code of torchrun; an AssertionError with every rank's stack if it does not end in time."""

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from commands.forked import CommandServer
+from commands.forked import CommandServer, Done
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, rows, sound, with_texts
-from distributed.launched import Torchrun, free_port
+from distributed.launched import Torchrun, free_port, ranks
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
 from monograph.distributed import world
 from monograph.distributed.world import Place, first_host, place
 from monograph.errors import PeerLost, UsageError
@@ -32,9 +34,9 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     with_texts(tmp_path)
     settings = over(TINY, "optim.name=adamw", "train.eval_every=3")
     assert server.run(tmp_path, "train", *settings, "--out", "alone").code == 0
-    launch = Torchrun(2, tmp_path, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
-    assert launch.wait() == 0, launch.err.read_text()
-    [line] = launch.out.read_text().splitlines()
+    first, second = ranks(server, tmp_path, 2, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
+    assert first.code == second.code == 0, first.err + second.err
+    [line] = (first.out + second.out).splitlines()
     assert json.loads(line)["update"] == 8
     alone, shared = rows(tmp_path / "alone"), rows(tmp_path / "shared")
     assert [row["update"] for row in shared] == [*range(1, 9)]
@@ -43,7 +45,6 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     for one, other in zip(*(rows(tmp_path / name, "eval_loss") for name in ("alone", "shared")), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-6)
     assert len(rows(tmp_path / "shared", "sample")) == len(rows(tmp_path / "alone", "sample")) == 3
-    assert (tmp_path / "shared/report.html").is_file()
     for command in (["check"], ["evaluate"], ["generate"]):
         done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
         assert done.code == 0, done.err
@@ -75,17 +76,23 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, sound(tmp_path / "run") + 1)]
 
 
-def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(tmp_path: Path) -> None:
+def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(server: CommandServer, tmp_path: Path) -> None:
     """torchrun itself ends with 1 whatever the code was, and starts what failed again."""
     with_texts(tmp_path)
     (tmp_path / "own.py").write_text(POISON)
     settings = over(OWN, "train.updates=100", "model.init=own.py:build", "train.parallel=ddp")
-    launch = Torchrun(2, tmp_path, "train", *settings, "--out", "run", restarts=1)
-    assert launch.wait() == 1
-    said = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
-    assert len(said) == 2, said
-    assert "20 updates in a row" in said[0] and said[1].startswith("error: ended before with exit code 5: 20 updates")
-    assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 5
+    for attempt, said in enumerate(("error: 20 updates in a row", "error: ended before with exit code 5: 20 updates")):
+        done = ranks(
+            server, tmp_path, 2, "train", *settings, "--out", "run", TORCHELASTIC_RESTART_COUNT=str(attempt)
+        )  # fmt: skip
+        assert 5 in [each.code for each in done]
+        assert said in the_error_of(done)
+        assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 5
+
+
+def the_error_of(done: list[Done]) -> str:
+    [said] = [line for each in done for line in each.err.splitlines() if line.startswith("error:")]
+    return said
 
 
 REFUSALS = {
@@ -102,21 +109,20 @@ def test_one_process_is_refused(setting: str, server: CommandServer, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-def test_several_processes_without_the_key_are_refused_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (TINY, "2 processes were started, which would each train the same run: add train.parallel=ddp"),
+        ([*over(TINY, "train.compile=whole"), "train.parallel=fsdp"],
+         "train.parallel = fsdp does not go with train.compile = whole"),
+    ],
+)  # fmt: skip
+def test_several_processes_are_refused_once(
+    settings: list[str], said: str, server: CommandServer, tmp_path: Path
+) -> None:
     with_texts(tmp_path)
-    launch = Torchrun(2, tmp_path, "train", *TINY)
-    assert launch.wait() == 1
-    [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
-    assert "2 processes were started, which would each train the same run: add train.parallel=ddp" in said
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_does_not_go_together_is_refused_once_and_leaves_nothing(tmp_path: Path) -> None:
-    with_texts(tmp_path)
-    launch = Torchrun(2, tmp_path, "train", *over(TINY, "train.compile=whole"), "train.parallel=fsdp", "--out", "run")
-    assert launch.wait() == 1
-    [said] = [line for line in launch.err.read_text().splitlines() if line.startswith("error:")]
-    assert "train.parallel = fsdp does not go with train.compile = whole" in said
+    done = ranks(server, tmp_path, 2, "train", *settings, "--out", "run")
+    assert done[0].code == 2 and said in the_error_of(done)
     assert not (tmp_path / "run").exists()
 
 
@@ -186,7 +192,7 @@ def test_a_rank_does_not_end_while_a_thread_of_gloo_works() -> None:
     def work() -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
         began.set()
-        end = time.monotonic() + 0.5
+        end = time.monotonic() + 0.2
         while time.monotonic() < end:
             pass
         over.append(time.monotonic())
@@ -197,3 +203,17 @@ def test_a_rank_does_not_end_while_a_thread_of_gloo_works() -> None:
     world._let_gloo_finish()
     assert over
     thread.join()
+
+
+def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(server: CommandServer, tmp_path: Path) -> None:
+    first, second = ranks(server, tmp_path, 2, tmp_path, call="distributed.failing:main")
+    assert first.code == second.code == 0, first.err + second.err
+    assert second.out.splitlines()[-1] == (
+        f"{tmp_path}/.tmp-step-00000002/model.safetensors: rank 1 cannot save its part of the checkpoint of update 2: "
+        "No space left on device; make room, then resume"
+    )
+    assert first.out.splitlines()[-1] == "lost"
+    last = checkpointing.newest(tmp_path, pytest.fail)
+    assert last.update == 1
+    checkpointing.save(tmp_path, Checkpoint(2, last.model, last.optimizer))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from batches import packed, tiny_llama
+from commands.forked import CommandServer
 from laws.resumed import write_inputs
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -20,6 +22,12 @@ def compiled_step() -> Resident:
     engine = Resident(model, optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4)
     assert engine.capture(packed(16)) is None
     return engine
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[CommandServer]:
+    with CommandServer() as forks:
+        yield forks
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -54,6 +55,11 @@ def model(dtype: torch.dtype, tied: bool) -> Any:
     return tiny_llama(dtype, tie_word_embeddings=tied)
 
 
+@functools.cache
+def exact_gradient(dtype: torch.dtype, tied: bool, rows: int) -> Tensor:
+    return large_batch_gradient(model(dtype, tied), ragged(rows, seed=rows))
+
+
 def gradients(world: World) -> dict[str, Any]:
     """Relative error of the gradient, and the ratio of its norm, of every case."""
     found = {}
@@ -64,9 +70,9 @@ def gradients(world: World) -> dict[str, Any]:
             if kind == "fsdp":
                 reduce_with(engine, way)
             batch = ragged(rows, seed=rows)
-            exact = large_batch_gradient(model(dtype, tied), batch)
             engine.step.discard()
             engine.accumulate(batch)
+            exact = exact_gradient(dtype, tied, rows)
             found[f"{kind} {dtype} tied={tied} {name} {way}"] = compared(gradient(engine), exact)
     return found
 
@@ -114,30 +120,28 @@ def average(engine: Any) -> None:
 def trajectories(world: World) -> dict[str, dict[str, float]]:
     """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number and tensor."""
     found = {}
-    options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS}
-    for kind, ema in itertools.product(ENGINES, (None, 0.9)):
-        optim = AdamW(lr=1e-3, ema=ema)
-        one = Resident(model(torch.float64, True), optim=optim, **options)
-        many = ENGINES[kind](model(torch.float64, True), world=world, optim=optim, **options)
-        worst = dict.fromkeys(("loss", "grad_norm", "count", "tokens"), 0.0)
-        for index in range(30):
-            window = ragged((7, 9, 16)[index % 3], seed=index)
-            if index == 4:
-                window["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
-            alone, shared = one_update(one, window), one_update(many, window)
-            for name in worst:
+    options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, "optim": AdamW(lr=1e-3, ema=0.9)}
+    one, numbers = Resident(model(torch.float64, True), **options), ("loss", "grad_norm", "count", "tokens")
+    windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(30)]
+    windows[4]["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
+    expected = [one_update(one, window) for window in windows]
+    exact = {**one.state().model, **one.state().optimizer}
+    for kind in ENGINES:
+        many = ENGINES[kind](model(torch.float64, True), world=world, **options)
+        worst = dict.fromkeys(numbers, 0.0)
+        for index, (window, alone) in enumerate(zip(windows, expected, strict=True)):
+            shared = one_update(many, window)
+            for name in numbers if index != 4 else ():
                 a, b = float(getattr(alone, name)), float(getattr(shared, name))
-                if index != 4:
-                    worst[name] = max(worst[name], abs(a - b) / abs(a))
+                worst[name] = max(worst[name], abs(a - b) / abs(a))
             assert int(alone.skipped) == int(shared.skipped) == (index >= 4)
         for at, name in enumerate(("sum", "targets")):
             a, b = (float(engine.evaluate(ragged(13, seed=99))[at]) for engine in (one, many))
             worst[name] = abs(a - b) / a
         state = {**many.state().model, **many.state().optimizer}
-        exact = {**one.state().model, **one.state().optimizer}
         assert state.keys() == exact.keys()
         worst["state"] = max(relative_error(whole(tensor), exact[name]) for name, tensor in state.items())
-        found[f"{kind} ema={ema}"] = worst
+        found[kind] = worst
     return found
 
 
@@ -159,32 +163,34 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def combinations(world: World) -> dict[str, dict[str, float]]:
-    """Three clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
+    """Two clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
     found = {}
-    for (name, (dtype, options)), kind in itertools.product(BESIDE.items(), ENGINES):
-        if kind == "fsdp" and "*" not in name:
-            continue
-        models = [model(dtype, True) for _ in range(2)]
-        if name == "adapters":
-            for each in models:
-                adapt(each, Lora(rank=4), seed=0)
-        windows_of = packed if name == "packed*" else ragged
-        one = Resident(models[0], clip=0.5, micro_batch=ROWS, **options)
-        many = ENGINES[kind](models[1], world=world, clip=0.5, micro_batch=ROWS, **options)
-        worst = 0.0
-        for index in range(3):
-            window = windows_of(7, seed=index)
-            alone, shared = one_update(one, window), one_update(many, window)
-            # Another factor would overflow fp16 elsewhere, and round what is subnormal otherwise.
-            assert torch.equal(one.step.loss_factor, many.step.loss_factor)
-            for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
-                worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
+    for name, (dtype, options) in BESIDE.items():
+        one = Resident(beside(name, dtype), clip=0.5, micro_batch=ROWS, **options)
+        windows = [(packed if name == "packed*" else ragged)(5, seed=index) for index in range(2)]
+        expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
         exact = {**one.state().model, **one.state().optimizer}
-        state = {**many.state().model, **many.state().optimizer}
-        assert state.keys() == exact.keys()
-        errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
-        found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
+        for kind in ENGINES if "*" in name else ("ddp",):
+            many = ENGINES[kind](beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options)
+            worst = 0.0
+            for window, (alone, factor) in zip(windows, expected, strict=True):
+                shared = one_update(many, window)
+                # Another factor would overflow fp16 elsewhere, and round what is subnormal otherwise.
+                assert torch.equal(factor, many.step.loss_factor)
+                for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
+                    worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
+            state = {**many.state().model, **many.state().optimizer}
+            assert state.keys() == exact.keys()
+            errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
+            found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
+
+
+def beside(name: str, dtype: torch.dtype) -> Any:
+    made = model(dtype, True)
+    if name == "adapters":
+        adapt(made, Lora(rank=4), seed=0)
+    return made
 
 
 def one_update(engine: Any, window: dict[str, Tensor]) -> Any:
@@ -219,13 +225,13 @@ def saved(world: World, folder: Path) -> dict[str, str]:
 
 
 def restarted(world: World) -> dict[str, list[bool]]:
-    """Of each of four updates: whether an engine that begins with it, as a restarted run's does, has the same bits."""
+    """Of each of two updates: whether an engine that begins with it, as a restarted run's does, has the same bits."""
     found = {}
     options: dict[str, Any] = {"optim": AdamW(lr=1e-2), "clip": 0.5, "micro_batch": ROWS}
     for kind in ENGINES:
         throughout = ENGINES[kind](model(torch.float32, True), world=world, **options)
         found[kind] = []
-        for index in range(4):
+        for index in range(2):
             before = snapshot(throughout)
             window = ragged(windows(world.size)["2W+1"], seed=index)
             usual = one_update(throughout, window)
@@ -301,7 +307,8 @@ PROGRAMS = {
     "captured": (captured,),
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
     ours = World(place())
     if sys.argv[1] == "saved":
         results: dict[str, Any] = saved(ours, Path(sys.argv[3]))

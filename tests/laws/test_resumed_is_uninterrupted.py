@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ CHANGES = {
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dict(OWN if case == "own" else LORA if case.startswith("adapters") else SETTINGS)
-    settings |= CHANGES.get(case, {})
+    settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     if case == "epochs":
         del settings["train.updates"]
     if case == "aot":
@@ -60,33 +59,19 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
     expected = fingerprint(Path("whole"))
     if case == "own":
         sizes = [json.loads(p.read_text())["micro_batch"] for p in sorted(Path("whole").rglob("state.json"))]
-        assert sizes[0] == 4 and sizes[-1] == 2 and sizes[4] == 4, "memory must run out in the middle"
+        assert sizes[0] == 4 and sizes[-1] == 2 and sizes[4 // apart] == 4, "memory must run out in the middle"
     last = int(expected["newest"][5:])
     assert last == {"cooled": 14, "epochs": 14}.get(case, 20)
-    for update in range(0, last + 1, apart) if case in ("llama", "own") or apart == 1 else (0, 13):
-        cut_back("whole", f"cut-{update}", update)
+    whole = "whole"
+    for update in range(0, last + 1, apart) if case in ("llama", "own") or apart == 1 else (12,):
+        cut_back(whole, f"cut-{update}", update)
         resume(f"cut-{update}")
         assert fingerprint(Path(f"cut-{update}")) == expected, update
-
-
-def test_a_resume_of_a_resume(here: Path) -> None:
-    start("whole", OWN)
-    expected = fingerprint(Path("whole"))
-    for update in (4, 11, 17):
-        cut_back("whole", f"cut-{update}", update)
-        shutil.rmtree("whole")
-        resume(f"cut-{update}")
-        Path(f"cut-{update}").rename("whole")
-        assert fingerprint(Path("whole")) == expected
+        if case == "own":  # a resume of a resume of ...
+            whole = f"cut-{update}"
 
 
 # ---- killed at random moments --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as forks:
-        yield forks
 
 
 def phase(run: Path) -> str:
@@ -137,8 +122,8 @@ def killed(server: CommandServer, folder: Path, wanted: int, given: dict[str, An
     assert len(kills) == 3 or wanted < 100, "not all of preparing, training and saving were hit"
 
 
-def test_eight_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 8)
+def test_five_kills(server: CommandServer, here: Path) -> None:
+    killed(server, here, 5)
 
 
 @pytest.mark.slow

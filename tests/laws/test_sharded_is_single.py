@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands.forked import CommandServer
 from distributed.launched import ranks
 from laws import sharded
 from monograph import checkpointing
@@ -21,20 +22,22 @@ from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.storage import blocks
 
-PROGRAM = Path(__file__).with_name("sharded.py")
 BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}
 
 
-def run(program: str, size: int, folder: Path, *more: object) -> dict[str, Any]:
+def run(server: CommandServer, program: str, size: int, folder: Path, *more: object) -> dict[str, Any]:
     out = folder / "results.json"
-    ranks(PROGRAM, size, program, out, *more)
+    done = ranks(server, folder, size, program, out, *more, call="laws.sharded:main")
+    assert not any(each.code for each in done), done
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("equations", request.param, tmp_path_factory.mktemp("ranks"))
+def found(
+    request: pytest.FixtureRequest, server: CommandServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return run(server, "equations", request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
@@ -61,20 +64,20 @@ def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> No
     assert max(found["assembled"].values()) <= 1e-12
 
 
-def test_what_stands_beside_it_is_that_of_one_process(tmp_path: Path) -> None:
+def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp_path: Path) -> None:
     """Precisions, recomputation, what optimizers keep, Muon, packed rows, adapters: each cell of docs/support.md."""
-    for case, errors in run("combinations", 2, tmp_path)["combinations"].items():
+    for case, errors in run(server, "combinations", 2, tmp_path)["combinations"].items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
 
 
 def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: CommandServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trained and saved by four ranks, loaded and saved by one, by two, and by the engine of one process.
 
     The manifests vouch for each byte.
     """
-    four, one, two = (run("saved", size, tmp_path, tmp_path) for size in (4, 1, 2))
+    four, one, two = (run(server, "saved", size, tmp_path, tmp_path) for size in (4, 1, 2))
     assert four == one == two
     monkeypatch.setattr(blocks, "BLOCK_BYTES", sharded.SMALL_BLOCK)
     for name, digest in four.items():
@@ -88,13 +91,13 @@ def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
         assert len(read_manifest(folder).files["optimizer.safetensors"].sha256) > 10
 
 
-def test_ranks_that_begin_anew_go_on_in_the_same_bits(tmp_path: Path) -> None:
+def test_ranks_that_begin_anew_go_on_in_the_same_bits(server: CommandServer, tmp_path: Path) -> None:
     """On four ranks: two numbers have one order of adding, whatever an engine did before."""
-    assert run("restarted", 4, tmp_path)["restarted"] == dict.fromkeys(sharded.ENGINES, [True] * 4)
+    assert run(server, "restarted", 4, tmp_path)["restarted"] == dict.fromkeys(sharded.ENGINES, [True] * 2)
 
 
 @pytest.mark.slow
-def test_captured_steps_are_those_of_one_process(tmp_path: Path) -> None:
-    for case, result in run("captured", 2, tmp_path)["captured"].items():
+def test_captured_steps_are_those_of_one_process(server: CommandServer, tmp_path: Path) -> None:
+    for case, result in run(server, "captured", 2, tmp_path)["captured"].items():
         assert result["error"] <= 1e-12, case
         assert (result["recompiles"], result["breaks"]) == (0, 0), case
