@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from functools import cache
 from typing import Any, NoReturn
 
 import typer
@@ -101,7 +102,7 @@ def _follows() -> bool:
 
 def _run(arguments: list[str]) -> int:
     """One command, its exceptions untouched: typer's own `main` would turn some of them into exit codes of its own."""
-    command = typer.main.get_command(app)
+    command = _command()
     try:
         with command.make_context("monograph", list(arguments)) as context:
             return command.invoke(context) or 0
@@ -111,6 +112,11 @@ def _run(arguments: list[str]) -> int:
         if refused := _refused_by_others(error):
             raise refused from error
         raise
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def _refused_by_others(error: BaseException) -> InputRefused | None:
