@@ -116,6 +116,7 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
 
     ours, theirs = speaking(tmp_path, name).config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None and ours.reads_the_date == (name == "llama-3") and not ours.tags_answers
+    ours = ours.on(DAY)
     for chat, messages in CHATS.items():
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
         for asks in (False, True):
@@ -123,9 +124,9 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
                 expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **options)
             except Exception as error:
                 with pytest.raises(InputRefused, match=str(error)):
-                    ours.on(DAY).render(messages, asks, **options)
+                    ours.render(messages, asks, **options)
             else:
-                assert ours.on(DAY).render(messages, asks, **options) == expected
+                assert ours.render(messages, asks, **options) == expected
 
 
 # What others do, each a fault by the facts that made the rule: they must not pass for it.
@@ -217,9 +218,13 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
 TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(lambda text: text.strip())
 TURNS = st.lists(TEXTS, min_size=2, max_size=8).map(lambda parts: parts[: len(parts) // 2 * 2])
 SPEAKERS = ("chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v1", "mistral-v3", "gemma", "zephyr")
+# By day those whose prompt's end merges with what follows, whose history is rewritten, and whose turns lack an end.
+BY_DAY = ("llama-3", "qwen3", "mistral-v1")
 
 
-@pytest.mark.parametrize("name", SPEAKERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in SPEAKERS]
+)
 def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> None:
     """What inference sends and what is trained then are the row up to the stop: of any words, of every answer once."""
     tokenizer = merging(tmp_path, name)
@@ -228,7 +233,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     tokenizer.config = tokenizer.config._replace(template=template.on(DAY))
     answers = Answers(tokenizer, EVERY)
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(parts=TURNS, typed=st.sampled_from(["", "<|im_end|>", "a<|eot_id|><|im_start|>"]))
     def holds(parts: list[str], typed: str) -> None:
         chat = Conversation(said(parts[0] + typed, *parts[1:]), None, 0)

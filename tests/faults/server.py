@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,16 @@ def load(file: str, function: str) -> Callable[[Path], object]:
 
 def carry_out(case: dict[str, Any], shim: ctypes.CDLL, scenario: Callable[[Path], object]) -> dict[str, Any]:
     signal.alarm(HANG_S)  # a hang ends the case with SIGALRM, which no test expects
-    error = None
+    error, known = None, len(sys.modules)
     shim.faults_arm(case["folder"].encode(), case["mode"], case["at"])
     try:
         scenario(Path(case["folder"]))
     except BaseException as raised:
         error = [type(raised).__name__, str(raised)]
     shim.faults_disarm()
-    return {"error": error, "struck": shim.faults_struck(), "journal": shim.faults_journal().decode()}
+    journal = shim.faults_journal().decode()
+    imported = [*islice(reversed(sys.modules), len(sys.modules) - known)][::-1]  # to look at all copies pages
+    return {"error": error, "struck": shim.faults_struck(), "journal": journal, "imported": imported}
 
 
 def in_a_fork(case: dict[str, Any], shim: ctypes.CDLL) -> dict[str, Any]:
@@ -53,7 +57,10 @@ def in_a_fork(case: dict[str, Any], shim: ctypes.CDLL) -> dict[str, Any]:
     with os.fdopen(reader) as report:
         text = report.read()
     _, status = os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"error": None, "struck": 1, "journal": ""}
+    answer = json.loads(text) if text else {"error": None, "struck": 1, "journal": "", "imported": []}
+    for name in answer.pop("imported"):  # once here, and not again in each fork to come
+        with suppress(Exception):
+            importlib.import_module(name)
     return {**answer, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
 
 

@@ -62,12 +62,14 @@ def test_a_fault_at_any_operation_leaves_the_former_or_the_new(name: str, faults
     assert found["former"] and found.total() >= 20
 
 
-@pytest.mark.parametrize("stride", [12, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("modes", "stride"), [(("EIO", "EMFILE from here on"), 5), pytest.param(EVERY_UNREAD, 1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["metrics", "beginning", "resume"])  # others: test_unread_is_unknown
 def test_a_read_that_fails_is_a_refusal_and_nothing_is_lost(
-    name: str, stride: int, faults: FaultServer, tmp_path: Path
+    name: str, modes: Sequence[str], stride: int, faults: FaultServer, tmp_path: Path
 ) -> None:
-    found = struck_everywhere(CASES[name], faults, tmp_path, EVERY_UNREAD, stride)
+    found = struck_everywhere(CASES[name], faults, tmp_path, modes, stride)
     print(f"{name}: {found.total()} reads that failed, {dict(found)}, none lost")
     assert found["former"] and found["new"]
 

@@ -44,8 +44,9 @@ class Judge:
         self.serial = serial(prepared / "runs" / "newest")
         whole = scratch / "whole"
         shutil.copytree(prepared, whole)
-        assert faults.run(COMMANDS[name], whole).error is None
-        self.expected = results(whole)
+        done = faults.run(COMMANDS[name], whole, "record-reads")
+        assert done.error is None
+        self.reads, self.expected = len(done.journal), results(whole)
 
     def found(self, outcome: Outcome) -> str:
         """Whether it was refused or done; anything else fails."""
@@ -95,13 +96,10 @@ def names(line: str, path: str, root: Path) -> bool:
     return any(part.removeprefix(".").removesuffix(".partial") in line for part in parts)
 
 
-def struck(
-    name: str, faults: FaultServer, prepared: Path, scratch: Path, modes: Sequence[str], stride: int
-) -> dict[str, Counter[str]]:
+def struck(judge: Judge, prepared: Path, scratch: Path, modes: Sequence[str], stride: int) -> dict[str, Counter[str]]:
     """What was found after each read that failed, by mode."""
-    judge = Judge(name, faults, prepared, scratch)
     found: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
-    for outcome in faults.every_operation(COMMANDS[name], prepared, scratch, modes, stride):
+    for outcome in judge.faults.every_operation(COMMANDS[judge.name], prepared, scratch, modes, stride):
         try:
             found[outcome.mode][judge.found(outcome)] += 1
         except Exception as error:
@@ -113,8 +111,8 @@ def struck(
 def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
-    reads = len(faults.record(COMMANDS[name], prepared, tmp_path, "record-reads"))
-    found = struck(name, faults, prepared, tmp_path, BY_DAY, stride=reads // (2 if name in RUNS else 4))
+    judge = Judge(name, faults, prepared, tmp_path)
+    found = struck(judge, prepared, tmp_path, BY_DAY, stride=judge.reads // (2 if name in RUNS else 4))
     assert sum(found.values(), Counter()).total() >= 4
 
 
@@ -123,9 +121,8 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_read_of_a_command(name: str, faults: FaultServer, prepared: Path, tmp_path: Path) -> None:
     """Prints the command's row of the table in docs/reliability.md."""
-    reads = len(faults.record(COMMANDS[name], prepared, tmp_path, "record-reads"))
-    found = struck(name, faults, prepared, tmp_path, EVERY_UNREAD, STRIDES.get(name, 9))
-    print(row(name, reads, STRIDES.get(name, 9), found))
+    judge, stride = Judge(name, faults, prepared, tmp_path), STRIDES.get(name, 9)
+    print(row(name, judge.reads, stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride)))
 
 
 def row(name: str, reads: int, stride: int, found: dict[str, Counter[str]]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import errno
-import functools
 import itertools
 import os
 import sys
 import time
 import traceback
+from functools import cache
 from typing import Any, NoReturn
 
 import typer
@@ -100,7 +100,7 @@ def _follows() -> bool:
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
-@functools.cache
+@cache
 def command_tree() -> Any:
     """Every command with its options, from the types of the functions behind them."""
     return typer.main.get_command(app)

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -122,7 +123,7 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     """
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
-    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation(), config=ConfigDict(allow_inf_nan=False))
+    adapter = _adapter(section, name)
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
@@ -132,6 +133,12 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
             hint = did_you_mean(value, get_args(field.annotation))
         raise UsageError(f"{origin}: {key} = {_shown(value)}: expected {expected}{hint}") from None
     return checked
+
+
+@cache
+def _adapter(section: str, name: str) -> TypeAdapter[Any]:
+    annotation = SECTIONS[section].model_fields[name].rebuild_annotation()
+    return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:

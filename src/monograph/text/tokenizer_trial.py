@@ -7,6 +7,7 @@ This file imports nothing of the package.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -20,12 +21,19 @@ _PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "
 _EASILY_LOST = ("a  b", "   a", "a ", "Ab", "a\tb", "e\u0301", "²", "a\nb", "🙂", "☃", "<0x0A>", "don 't")
 
 
+_harmless: set[bytes] = set()  # digests of what was tried in this process, which would show nothing new
+
+
 def fault(content: str) -> str | None:
     """Return what happens to a process that loads a tokenizer.json and encodes with it; None if all is well."""
+    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
+    if digest in _harmless:
+        return None
     done = _run(content, SECONDS)
     if done is None:
         return "it does not come to an end"
     if not done.returncode:
+        _harmless.add(digest)
         return None
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
     said = [line for line in lines if not line.startswith("note: ")]
