@@ -325,14 +325,14 @@ def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, 
 
     A tied tensor is in several places, and has the first one's name in all of them.
     """
-    found, names = [], dict[int, str]()
+    places, names = [], dict[int, str]()
     for kind in ("_parameters", "_buffers"):
         for path, owner in modules:
             for key, tensor in getattr(owner, kind).items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    found.append((name, owner, kind, key))
-    return found
+                    places.append((name, owner, kind, key))
+    return places
 
 
 def _probabilities(
