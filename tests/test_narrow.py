@@ -22,7 +22,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, Group, Muon
-from monograph.optim.narrow import dequantised, noise, quantised, stochastic, unpacked
+from monograph.optim.narrow import dequantised, join, noise, quantised, split, splittable, stochastic, unpacked
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
@@ -294,6 +294,18 @@ def test_compiled_is_eager(backend):
             for name in its.state:
                 different = int((ours.state[name] != its.state[name]).sum())
                 assert different <= 0.01 * len(its.state[name]), "a rounding that fell on a border, no more"
+
+
+def test_a_split_number_is_joined_to_the_same_bits_and_only_a_tie_that_rounds_down_is_moved():
+    """Every pattern of the 17 lowest bits, below three signs and exponents."""
+    low = torch.arange(2**17, dtype=torch.int32)
+    for high in (0, 0x3F800000, -0x40000000):
+        master = (low | high).view(torch.float32)
+        ours = splittable(master)
+        hi, lo = split(ours)
+        assert torch.equal(hi, master.to(torch.bfloat16)) and torch.equal(join(hi, lo), ours)
+        moved = (ours.view(torch.int32) - master.view(torch.int32)).nonzero().flatten()
+        assert moved.tolist() == [0x8000] and ours[0x8000] == torch.nextafter(master[0x8000], torch.zeros(()))
 
 
 def test_names_on_the_command_line():
