@@ -296,6 +296,13 @@ def test_compiled_is_eager(backend):
                 assert different <= 0.01 * len(its.state[name]), "a rounding that fell on a border, no more"
 
 
+def test_between_parameters_that_begin_at_blocks_are_zeros():
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN then
+    planes = step_of(AdamW, "8bit").planes
+    assert all(plane.param.isfinite().all() for plane in planes)
+    assert sum(len(plane.param) for plane in planes) > sum(p.numel() for p in Given().parameters())
+
+
 def test_a_split_number_is_joined_to_the_same_bits_and_only_a_tie_that_rounds_down_is_moved():
     """Every pattern of the 17 lowest bits, below three signs and exponents."""
     low = torch.arange(2**17, dtype=torch.int32)

@@ -74,7 +74,7 @@ class Plane:
     slots: list[Slot]
     param: Tensor
     grad: Tensor
-    number: int = 0
+    number: int
     parts: tuple[int, ...] = ()
     start: int | Tensor = 0
     state: dict[str, Tensor] = field(default_factory=dict)
