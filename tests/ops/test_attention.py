@@ -77,6 +77,7 @@ def test_a_captured_graph_takes_blocks_for_bf16_on_a_cpu(monkeypatch):
     ran = {dtype: _run("auto", dtype, mask)[0] for dtype in (torch.float32, torch.bfloat16)}
     assert torch.equal(ran[torch.bfloat16], _run("blocks", torch.bfloat16, mask)[0])
     assert torch.equal(ran[torch.float32], _run("sdpa", torch.float32, mask)[0])
+    assert not torch.equal(ran[torch.bfloat16], _run("sdpa", torch.bfloat16, mask)[0]), "another order of sums"
 
 
 @pytest.mark.parametrize("masked", [False, True])
