@@ -50,6 +50,11 @@ class Range(NamedTuple):
         if not self.holds(value):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
+    def integer(self, name: str, value: Any) -> int:
+        """Return a whole number of any integer type, such as numpy's, as one of Python's, or refuse it as `require`."""
+        self.require(name, value)
+        return int(value)
+
     def checked(self, value: float) -> float:
         """Return the value or raise ValueError, which pydantic turns into a refusal that names the key."""
         if not self.holds(value):

@@ -56,7 +56,7 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
 
     def factor(index: int) -> float:
         if index < warmup:
-            return (index + 1) / warmup
+            return min(1.0, (index + 1) / warmup)  # a warm-up may end between two updates
         progress = min(1.0, (index - warmup) / max(1, total - warmup))
         return final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
@@ -89,7 +89,7 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
 
     def factor(index: int) -> float:
         if index < warmup:
-            return (index + 1) / warmup
+            return min(1.0, (index + 1) / warmup)  # a warm-up may end between two updates
         progress = min(1.0, max(0, index - first) / max(1, total - first))
         return final + (1.0 - final) * (1.0 - math.sqrt(progress))
 

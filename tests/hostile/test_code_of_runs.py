@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from commands.inputs import OWN, SLOW, TINY, with_texts
 from monograph import checkpointing
 from monograph.config import load
 from monograph.run.folder import Run
+from monograph.run.recipe import Recipe, from_file
 from monograph.run.trust import OPTION
 from monograph.session.recorded import strange_text
 from monograph.sweeps.folder import Sweep
@@ -179,6 +181,19 @@ def test_every_way_to_name_it(name: str, here: Path, server: CommandServer) -> N
 def test_what_is_said_to_be_trusted_runs(name: str, here: Path, server: CommandServer) -> None:
     done = tried(here, server, RUNNING[name], "inside", "config and state", OPTION)
     assert (here / CANARY).exists(), done.err
+
+
+def test_the_program_that_was_read_is_the_one_that_runs(tmp_path: Path) -> None:
+    """Python would run what lies compiled next to a file, if that says that it need not be compared with the file."""
+    file, canary = tmp_path / "mine.py", tmp_path / CANARY
+    file.write_text("import torch\n\ndef build(): return torch.nn.Linear(1, 1)\n\ndef loss(model, batch): ...\n")
+    shadow = Path(importlib.util.cache_from_source(str(file)))
+    shadow.parent.mkdir()
+    evil = compile(f"open({str(canary)!r}, 'w')\n" + file.read_text(), str(file), "exec")
+    shadow.write_bytes(importlib._bootstrap_external._code_to_hash_pyc(evil, bytes(8), False))  # type: ignore[attr-defined]
+    recipe = Recipe(init=f"{file}:build", preset="auto", sizes={}, seed=0).checked()
+    assert recipe.file and from_file(recipe, recipe.file)[0].in_features == 1
+    assert not canary.exists()
 
 
 def test_what_a_forged_sweep_names_is_not_run(here: Path, server: CommandServer) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from monograph.data.rows import Rows, shares_at
 from monograph.errors import UsageError
+from monograph.ranges import COUNT
 
 Batch = dict[str, torch.Tensor]
 
@@ -58,8 +59,8 @@ class Batches:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.rows_per_window = tokens_per_update // rows.sequence_length
-        if self.rows_per_window < 1:
+        self.rows_per_window = int(tokens_per_update // rows.sequence_length)
+        if not COUNT.holds(tokens_per_update) or self.rows_per_window < 1:
             needed = f"at least one row of sequence_length = {rows.sequence_length}"
             raise UsageError(
                 f"train.tokens_per_update = {tokens_per_update}: must be {needed}; raise it or shorten the rows"
@@ -69,7 +70,7 @@ class Batches:
         if len(rows) == 0:
             raise UsageError("there are no rows to draw from: nothing was held out")
         self.rows_consumed = start
-        self._rows, self._seed, self._pin = rows, seed, pin
+        self._rows, self._seed, self._pin = rows, int(seed), pin
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         passed_over = sum(end - begin for begin, end in self.skip)
         self._end = None if epochs is None else epochs * rows.per_epoch + passed_over

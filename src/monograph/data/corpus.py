@@ -24,6 +24,7 @@ from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import Sources, find
 from monograph.data.store import Request, Stored, open_or_build
 from monograph.errors import InputRefused, UsageError
+from monograph.ranges import COUNT
 from monograph.storage.writing import temporary_folder, writing
 from monograph.terminal import visible
 from monograph.text.tokenizer import Tokenizer, parse
@@ -152,6 +153,7 @@ def corpus(
         DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
+    sequence_length = int(sequence_length)  # numpy's are no JSON
     asked, held_out = parse(tokenizer), float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress)
@@ -199,8 +201,8 @@ def _check_settings(packing: str, bad_records: str, answers: str, too_long: str,
     for key, value, (one, other) in choices:
         if value not in (one, other):
             raise UsageError(f"data.{key} = {value!r}: must be {one!r} or {other!r}")
-    if sequence_length < 1:
-        raise UsageError(f"data.sequence_length = {sequence_length}: must be at least 1")
+    if not COUNT.holds(sequence_length):
+        raise UsageError(f"data.sequence_length = {sequence_length!r}: must be at least 1")
 
 
 def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:

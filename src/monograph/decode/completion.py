@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache
@@ -234,11 +234,10 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text is given for a list,
             there are not as many samplings as prompts, or `Sampling` refuses.
     """
-    for name, value in (("max_tokens", max_tokens), ("n", n)):
-        COUNT.require(name, value)
-    for name, listed in (("prompts", prompts), ("stop", stop)):
-        if isinstance(listed, str):
-            raise UsageError(f"{name} is one text, whose letters would be taken one by one: give a list, [{listed!r}]")
+    max_tokens, n = COUNT.integer("max_tokens", max_tokens), COUNT.integer("n", n)
+    prompts, stop = _listed("prompts", prompts), _listed("stop", stop)
+    if odd := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
+        raise UsageError(f"prompts: expected texts, or sequences of ids, not {odd[0]!r}")
     if not prompts:
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
@@ -261,6 +260,12 @@ def generate(
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
     generator = generator_for(bare, requests, n, tokenizer.vocab_size)
     return Generation(generator, _Requests(requests, n), tokenizer, strings)
+
+
+def _listed(name: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, str):
+        raise UsageError(f"{name} is one text, whose letters would be taken one by one: give a list, [{given!r}]")
+    return list(given)
 
 
 def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer) -> None:

@@ -134,7 +134,10 @@ class Sampling:
         """Refuse values outside their range, each in one line."""
         for name, allowed in _RANGES.items():
             if name != "logprobs" or self.logprobs is not None:
-                allowed.require(name, getattr(self, name))
+                value = getattr(self, name)
+                allowed.require(name, value)
+                if allowed.whole:  # numpy's integers, too, are Python's from here on
+                    object.__setattr__(self, name, int(value))
         if self.penalty_scope not in get_args(Scope):
             raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
         # A plain text is a sequence, too: of its letters.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -113,8 +115,8 @@ def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: boo
     if id(value) in own:
         return closed or isinstance(value, Tensor)
     # A deep copy copies modules and containers, but not what a function has closed over.
-    closed = closed or hasattr(value, "__code__")
-    return any(_reaches(part, own, seen, closed) for part in (_parts(value) or ("", []))[1])
+    closed = closed or isinstance(value, types.FunctionType)
+    return any(_reaches(part, own, seen, closed) for part in _parts(value)[1])
 
 
 def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
@@ -216,27 +218,43 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     mine, yours = _parts(one), _parts(other)
-    if mine is None or yours is None:
-        return bool(one == other) or one != one  # noqa: PLR0124 - nan
     # Objects may refer to one another in circles: a pair that is being compared counts as equal inside of itself.
     within |= {pair}
-    return bool(mine[0] == yours[0]) and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
+    return mine[0] == yours[0] and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
 
 
-def _parts(value: Any) -> tuple[Any, list[Any]] | None:
-    """What a value consists of: something to compare by ==, and further values; None: compare it by == itself."""
-    if isinstance(value, (*_PLAIN, set, frozenset)):
-        return None
-    if isinstance(value, Mapping):
-        return list(value), list(value.values())
-    if isinstance(value, (list, tuple)):
-        return len(value), list(value)
-    if (code := getattr(value, "__code__", None)) is not None:
-        return code, [cell.cell_contents for cell in value.__closure__ or ()]
-    if hasattr(value, "__dict__"):
-        held = {name: part for name, part in vars(value).items() if name not in _LABELS}
-        return list(held), list(held.values())
-    return None
+def _parts(value: Any) -> tuple[Any, list[Any]]:
+    """What a value consists of: something to compare by ==, and further values; both decide what a call computes."""
+    key, held = _content(value)
+    # Functions and instances of a subclass of anything may have attributes of their own.
+    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+    own = {name: part for name, part in own.items() if name not in _LABELS}
+    return (key, list(own)), [*held, *own.values()]
+
+
+def _content(value: Any) -> tuple[Any, list[Any]]:
+    key: Any = ""
+    held: list[Any] = []
+    match value:
+        case float() | complex():
+            key = repr(value)  # tells 0.0 from -0.0, and NaN is like NaN
+        case Mapping():
+            key, held = list(value), list(value.values())
+        case list() | tuple():
+            key, held = len(value), list(value)
+        case types.FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            key = value.__code__, len(cells), id(value.__globals__)
+            held = [value.__defaults__, value.__kwdefaults__, *cells]
+        case types.MethodType():
+            held = [value.__func__, value.__self__]
+        case functools.partial():
+            held = [value.func, value.args, value.keywords]
+        case np.ndarray() | np.generic() if not value.dtype.hasobject:
+            key = value.dtype.str, value.shape, value.tobytes()
+        case _ if isinstance(value, (*_PLAIN, set, frozenset)) or not hasattr(value, "__dict__"):
+            key = value
+    return key, held
 
 
 def _short(value: Any) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +24,8 @@ from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.run_index import checkpoint_named, placed
-from monograph.run.trust import code_digest, code_file, require_trusted
-from monograph.storage.reading import is_file, is_folder, without_links
+from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require_trusted
+from monograph.storage.reading import is_file, is_folder, read_input, without_links
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
 _TEXTS = ("init", "sha256", "adapter", "base_sha256")
@@ -187,6 +189,19 @@ def is_weight_file(name: str | Path) -> bool:
     return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs the program that has a digest. Python's own would take what lies compiled in __pycache__, unread."""
+
+    digest = ""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Compile the file as it is."""
+        code = read_input(Path(self.path), MOST_CODE_BYTES)
+        if hashlib.sha256(code).hexdigest() != self.digest:
+            raise InputRefused(f"model.init: {self.path} changed while it was read; try again")
+        return self.source_to_code(code, self.path)
+
+
 def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     """Return the module that a Python file's function builds, and the file's loss or else the loss of tokens.
 
@@ -195,20 +210,21 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
             and this user does not vouch for that run.
     """
     where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
-    code_digest(str(recipe.init))
+    digest = code_digest(str(recipe.init))
     if recipe.config:
         require_trusted(recipe.config, [recipe.init])
     # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may be taken.
     file = without_links(file)
-    folder, digest = str(file.parent), hashlib.sha256(str(file).encode()).hexdigest()
-    name = f"{OTHERS}{digest[:8]}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec and spec.loader
+    folder, name = str(file.parent), f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    loader = _Loader(name, str(file))
+    loader.digest = digest
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if folder not in sys.path:
         sys.path.append(folder)  # the file must find its neighbours, as it does when Python runs it
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         function = getattr(module, function_name, None)
         if not callable(function):
             raise InputRefused(f"{where}: {file} has no function {function_name!r}")

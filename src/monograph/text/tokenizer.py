@@ -374,6 +374,8 @@ def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
         return asked
     if asked == "bytes":
         return Tokenizer.bytes()
+    if not isinstance(asked, str | os.PathLike):
+        raise UsageError(f"data.tokenizer = {asked!r}: expected bpe:N, bytes, a tokenizer.json or a Tokenizer")
     if isinstance(asked, str) and asked.startswith("bpe:"):
         digits = asked.removeprefix("bpe:").replace("_", "")
         if (
