@@ -92,11 +92,14 @@ class Torchrun:
             self.stop()
 
     def stop(self) -> None:
-        """End whatever is left of it."""
-        for pid in [*self.workers(), self.process.pid]:
+        """End whatever is left of it, and wait until no rank holds the run's lock any more."""
+        workers = self.workers()
+        for pid in [*workers, self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        while any(map(_command_line, workers)):  # of one that has ended there is none
+            time.sleep(0.01)
 
 
 def _command_line(pid: int) -> bytes:
