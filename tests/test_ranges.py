@@ -44,6 +44,11 @@ def test_what_is_no_number_text_or_split_is_refused_in_words(tmp_path: Path) -> 
         with pytest.raises(UsageError, match="expected bpe:N, bytes, a tokenizer.json or a Tokenizer"):
             mono.corpus(tmp_path / "a.txt", tokenizer=name)
 
+    with pytest.raises(UsageError, match="the rows are a list: give a split of a corpus"):
+        mono.evaluate(mono.Resident(model), [1])
+    with pytest.raises(UsageError, match="a Llama scores no batch: give an engine"):
+        mono.evaluate(model, data.held_out)
+
 
 def test_no_rate_of_a_warm_up_is_above_the_peak() -> None:
     assert warmup_cosine(1.5, 4)(1) == 1.0

@@ -108,7 +108,7 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
     """Return the sum that a loss gave, and its count as `counted` returns it.
 
     Raises:
-        UsageError: the result is not a pair of a 0-d tensor and a count.
+        UsageError: the result is not a pair of a real 0-d tensor and a count.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(_EXPECTED)
@@ -116,6 +116,8 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(total, Tensor) or total.ndim:
         actual = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise UsageError(f"{_EXPECTED}; its sum is {actual}, expected a tensor of one number: .sum()")
+    if total.is_complex():
+        raise UsageError(f"{_EXPECTED}; its sum is complex, expected a real number: .abs() or .real")
     return total, counted(count, total.device)
 
 
@@ -125,7 +127,7 @@ def counted(count: Any, device: torch.device) -> Tensor:
     A tensor's value is not read: one below 0 becomes NaN, which refuses the update on the device.
 
     Args:
-        count: a number of Python or numpy, or a 0-d tensor of whole numbers, booleans, fp32 or fp64.
+        count: a number of Python or numpy, or a 0-d tensor of whole numbers, fp32 or fp64.
         device: the result's device.
 
     Raises:
@@ -134,7 +136,7 @@ def counted(count: Any, device: torch.device) -> Tensor:
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
     if isinstance(count, Tensor):
-        if count.ndim or count.dtype in (torch.float16, torch.bfloat16) or count.is_complex():
+        if count.ndim or count.dtype in (torch.bool, torch.float16, torch.bfloat16) or count.is_complex():
             kind = str(count.dtype).removeprefix("torch.")
             actual = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"

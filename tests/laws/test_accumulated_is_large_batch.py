@@ -189,11 +189,18 @@ def test_tiny_weights_are_not_rounded_up_to_one_target():
 
 @pytest.mark.parametrize(
     "count",
-    [-1, -0.5, math.nan, math.inf, pytest.param(10**400, id="huge"), "three", True, np.float64("nan"), torch.ones(2)],
+    [-1, -0.5, math.nan, math.inf, pytest.param(10**400, id="huge"), "three", True, np.float64("nan")]
+    + [torch.ones(2), torch.tensor(True)],
 )
 def test_a_count_that_is_none_is_refused(count):
     engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum(), count))
     with pytest.raises(UsageError, match="its count is .*expected"):
+        engine.accumulate(measured(3))
+
+
+def test_a_complex_sum_is_refused():
+    engine = Resident(network(), loss=lambda model, batch: (errors(model, batch).sum() * 1j, 3))
+    with pytest.raises(UsageError, match="its sum is complex, expected a real number"):
         engine.accumulate(measured(3))
 
 

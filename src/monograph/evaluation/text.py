@@ -66,7 +66,7 @@ def evaluate(
         progress: called with ("row", rows done, all rows).
 
     Raises:
-        UsageError: there are no rows, or the engine has several members.
+        UsageError: there are no rows, the engine has several members, or the arguments are neither.
     """
     results = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
     if len(results) > 1:
@@ -80,8 +80,14 @@ def evaluate_members(
     """Score rows by every member of an engine; a single model counts as one member. See `evaluate`.
 
     Raises:
-        UsageError: there are no rows.
+        UsageError: the arguments are not an engine and rows, or there are no rows.
     """
+    if not callable(getattr(engine, "evaluate", None)):
+        raise UsageError(
+            f"a {type(engine).__name__} scores no batch: give an engine, such as monograph.Resident(model)"
+        )
+    if not isinstance(rows, Rows):
+        raise UsageError(f"the rows are a {type(rows).__name__}: give a split of a corpus, such as corpus.held_out")
     if len(rows) == 0:
         raise UsageError("there is nothing to evaluate on: data.held_out is 0; give other text (--data)")
     meter, sums = Meter(progress, "row", len(rows.spread(limit))), []
