@@ -148,6 +148,9 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
     assert [skips(of, spike()) for of in (first, second, forgetful, all_taken)] == [1, 1, 0, 0]
     with pytest.raises(InputRefused, match="the saved state lacks 'recent'"):
         second.load_state(replace(state, scalars=without))
+    for wrong in (None, "x", [0.0], [[1.0] * WINDOW] * 3, {"a": 1}):
+        with pytest.raises(InputRefused, match=rf"'recent' does not fit: expected .*float64 numbers of \[2, {WINDOW}\]"):
+            second.load_state(replace(state, scalars={**state.scalars, "recent": wrong}))
 
 
 def test_what_the_key_says() -> None:

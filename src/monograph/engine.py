@@ -11,6 +11,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -313,7 +314,7 @@ class Engine:
         self.step.layout.take_weights(self.step, own.model)
         self.step.index = state.scalars["index"]
         for name, counter in self.step.counters.items():
-            counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
+            counter.copy_(_counter(name, state.scalars[name], counter))
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, dim = self._rows(window), self._row_dim
@@ -376,6 +377,15 @@ def require_member_axis(tensors: Any, members: int, what: str) -> None:
     if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
         axis = f"have a leading member axis, [{members}, ...], as every member has its own"
         raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
+
+
+def _counter(name: str, saved: Any, own: Tensor) -> Tensor:
+    """Return a saved counter as a tensor of the engine's own shape and dtype. Raises InputRefused."""
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        tensor = torch.as_tensor(saved, dtype=own.dtype)
+        if tensor.shape == own.shape:
+            return tensor
+    raise InputRefused(f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {list(own.shape)}")
 
 
 def _rows(number: int) -> str:

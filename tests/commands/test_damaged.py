@@ -7,12 +7,14 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, newest, with_texts
+from monograph import checkpointing
 from monograph.config import load
 from monograph.errors import UsageError
 
@@ -138,6 +140,31 @@ def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     assert done.code == 4 and done.err.count("\n") == 1 and "no checkpoint is sound" in done.err
     assert "{" not in done.err and all(each["fault"] for each in found["checkpoints"]) and found["checkpoints"]
     assert f"{newest(run).name:<16}damaged: " in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "RUN"],
+        ["train", "--resume", "RUN"],
+        ["train", "--from", "RUN", "train.updates=1", "--out", "out"],
+        ["generate", "RUN", "--max-tokens", "1"],
+        ["evaluate", "RUN"],
+        ["compare", "runs/parent", "RUN"],
+        ["export", "RUN", "--to", "out"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_an_altered_state_that_was_sealed_again_is_refused_by_whatever_reads_it(
+    arguments: list[str], run: Path, server: CommandServer
+) -> None:
+    """What else is refused of a state, and in which words: tests/run/test_recorded_state.py."""
+    found = checkpointing.load(newest(run))
+    checkpointing.save(run / "checkpoints", replace(found, state={**found.state, "length": 2**70}))
+    done = server.run(run.parent.parent, *(each.replace("RUN", "runs/run") for each in arguments), figures=0)
+    said = done.out if arguments[0] == "check" else done.err.splitlines()[-1]
+    assert done.code == 3 and f"{newest(run).name}/state.json: length = {2**70}: it should be" in said, done
+    assert not (run.parent.parent / "out").exists() and "Traceback" not in done.err
 
 
 READ_CONFIG: dict[str, list[str]] = {

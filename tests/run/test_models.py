@@ -22,6 +22,7 @@ from monograph.run.models import build, load, load_trained, load_weights, save
 from monograph.run.recipe import Recipe
 from monograph.run.trust import marked
 from monograph.text.tokenizer import Tokenizer
+from recorded import recorded
 
 MODULE = """
 from __future__ import annotations
@@ -56,7 +57,7 @@ def file(tmp_path: Path) -> Path:
 def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
     run = Run.create(folder)
     config = model.config.to_hf() if isinstance(model, Llama) else None
-    state = {"recipe": recipe._asdict(), "model_config": config}
+    state = recorded(recipe.entries(), config, 3) | {"tokenizer": Tokenizer.bytes().digest}
     checkpointing.save(run.checkpoints, Checkpoint(3, unique_state(model), {}, state))
     run.config.write_text(marked("", [recipe.init]))
     Tokenizer.bytes().save(run.tokenizer)
@@ -156,7 +157,7 @@ def test_a_forged_recipe_is_refused(forged: dict[str, Any]) -> None:
     recipe, run = Recipe(None, "nano", {}, 0)._asdict(), Run(Path("run"))
     assert Recipe.recorded({**recipe, "init": "base", "lora": LORA}, run).lora == LORA
     for saved in (recipe | forged, {"init": None}):
-        with pytest.raises(InputRefused, match="the recorded recipe is not one that Monograph writes"):
+        with pytest.raises(InputRefused, match="recipe: not one that Monograph writes"):
             Recipe.recorded(saved, run)
 
 

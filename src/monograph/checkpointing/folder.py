@@ -181,9 +181,10 @@ def load(folder: Path) -> Checkpoint:
     )
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's state without its tensors; raise CheckpointDamaged like `verify`."""
-    return _load_state(folder / STATE, read_manifest(folder).files[STATE])
+def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Read a checkpoint's update and state without its tensors; raise CheckpointDamaged like `verify`."""
+    manifest = read_manifest(folder)
+    return manifest.update, _load_state(folder / STATE, manifest.files[STATE])
 
 
 def read_manifest(folder: Path) -> Manifest:

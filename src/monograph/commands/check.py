@@ -6,6 +6,7 @@ import json as jsonlib
 import platform
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from monograph.device import compiler_obstacle, default_device, describe, measur
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
+from monograph.run import recorded_state
 from monograph.run.base import tokenizer_of
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
@@ -101,10 +103,14 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         if serial(folder.folder) <= 0 or record(folder.folder) == {}:
             raise InputRefused(f"{folder.lock_file}: does not say which run this is")
 
+    def verified(path: Path) -> None:
+        checkpointing.verify(path)
+        recorded_state.state_in(path, folder)
+
     folders = entries(folder.checkpoints, "step-")
-    checkpoints = {path.name: _fault(partial(checkpointing.verify, path)) for path in folders}
+    checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
     sound = [path for path in folders if checkpoints[path.name] is None]
-    saved = checkpointing.load_state(sound[-1]) if sound else {}
+    saved = recorded_state.state_in(sound[-1], folder) if sound else {}
     files = {
         "run.lock": _fault(lock),
         "config.toml": _fault(lambda: run_settings(folder, runs_code=False)),

@@ -129,7 +129,8 @@ def _taken_up(session: Session, progress: Progress) -> bool:
             progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := writing.recorded_parent(folder):
-        session.branch(begun := newest(world, parent[0].checkpoints, warn, at=parent[1]))
+        begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
+        session.branch(begun, parent[0])
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
     return resumed
 

@@ -111,9 +111,10 @@ def check_whole(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-        raise InputRefused(f"{name} = {value!r}: expected a positive number")
+    """Raise InputRefused unless the value is a positive number, and one that torch takes: of integers, of 64 bits."""
+    most = 2**63 if isinstance(value, int) else 1e300
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most:
+        raise InputRefused(f"{name} = {value!r}: expected a positive number below {most:g}")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import unwrapped
@@ -24,6 +23,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
+from monograph.run import recorded_state
 from monograph.run.base import compared, digest, extended, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, lora_of, require_same_file, run_named
@@ -83,7 +83,7 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         model = materialize_(_merged(_load(folder, warn, None, {})))
         require_all_finite(model, folder)  # a run saves only finite weights
         return model, Tokenizer.from_file(tokenizer_of(folder))
-    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
+    checkpoint = recorded_state.newest(run, warn)
     return materialize_(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
 
 
@@ -105,7 +105,7 @@ def load_to_export(
     run = run_named(folder)
     if run is None:
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
-    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
+    checkpoint = recorded_state.newest(run, warn)
     (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
@@ -169,7 +169,7 @@ def _load(
 ) -> Llama:
     """Return a model whose weights may still be in their files, and whose adapters are not merged yet."""
     if run := run_named(folder):
-        return _of_run(run, checkpointing.newest(run.checkpoints, warn, at=run.at), dtype)[0]
+        return _of_run(run, recorded_state.newest(run, warn), dtype)[0]
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
@@ -203,7 +203,7 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
         InputRefused: the file changed since, or its module does not take the weights.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
+    checkpoint = recorded_state.newest(run, warn)
     recipe = Recipe.recorded(checkpoint.state["recipe"], run)
     loss: Loss = token_loss
     if recipe.file or recipe.lora:

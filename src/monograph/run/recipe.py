@@ -75,7 +75,7 @@ class Recipe(NamedTuple):
             asked = {name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS} - {"config"}
             if _is_written_by_us(saved):
                 return cls(**{name: saved[name] for name in asked}, config=run.config)
-        raise InputRefused(f"{run.checkpoints}: the recorded recipe is not one that Monograph writes")
+        raise InputRefused("recipe: not one that Monograph writes")
 
     def entries(self) -> dict[str, Any]:
         """Return what a checkpoint records; without adapters, the same as before adapters existed."""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph import checkpointing
 from monograph.checkpointing import CheckpointDamaged
 from monograph.config import Settings, load
 from monograph.config.settings import EXCLUSIVE
@@ -18,6 +17,7 @@ from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
+from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
 from monograph.run.run_index import checkpoint_named
@@ -117,10 +117,10 @@ def _leads_out(place: Path, home: Path) -> bool:
 
 
 def _state(run: Run) -> dict[str, Any]:
-    """Return the state of the newest checkpoint whose state is sound; an empty one for a run without any."""
+    """Return the state of the newest checkpoint that is sound; an empty one for a run without any."""
     for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
-            return checkpointing.load_state(folder)
+            return recorded_state.state_in(folder, run)
     return {}
 
 

@@ -31,6 +31,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
+from monograph.run import recorded_state
 from monograph.run.base import require_base
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -158,13 +159,11 @@ class Session:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
 
         Raises:
-            InputRefused: the data, the settings or the model's file differs from what the run was begun with.
+            InputRefused: the data, the settings or the model's file differs from what the run was begun with, or the state
+            is not one that a run records.
         """
-        try:
-            changed = self._restore(checkpoint)
-        except KeyError as error:
-            place = f"{self.run.checkpoints}: the state of update {checkpoint.update}"
-            raise InputRefused(f"{place} lacks {error}") from None
+        recorded_state.require(checkpoint.state, checkpoint.update, self.run)
+        changed = self._restore(checkpoint)
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
         if changed:
@@ -215,8 +214,13 @@ class Session:
         self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, scalars))
         self.engine.step.index = 0
 
-    def branch(self, checkpoint: Checkpoint) -> None:
-        """Begin from another run's weights and optimizer, without counting its tokens and skipped updates."""
+    def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
+        """Begin from another run's weights and optimizer, without counting its tokens and skipped updates.
+
+        Raises:
+            InputRefused: the state is not one that a run records.
+        """
+        recorded_state.require(checkpoint.state, checkpoint.update, parent)
         # A run that computed in another precision has no loss scale to hand over.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
         self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
@@ -310,18 +314,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def restore_random(saved: dict[str, Any], device: torch.device) -> None:
     """Set the generators back to a saved state."""
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(_bytes(saved["torch"]))
+    recorded_state.set_generators(saved, random, np.random, torch.default_generator)
     if saved["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(saved["cuda"]), device)
+        torch.cuda.set_rng_state(recorded_state.tensor_of(saved["cuda"]), device)
 
 
 def _hex(tensor: torch.Tensor) -> str:
     return bytes(tensor.tolist()).hex()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,0 +1,170 @@
+"""Check what a run's checkpoint records next to its tensors, and set random generators to what it records.
+
+The digests of a checkpoint show that its bytes are those that were written, but anybody can write bytes and their
+digests. So each reader of a run checks the types, the ranges and whether the parts agree, before it uses any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.run.folder import Run
+from monograph.run.recipe import Recipe
+
+MOST = 10**15  # of updates, tokens, rows and bytes: more than any run sees, so that no number asks for endless work
+_MOST_SHOWN = 60
+_STRICT = ConfigDict(strict=True)
+
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Seconds = Annotated[FiniteFloat, Field(ge=0)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
+_FROM_LIST = Strict(False)  # JSON has lists only; the items stay strict
+
+
+class _Counters(BaseModel):
+    model_config = _STRICT
+    index: Natural
+    applied: Natural
+    tokens: Natural
+    skipped: Natural
+    loss_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    good: Natural = 0
+    recent: list[list[FiniteFloat]] = []
+
+
+class _Position(BaseModel):
+    model_config = _STRICT
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    rows: Natural
+    skip: list[Pair] = []
+
+
+class _Generators(BaseModel):
+    model_config = _STRICT
+    python: Annotated[tuple[StrictInt, list[StrictInt], StrictFloat | None], _FROM_LIST]
+    numpy: Annotated[tuple[StrictStr, list[StrictInt], StrictInt, StrictInt, StrictFloat], _FROM_LIST]
+    torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
+    cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
+
+
+class _Versions(BaseModel):
+    model_config = _STRICT
+    monograph: str
+    torch: str
+    python: str
+
+
+class _State(BaseModel):
+    model_config = _STRICT
+    engine: _Counters
+    data: _Position
+    random: _Generators
+    micro_batch: Annotated[int, Field(gt=0, le=MOST)] | None
+    length: Natural
+    cooled: Pair | None
+    budget_s: Seconds | None
+    elapsed_s: Seconds
+    metrics_offset: Natural
+    metrics_sha256: Digest | None = None
+    fingerprint: str
+    tokenizer: Digest
+    settings: Digest
+    recipe: dict[str, Any]
+    attention: str | None = None
+    shape: dict[str, Any] | None = Field(alias="model_config")
+    versions: _Versions
+
+
+def newest(run: Run, warn: Callable[[str], None]) -> Checkpoint:
+    """Load a run's newest checkpoint that passes verification, or the one that names it, and require its state.
+
+    Raises:
+        InputRefused: the state is not one that a run records; see `require`.
+        NoValidCheckpoint: the run has no valid checkpoint.
+    """
+    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
+    require(checkpoint.state, checkpoint.update, run)
+    return checkpoint
+
+
+def state_in(folder: Path, run: Run) -> dict[str, Any]:
+    """Return the state in the folder of one of a run's checkpoints.
+
+    Raises:
+        CheckpointDamaged: see `checkpointing.verify`.
+        InputRefused: as `require`.
+    """
+    update, state = checkpointing.load_state(folder)
+    require(state, update, run)
+    return state
+
+
+def require(state: Mapping[str, Any], update: int, run: Run) -> None:
+    """Require that a checkpoint's state has the entries, types and ranges of one that a run records.
+
+    Raises:
+        InputRefused: it has not; the message names the file, the entry and its value, and what was expected.
+    """
+    folder = run.checkpoints / f"step-{update:08d}"
+    try:
+        _require(state, update, run)
+    except InputRefused as error:
+        way_out = f"put the file back, or move {folder.name} elsewhere, and the checkpoint before it is taken"
+        raise InputRefused(f"{folder / 'state.json'}: {error}; {way_out}") from None
+
+
+def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
+    try:
+        known = _State.model_validate(state)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "missing":
+            raise InputRefused(f"{name} is missing") from None
+        what = fault["msg"].replace("Input should", "it should")
+        raise InputRefused(f"{name} = {_shown(fault['input'])}: {what}") from None
+    if known.engine.index != update:
+        raise InputRefused(f"engine.index = {known.engine.index}: expected {update}, as in MANIFEST.json")
+    if known.shape is not None:
+        try:
+            LlamaConfig.from_hf(known.shape)
+        except InputRefused as error:
+            raise InputRefused(f"model_config: {error}") from None
+    try:
+        set_generators(state["random"], random.Random(), np.random.RandomState(), torch.Generator())
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputRefused(f"random: not the state of random generators ({error})") from None
+    if (seed := Recipe.recorded(known.recipe, run).seed) != known.data.seed:
+        raise InputRefused(f"data.seed = {known.data.seed}: expected {seed}, as in its recipe")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def set_generators(saved: Mapping[str, Any], python: Any, numpy: Any, own: torch.Generator) -> None:
+    """Set generators of Python, NumPy and torch to a recorded state: global ones, or others of their kinds."""
+    version, words, gauss = saved["python"]
+    python.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = saved["numpy"]
+    numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    own.set_state(tensor_of(saved["torch"]))
+
+
+def tensor_of(text: str) -> torch.Tensor:
+    """Return the bytes that a text of hexadecimal digits stands for, as a tensor of uint8."""
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,0 +1,116 @@
+"""Run: pytest tests/run/test_recorded_state.py (a state that was altered and sealed again is refused by its entry)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import recorded
+
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
+from monograph.run.folder import Run
+from monograph.run.recipe import Recipe
+from monograph.run.recorded_state import MOST, newest, require
+
+UPDATE = 3
+SHAPE = LlamaConfig.preset("nano", vocab_size=300)
+WRONG: dict[type, list[Any]] = {
+    int: [None, True, -1, 2**70, 1.5, "x", "1", [], {}, [[[1]]]],
+    float: [True, math.nan, math.inf, "x", [], {}],
+    str: [0, True, [], {}, [[[1]]]],
+    list: [0, "x", {}, [[[1]]], [None], ["x"]],
+    dict: [None, 0, "x", [], [[[1]]]],
+    type(None): [True, -1, "x", [], {}, [1]],
+}
+ELSEWHERE = {"recipe", "model_config"}  # below
+MAY_BE_NULL = {"micro_batch", "cooled", "metrics_sha256", "attention"}
+
+
+def whole() -> dict[str, Any]:
+    state = recorded(Recipe(None, "nano", {"vocab_size": 300}, 7).entries(), SHAPE.to_hf(), UPDATE)
+    state["engine"] |= {"loss_scale": 1024.0, "good": 3, "recent": [[2.5, 0.0], [0.5, 0.0]]}
+    state["data"]["skip"] = [[2, 4]]
+    return state | {"cooled": [2, 9], "metrics_sha256": "0" * 64, "attention": "flash"}
+
+
+def entries(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every entry with its path, of a long list the first two."""
+    if path:
+        yield path, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, item in inner:
+        if not (path == () and key in ELSEWHERE):
+            yield from entries(item, (*path, key))
+
+
+def altered(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    state: Any = deepcopy(whole())
+    place = state
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return state
+
+
+RUN = Run(Path("run"))
+
+
+def test_every_entry_of_another_type_or_range_is_refused_by_name() -> None:
+    require(whole(), UPDATE, RUN)
+    for path, value in entries(whole()):
+        name = ".".join(map(str, path))
+        for wrong in WRONG[type(value)]:
+            if wrong is None and name in MAY_BE_NULL:
+                continue
+            with pytest.raises(InputRefused) as refused:
+                require(altered(path, wrong), UPDATE, RUN)
+            said = str(refused.value)
+            first = name.split(".")[0]
+            assert said.startswith(f"run/checkpoints/step-00000003/state.json: {first}"), (name, wrong, said)
+            assert len(said) < 400 and "\n" not in said, said
+
+
+def test_a_missing_entry_is_named() -> None:
+    optional = {"metrics_sha256", "attention"}
+    for name in whole().keys() - optional:
+        state = whole()
+        del state[name]
+        with pytest.raises(InputRefused, match=rf"state\.json: {name} is missing; put the file back"):
+            require(state, UPDATE, RUN)
+    require({name: value for name, value in whole().items() if name not in optional}, UPDATE, RUN)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("engine", "index"), 4, r"engine\.index = 4: expected 3, as in MANIFEST\.json"),
+        (("data", "seed"), 8, r"data\.seed = 8: expected 7, as in its recipe"),
+        (("length",), MOST + 1, r"length = 1000000000000001: it should be less than or equal to 1000000000000000"),
+        (("model_config", "num_hidden_layers"), True, "model_config: num_hidden_layers = True: expected a whole number"),
+        (("model_config", "rms_norm_eps"), 2**70, "model_config: rms_norm_eps = 1180591620717411303424: expected"),
+        (("recipe", "seed"), -1, "recipe: not one that Monograph writes"),
+        (("random", "python", 1), [2**70] * 625, "random: not the state of random generators"),
+        (("random", "torch"), "00", "random: not the state of random generators"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_parts_that_do_not_agree_are_refused(path: tuple[Any, ...], value: Any, said: str) -> None:
+    with pytest.raises(InputRefused, match=said):
+        require(altered(path, value), UPDATE, RUN)
+
+
+def test_it_is_required_of_what_is_read(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run")
+    checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, whole()))
+    assert newest(run, print).state == json.loads(json.dumps(whole()))
+    checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, altered(("length",), None)))
+    with pytest.raises(InputRefused, match=r"length = null: it should be a valid integer; .* move step-00000003"):
+        newest(run, print)
