@@ -6,7 +6,9 @@ Arguments of the library's classes and functions: what the command line refuses 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,8 @@ def test_a_range_takes_numpy_s_numbers_and_rounds_none() -> None:
     [
         ({"masks": torch.eye(4, 8).to_sparse()}, "window's 'masks' is sparse: expected a dense tensor, .to_dense()"),
         ({"causal": True}, "window's 'causal' is True: expected a tensor that has rows as its dimension 0"),
-        ({"scale": torch.tensor(2.0)}, r"'scale' is a tensor of shape \[\]"),
+        ({"x": np.zeros((1000, 2))}, r"'x' is a ndarray of shape \[1000, 2\]: expected a tensor"),
+        ({"scale": torch.tensor(2.0)}, r"'scale' is a Tensor of shape \[\]"),
         ({"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"equally many rows, 1 or more, but .*'targets': 3"),
         ({name: torch.zeros(0, 8, dtype=torch.int64) for name in ("tokens", "targets")}, "1 or more, but"),
     ],
@@ -176,6 +179,56 @@ def layers() -> nn.Sequential:
 
 def of_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+def hold(name: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda model: setattr(model[0], name, value(model))
+
+
+def halves(model: Any) -> None:
+    """Two parameters are columns of one table, and share no number of it."""
+    table = torch.randn(4, 5)
+    model[0].weight, model[0].rest = nn.Parameter(table[:, :3]), nn.Parameter(table[:, 3:])
+
+
+SHARED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another shape": (hold("turned", lambda model: nn.Parameter(model[0].weight.data.t())), "0.turned and 0.weight"),
+    "a part": (hold("few", lambda model: nn.Parameter(model[0].weight.data[1:])), "0.weight and 0.few"),
+    "frozen": (hold("few", lambda model: nn.Parameter(model[0].bias.data[1:], False)), "0.bias and 0.few"),
+    "a list": (hold("held", lambda model: {"two": [model[2].weight.data]}), "0.held.two and 2.weight"),
+    "a view": (hold("view", lambda model: model[2].weight.view(-1)), "0.view and 2.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("how", SHARED)
+def test_a_weight_in_the_memory_of_another_tensor_is_refused(how: str, kind: str) -> None:
+    model = layers()
+    SHARED[how][0](model)
+    with pytest.raises(UsageError, match=rf"{SHARED[how][1]}.* lie in the same memory, and would come apart"):
+        assert ENGINES[kind](model, loss=of_rows).step
+
+
+def test_what_shares_no_number_is_trained() -> None:
+    model = layers()
+    halves(model)
+    model[0].again, model[2].mean = model[2].bias, model[1].running_mean[1:]  # a tie, and no parameter
+    assert mono.Resident(model, loss=of_rows).step
+
+
+def test_a_parameter_that_cannot_be_trained_is_refused_in_words() -> None:
+    for module, words in (
+        (nn.LazyLinear(3), "weight has no shape yet: call the module once"),
+        (nn.Linear(3, 3, dtype=torch.complex64), "weight is torch.complex64: expected real numbers"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            assert mono.Resident(module, loss=of_rows).step
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(copied: Callable[[Any], object]) -> None:
+    with pytest.raises(UsageError, match="a Resident cannot be copied: make another"):
+        copied(mono.Resident(layers(), loss=of_rows))
 
 
 def replace(model: Any) -> None:

@@ -149,7 +149,7 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
     with pytest.raises(InputRefused, match="the saved state lacks 'recent'"):
         second.load_state(replace(state, scalars=without))
     for wrong in (None, "x", [0.0], [[1.0] * WINDOW] * 3, {"a": 1}):
-        with pytest.raises(InputRefused, match=rf"'recent' does not fit: expected .*float64 numbers of \[2, {WINDOW}\]"):
+        with pytest.raises(InputRefused, match=rf"'recent' does not fit: expected .*float64 .* of \[2, {WINDOW}\]"):
             second.load_state(replace(state, scalars={**state.scalars, "recent": wrong}))
 
 

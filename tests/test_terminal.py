@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph import terminal
+from monograph.cli import main
 
 SOURCES = sorted(Path(terminal.__file__).parent.rglob("*.py"))
 OBEYED = [*map(chr, (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)))]
@@ -71,6 +72,33 @@ def test_any_text_can_be_written_to_a_stream_of_any_encoding(
         written = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
         assert written.endswith("\x1b[1m") and ("\x1b]" in written) == (kind is io.TextIOWrapper)
     assert sys.stdout.isatty() == (kind is Tty)
+
+
+class Writable:
+    """The least that a program may put in the place of a standard stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def test_a_stream_that_only_writes_is_no_terminal_and_a_closed_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, writable = io.StringIO(), Writable()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", writable)
+    monkeypatch.setattr(sys, "stderr", closed)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "train.nothing=1"])
+    assert end.value.code == 2 and not terminal.takes_colour(writable)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "Usage" in writable.text
+    sys.stderr.close()
 
 
 # What sends escape sequences of our own.

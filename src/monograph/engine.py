@@ -11,8 +11,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +75,10 @@ class Engine:
         self._empty_rows_scored = False
         # Engines print nothing: a command shows the line on its progress, a library user may pass `print`.
         self.announce: Callable[[str], None] = lambda line: None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: a copy's parameters would not be views of its planes."""
+        raise UsageError(f"a {type(self).__name__} cannot be copied: make another, and give it load_state(state())")
 
     @functools.cached_property
     def step(self) -> Step:
@@ -314,7 +317,7 @@ class Engine:
         self.step.layout.take_weights(self.step, own.model)
         self.step.index = state.scalars["index"]
         for name, counter in self.step.counters.items():
-            counter.copy_(_counter(name, state.scalars[name], counter))
+            counter.copy_(state.counter(name, counter))
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, dim = self._rows(window), self._row_dim
@@ -339,7 +342,8 @@ class Engine:
         rows = dict[str, int]()
         for name, tensor in window.items():
             if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
-                what = f"a tensor of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+                shape = getattr(tensor, "shape", None)  # numpy's arrays have one, too
+                what = repr(tensor) if shape is None else f"a {type(tensor).__name__} of shape {list(shape)}"
                 raise UsageError(
                     f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
                     f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
@@ -377,15 +381,6 @@ def require_member_axis(tensors: Any, members: int, what: str) -> None:
     if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
         axis = f"have a leading member axis, [{members}, ...], as every member has its own"
         raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
-
-
-def _counter(name: str, saved: Any, own: Tensor) -> Tensor:
-    """Return a saved counter as a tensor of the engine's own shape and dtype. Raises InputRefused."""
-    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        tensor = torch.as_tensor(saved, dtype=own.dtype)
-        if tensor.shape == own.shape:
-            return tensor
-    raise InputRefused(f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {list(own.shape)}")
 
 
 def _rows(number: int) -> str:

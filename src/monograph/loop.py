@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
 from monograph.step import Update
 
@@ -29,6 +31,17 @@ class EngineState:
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     scalars: dict[str, Any] = field(default_factory=dict)
+
+    def counter(self, name: str, own: Tensor) -> Tensor:
+        """Return one of `scalars` as a tensor of the shape and dtype of an engine's own.
+
+        Raises:
+            InputRefused: it is no such number, or list of numbers.
+        """
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            if (saved := torch.as_tensor(self.scalars[name], dtype=own.dtype)).shape == own.shape:
+                return saved
+        raise InputRefused(f"the saved state's {name!r} does not fit: expected {own.dtype} numbers of {[*own.shape]}")
 
 
 class Engine(Protocol):

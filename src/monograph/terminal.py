@@ -78,15 +78,20 @@ def guard() -> None:
             stream.reconfigure(errors="backslashreplace")
         if name == "stdin":
             continue
-        if stream is None:
+        if stream is None or getattr(stream, "closed", False):
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-        elif stream.isatty() and not isinstance(stream, Terminal):
+        elif is_terminal(stream) and not isinstance(stream, Terminal):
             setattr(sys, name, Terminal(stream))
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal. A program that calls `main` may give it any object that can be written."""
+    return bool(getattr(stream, "isatty", bool)())
 
 
 def takes_escapes(stream: Any) -> bool:
     """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does not."""
-    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 
 def takes_colour(stream: Any) -> bool:

@@ -93,6 +93,7 @@ TOO_SMALL = (
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 6, TOO_SMALL),
         (RuntimeError("can't start new thread"), 6, TOO_SMALL),
         (OSError(errno.ENOSPC, "No space left on device", "a/file"), 7, "cannot write a/file: No space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device"), 7, "cannot write standard output: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system", "a/file"), 7, "cannot write a/file: Read-only file system"),
         (OSError(errno.EIO, "Input/output error", "a/file"), 7, "cannot read or write a/file: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), 3, "no permission for a/file"),

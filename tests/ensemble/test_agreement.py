@@ -207,6 +207,27 @@ def test_a_gradient_that_a_forward_takes_by_torch_func_is_batched():
     torch.testing.assert_close(Ensemble(members, loss=of_classes)(x), expected)
 
 
+def add_nothing(*_):
+    return None
+
+
+BACKWARD_HOOKS = {
+    "head.weight has": lambda part: part.weight.register_hook(add_nothing),
+    "head.bias has": lambda part: part.bias.register_post_accumulate_grad_hook(add_nothing),
+    "head has": lambda part: part.register_full_backward_hook(add_nothing),
+    "head has ": lambda part: part.register_full_backward_pre_hook(add_nothing),
+}
+
+
+@pytest.mark.parametrize("where", BACKWARD_HOOKS)
+def test_a_hook_of_a_gradient_is_refused_and_what_it_changes_is_not_lost(where):
+    members = [Deciding(None) for _ in range(2)]
+    for member in members:
+        BACKWARD_HOOKS[where](member.head)
+    with pytest.raises(InputRefused, match=f"{where.strip()} a hook for its gradient, and no gradient is one member's"):
+        Stack(members)
+
+
 def test_fused_siblings_are_refused():
     member = zoo()["our llama"].build(0)
     fuse_siblings(member, torch.zeros(1, 4, dtype=torch.int64))

@@ -63,9 +63,9 @@ def test_the_key_of_a_cache_has_the_width_of_vectors(monkeypatch: pytest.MonkeyP
     config, keys = torch._inductor.config, []
     for capability in ("avx2", "default"):
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-        monkeypatch.setattr(config.cpp, "simdlen", None)
-        compat.tell_processors_apart.__wrapped__()
-        keys.append(config.save_config_portable()["cpp.simdlen"])
+        with config.patch({"cpp.simdlen": None}):  # which monkeypatch would take away in the end
+            compat.tell_processors_apart.__wrapped__()
+            keys.append(config.save_config_portable()["cpp.simdlen"])
     assert keys[0] != keys[1] or not valid_vec_isa_list(), keys
 
 

@@ -20,7 +20,7 @@ from monograph.graph.capture import compiled
 from monograph.graph.family import Sibling
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.graph.siblings import families, fuse_if_faster, fuse_siblings, is_faster, unfuse_siblings
+from monograph.graph.siblings import families, fuse_siblings, unfuse_siblings
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from numerics import relative_error
@@ -449,42 +449,3 @@ def test_fp8_is_refused():
     mono.Step(model, precision=Precision("fp8"))
     fusion = fuse_siblings(model, ragged(2)["tokens"])
     assert not fusion.families and "not nn.Linear's" in fusion.separate["model.layers.0.mlp.up_proj"]
-
-
-# ---- only where it pays ----------------------------------------------------------------------------------------------
-
-
-def test_a_sign_test_decides():
-    assert is_faster([0.99] * 12 + [1.1] * 3) and not is_faster([0.5] * 11 + [1.01] * 4)
-    assert not is_faster([0.9] * 4) and is_faster([0.9] * 5)
-
-
-@pytest.mark.parametrize(("fused_s", "kept"), [(0.8, True), (1.2, False), (1.0, False)])
-def test_kept_only_where_it_is_faster(fused_s, kept, monkeypatch):
-    model, now = tiny_llama(), 0.0
-
-    def run():
-        nonlocal now
-        now += fused_s if families(model) else 1.0
-
-    monkeypatch.setattr(siblings, "clock", lambda: now)
-    fusion = fuse_if_faster(model, ragged(2)["tokens"], run, torch.device("cpu"))
-    assert len(fusion.families) == len(families(model)) == 4 * kept
-    assert fusion.ratio == pytest.approx(fused_s) and f"{fused_s:.3f} x the time" in str(fusion)
-
-
-def test_timed_with_a_captured_step():
-    engine = Resident(tiny_llama(num_hidden_layers=1), micro_batch=3)
-    batch = ragged(3)
-    assert engine.capture(batch, "aot_eager") is None
-
-    def run():
-        engine.accumulate(batch)
-
-    fusion = fuse_if_faster(engine.model, batch["tokens"], run, torch.device("cpu"), rounds=2)
-    engine.step.discard()
-    assert fusion.ratio > 0 and not families(engine.model), "two rounds decide nothing"
-    exact = Resident(tiny_llama(torch.float64, num_hidden_layers=1))
-    for each in (engine, exact):
-        each.accumulate(batch)
-    assert relative_error(flat_gradient(engine.model), flat_gradient(exact.model)) < 1e-5

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import recorded
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
@@ -19,6 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.recorded_state import MOST, newest, require
+from recorded import recorded
 
 UPDATE = 3
 SHAPE = LlamaConfig.preset("nano", vocab_size=300)
@@ -94,9 +94,13 @@ def test_a_missing_entry_is_named() -> None:
         (("engine", "index"), 4, r"engine\.index = 4: expected 3, as in MANIFEST\.json"),
         (("data", "seed"), 8, r"data\.seed = 8: expected 7, as in its recipe"),
         (("length",), MOST + 1, r"length = 1000000000000001: it should be less than or equal to 1000000000000000"),
-        (("model_config", "num_hidden_layers"), True, "model_config: num_hidden_layers = True: expected a whole number"),
+        (
+            ("model_config", "num_hidden_layers"),
+            True,
+            "model_config: num_hidden_layers = True: expected a whole",
+        ),
         (("model_config", "rms_norm_eps"), 2**70, "model_config: rms_norm_eps = 1180591620717411303424: expected"),
-        (("recipe", "seed"), -1, "recipe: not one that Monograph writes"),
+        (("recipe", "seed"), -1, r"recipe\.seed = -1: it should be greater than or equal to 0"),
         (("random", "python", 1), [2**70] * 625, "random: not the state of random generators"),
         (("random", "torch"), "00", "random: not the state of random generators"),
     ],
@@ -105,6 +109,31 @@ def test_a_missing_entry_is_named() -> None:
 def test_parts_that_do_not_agree_are_refused(path: tuple[Any, ...], value: Any, said: str) -> None:
     with pytest.raises(InputRefused, match=said):
         require(altered(path, value), UPDATE, RUN)
+
+
+LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "dropout": 0.0, "base": "auto"}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"lora": 5},
+        {"lora": LORA},
+        *({"init": "base", "lora": change} for change in ({"rank": -1}, {**LORA, "rank": -1}, {**LORA, "targets": 5})),
+        {"init": "base", "lora": {**LORA, "tokens": ["a"]}},
+        {"init": "base", "lora": {**LORA, "targets": [5]}},
+        *({"vocabulary": each} for each in (5, [1], [1, 2, 3], ["a", "b"], [5, 2], [1, 2**40])),
+        *({name: 5} for name in ("init", "sha256", "adapter", "base_sha256", "preset", "sizes")),
+        {"init": "a\0b.py:build"},
+        {"seed": 2**70},
+        {"sizes": {"vocab_size": "5"}},
+    ],
+    ids=str,
+)
+def test_a_forged_recipe_is_refused(forged: dict[str, Any]) -> None:
+    require(altered(("recipe",), whole()["recipe"] | {"init": "base", "lora": LORA}), UPDATE, RUN)
+    with pytest.raises(InputRefused, match=r"state\.json: recipe\."):
+        require(altered(("recipe",), whole()["recipe"] | forged), UPDATE, RUN)
 
 
 def test_it_is_required_of_what_is_read(tmp_path: Path) -> None:

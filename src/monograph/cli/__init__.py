@@ -168,7 +168,8 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
         return _end(str(refused), refused.exit_code, told=_follows())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
-        return _fail(f"cannot {verb} {error.filename or 'a file'}: {error.strerror}", DiskFull.exit_code)
+        # A stream names no file, and what is written to without a name is a stream.
+        return _fail(f"cannot {verb} {error.filename or 'standard output'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
     if isinstance(error, OSError) and error.errno in _REFUSED:

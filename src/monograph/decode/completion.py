@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, overload
 
+from torch import Tensor
+
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Finish, Generator, LogProbability, Request
@@ -204,7 +206,7 @@ class _Requests(Sequence[Request]):
 def generate(
     model: Llama,
     tokenizer: Tokenizer,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | Tensor],
     sampling: Sampling | Sequence[Sampling] | None = None,
     *,
     max_tokens: int = 128,
@@ -315,14 +317,17 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
         known.require(what, token)
 
 
-def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor) -> list[int]:
     """Return a text's ids after the one that begins a document; ids are returned as they are.
 
     Raises:
         InputRefused: they leave no room in the model's context.
         UsageError: an id is not the tokenizer's.
     """
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    else:
+        ids = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
     require_ids("a prompt", ids, tokenizer)
     context = model.config.max_position_embeddings
     if not 0 < len(ids) < context:

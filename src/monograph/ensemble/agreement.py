@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
 from monograph.graph.inspect import buffers_kept
+from monograph.optim.planes import require_movable
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # What `nn.Module` itself keeps in a module, and what torch.compile and nn.Module.compile leave there.
 _OWN = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
 # What transformers keeps in a model and its config that no forward pass reads: where it came from, hooks of adapters.
 _LABELS = frozenset(("_name_or_path", "name_or_path", "_commit_hash", "_require_grads_hooks", "_require_grads_hook"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum, type)
@@ -41,9 +42,11 @@ def agree(members: Sequence[nn.Module]) -> None:
     Raises:
         InputRefused: two differ in more than their numbers, or one has what torch cannot batch; the message names the
             first path.
+        UsageError: as `require_movable`.
     """
     _require_apart(members)
     for member in members:
+        require_movable(member)
         own = {id(of) for parts in (member.modules(), member.parameters(), member.buffers()) for of in parts}
         for path, module in member.named_modules():
             _require_stackable(path or "the module", module, own)
@@ -73,16 +76,17 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
         raise InputRefused(
             f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module it was made of"
         )
-    if any(is_lazy(of) for of in (*module._parameters.values(), *module._buffers.values()) if of is not None):
-        raise InputRefused(
-            f"{path} ({type(module).__name__}) has no weights yet: call each member once before they are stacked, with "
-            "inputs of the size that they will have"
-        )
     if isinstance(module, nn.RNNBase) and is_parametrized(module) and _writes_buffers(module.parametrizations):
         raise InputRefused(
             f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral norm "
             "does, and torch evaluates it several times a call: train such members one by one, each in a Resident"
         )
+    for where, owner in {path: module, **{f"{path}.{name}": p for name, p in module._parameters.items()}}.items():
+        if any(getattr(owner, kind, None) for kind in _BACKWARD_HOOKS):
+            raise InputRefused(
+                f"{where} has a hook for its gradient, and no gradient is one member's alone: "
+                "remove the hook, or train such members one by one, each in a Resident"
+            )
     # A forward pass of the stack is given tensors by name; one that is reached in another way would be the first
     # member's, for everybody.
     held = {name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)}

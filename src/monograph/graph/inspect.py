@@ -9,14 +9,22 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 
 M = TypeVar("M", bound=nn.Module)
+_BY_NAME = ("_parameters", "_buffers")
 _WRAPPED = "_orig_mod"  # the name by which `torch.compile(module)` holds the module
 
 
@@ -29,6 +37,38 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in module.state_dict().items()
         if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
     }
+
+
+def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a trainable parameter and of another tensor that have numbers in common, if there are two.
+
+    They are tied as long as the parameter lies where it is. The other one may be a parameter, a buffer or an attribute,
+    also in lists and dicts. A tensor that has two names is one.
+    """
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    by_storage, seen = dict[int, list[tuple[int, str, Any]]](), set[int]()
+    for path, part in module.named_modules():
+        for keys, leaf in tree_leaves_with_path({key: value for key, value in vars(part).items() if key != "_modules"}):
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or is_lazy(leaf) or id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            own = getattr(leaf, "_local_tensor", leaf)  # of a tensor in shards
+            names = (str(key.key) for key in keys if isinstance(key, MappingKey) and key.key not in _BY_NAME)
+            name, first = ".".join(filter(None, [path, *names])), int(own.storage_offset()) * own.element_size()
+            by_storage.setdefault(own.untyped_storage()._cdata, []).append((first, name, own))
+    for places in by_storage.values():
+        for (_, one, its), (_, other, own) in pairwise(sorted(places, key=itemgetter(0, 1))):
+            if trained & {one, other} and np.shares_memory(_bytes_of(its), _bytes_of(own)):
+                return one, other
+    return None
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """Return an array that says which bytes of its storage a tensor is, for numpy to compare; to read it is a crash."""
+    size = tensor.element_size()
+    layout = {"shape": (*tensor.shape, size), "strides": (*(size * stride for stride in tensor.stride()), 1)}
+    place = {"data": (1 + size * tensor.storage_offset(), True), "typestr": "|u1", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=layout | place))
 
 
 def original(module: M) -> M:

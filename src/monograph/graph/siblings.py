@@ -5,11 +5,9 @@ Which layers do is seen by watching a call; nothing is concluded from names or c
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from monograph import compat
-from monograph.device import clock, synchronize
 from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
 from monograph.graph.inspect import blocks, buffers_kept, unwrap_
 
@@ -127,9 +124,6 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     return obstacles
 
 
-SIGNIFICANCE = 0.05  # level of the sign test by which fused counts as faster
-
-
 @dataclass(frozen=True)
 class Fusion:
     """The result of a fusion; as text it is one line.
@@ -137,19 +131,15 @@ class Fusion:
     Attributes:
         families: names of the layers of each matrix product, in the order of their calls.
         separate: layers that read one tensor with others and yet stay alone, with the reason.
-        ratio: median time of a fused run over a separate one, where that was measured.
     """
 
     families: tuple[tuple[str, ...], ...]
     separate: Mapping[str, str] = field(default_factory=dict)
-    ratio: float | None = None
 
     def __str__(self) -> str:
         """Return a line such as `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
         layers = sum(len(family) for family in self.families)
         said = f"{layers} linear layers in {len(self.families)} matrix products" if layers else "no siblings fused"
-        if self.ratio is not None:
-            said += f", {self.ratio:.3f} x the time of separate ones"
         alone = "; ".join(f"{name} ({reason})" for name, reason in self.separate.items())
         return f"{said}; separate: {alone}" if alone else said
 
@@ -205,58 +195,6 @@ def unfuse_siblings(module: nn.Module) -> None:
     for family in families(module):
         family.remove()
         family.part()
-
-
-def fuse_if_faster(
-    module: nn.Module, example: Any, run: Callable[[], object], device: torch.device, rounds: int = 15
-) -> Fusion:
-    """Fuse siblings, and take it back unless `run` is faster with them.
-
-    Fused and separate runs take turns. Fused ones are kept if they win so many rounds that a coin would do that less
-    than once in twenty times (sign test).
-
-    Args:
-        module: the module.
-        example: see `fuse_siblings`.
-        run: the work that is to be faster, in its real shapes: a micro-step of a captured `Step`, say, but not of one
-            that is replayed (set `step.recorder = None`), since each turn would void its recording.
-        device: where it runs.
-        rounds: how often both are timed, after two rounds that are not.
-
-    Returns:
-        The families that are kept, and the median of the rounds' ratios.
-    """
-    fusion = fuse_siblings(module, example)
-    of_module = families(module)
-    if not of_module:
-        return fusion
-    ratios = []
-    # Either goes first in turn, so that a machine whose speed drifts favours neither; two rounds pay for compiling.
-    for turn in range(-2, rounds):
-        seconds = {}
-        for fused in (True, False) if turn % 2 else (False, True):
-            for family in of_module:
-                family.install() if fused else family.remove()
-            synchronize(device)
-            began = clock()
-            run()
-            synchronize(device)
-            seconds[fused] = clock() - began
-        if turn >= 0:
-            ratios.append(seconds[True] / seconds[False])
-    for family in of_module:
-        family.install()  # the last turn may have been the separate one
-    timed = replace(fusion, ratio=statistics.median(ratios))
-    if is_faster(ratios):
-        return timed
-    unfuse_siblings(module)
-    return replace(timed, families=())
-
-
-def is_faster(ratios: Sequence[float]) -> bool:
-    """Return whether a fair coin would give so many ratios below 1 with a probability of at most 5 %."""
-    wins, rounds = sum(ratio < 1 for ratio in ratios), len(ratios)
-    return sum(math.comb(rounds, k) for k in range(wins, rounds + 1)) <= SIGNIFICANCE * 2**rounds
 
 
 def families(module: nn.Module) -> list[Family]:

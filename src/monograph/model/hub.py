@@ -7,7 +7,7 @@ compared with config.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -206,6 +206,13 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "add_prefix_space": tokenizer.space_first,  # else transformers 4 would set it to false in tokenizer.json
         **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
     }
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str) -> None:
+    """Compare tensors of a file or folder with those that the configuration requires; see `check_headers`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    stored = {name: Stored(path, tuple(t.shape), names.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
+    check_headers(stored, config, path, said_by)
 
 
 def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json") -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from monograph.errors import InputRefused, MonographError
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
-from monograph.model.files import DTYPES, Stored
 from monograph.model.rope import cos_sin
 from monograph.storage.reading import open_input, readable
 
@@ -28,7 +27,6 @@ _INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep 
 # torch.compile, DistributedDataParallel and the article put these before a name.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A rotary table that was cast to bf16 is off by 2^-9; a table of another base, or unfilled memory, is off by about 1.
 _TABLE_ERROR = 0.01
 # An archive of torch.save, without a comment, ends with the place and length of its list of entries.
@@ -50,8 +48,7 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
     state = _read(path)
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
     config = _shape(state, path, sizes)
-    stored = {name: Stored(path, tuple(t.shape), _NAMES.get(t.dtype, str(t.dtype))) for name, t in weights.items()}
-    hub.check_headers(stored, config, path, "the other tensors")
+    hub.check_tensors(weights, config, path, "the other tensors")
     _check_rotary(state, config, path)
     return config, weights
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from monograph.errors import UsageError
+from monograph.graph.inspect import in_the_same_memory
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.optim.narrow import BLOCK
 
@@ -116,15 +118,34 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
             plane.link()
 
 
+def require_movable(module: nn.Module) -> None:
+    """Require that a module's parameters can be moved without changing what it computes.
+
+    Raises:
+        UsageError: one has no shape yet or no real numbers, or shares its memory with another tensor.
+    """
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(f"{name} has no shape yet: call the module once, with inputs of the size it will have")
+        if tensor.requires_grad and tensor.is_complex():
+            raise UsageError(f"{name} is {tensor.dtype}: expected real numbers; make a parameter of each part")
+    if pair := in_the_same_memory(module):
+        raise UsageError(
+            f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
+            "Parameter under both names, or compute one from the other where it is read"
+        )
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name; tied ones once, under their first name.
 
     Raises:
-        UsageError: there is none, or they have different dtypes or devices.
+        UsageError: there is none, or they have different dtypes or devices, or as `require_movable`.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
+    require_movable(module)
     # A plane is one buffer, which has one dtype and lies in one place.
     places = {(kept_dtype(p), p.device) for p in named.values()}
     if len(places) > 1:

@@ -142,11 +142,9 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
 def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
     """Return the Llama that a checkpoint holds whole, with its own tensors rather than copies."""
     config = LlamaConfig.from_hf(checkpoint.state["model_config"])
-    with torch.device("meta"):
-        expected = dict(Llama(config).named_parameters())
-    weights = weights_of(checkpoint)
-    _require_fit(expected, weights)
-    return hub.assembled(config, {name: tensor.float() for name, tensor in weights.items()}, run.folder)
+    weights = {name: tensor.float() for name, tensor in weights_of(checkpoint).items()}
+    hub.check_tensors(weights, config, run.checkpoints, "state.json")
+    return hub.assembled(config, weights, run.folder)
 
 
 def _merged(model: Llama) -> Llama:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from monograph.errors import InputRefused, MonographError, said_by
+from monograph.errors import InputRefused, said_by
 from monograph.graph.inspect import unwrap_
 from monograph.graph.lora import Lora
 from monograph.graph.trial import OTHERS
@@ -28,8 +28,6 @@ from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require
 from monograph.storage.reading import is_file, is_folder, read_input, without_links
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
-_TEXTS = ("init", "sha256", "adapter", "base_sha256")
-_MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
 SHAPE_OF_SIZES = "micro"  # the preset whose rope, head and initialisation a shape given by its sizes alone takes
 
 
@@ -66,16 +64,8 @@ class Recipe(NamedTuple):
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any], run: Run) -> Recipe:
-        """Return the recipe that a run's checkpoint recorded.
-
-        Raises:
-            InputRefused: an entry is missing, or has not the type and range that a run writes.
-        """
-        with suppress(TypeError, ValueError, KeyError, AttributeError, MonographError):
-            asked = {name for name in cls._fields if name in saved or name not in _SINCE_ADAPTERS} - {"config"}
-            if _is_written_by_us(saved):
-                return cls(**{name: saved[name] for name in asked}, config=run.config)
-        raise InputRefused("recipe: not one that Monograph writes")
+        """Return the recipe that a run's checkpoint recorded; `monograph.run.recorded_state` has checked it."""
+        return cls(**{name: saved[name] for name in cls._fields if name in saved} | {"config": run.config})
 
     def entries(self) -> dict[str, Any]:
         """Return what a checkpoint records; without adapters, the same as before adapters existed."""
@@ -128,27 +118,6 @@ def lora_of(saved: Mapping[str, Any]) -> Lora:
         "tokens": tuple(saved.get("tokens", ())),
     }
     return Lora(**{**saved, **changed})
-
-
-def _is_written_by_us(saved: Mapping[str, Any]) -> bool:
-    """Return whether a recorded recipe has the types and ranges of one that a run writes."""
-    lora, vocabulary = saved.get("lora"), saved.get("vocabulary")
-    texts = [saved["preset"]] + [text for name in _TEXTS if (text := saved.get(name)) is not None]
-    numbers = [saved["seed"], *saved["sizes"].values()]
-    if vocabulary is not None:
-        known, tokens = vocabulary
-        numbers += vocabulary
-        if not 0 < known < tokens <= _MOST_TOKENS:
-            return False
-    if lora is not None:
-        adapters = lora_of(lora)
-        texts += [saved["init"]] if isinstance(adapters.targets, str) else [saved["init"], *adapters.targets]
-        numbers += adapters.tokens
-    return (
-        all(isinstance(text, str) and "\0" not in text for text in texts)
-        and all(isinstance(number, int) for number in numbers)
-        and 0 <= saved["seed"] < 2**63
-    )
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:

@@ -14,21 +14,34 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    Strict,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, MonographError
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import lora_of
 
+MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
 MOST = 10**15  # of updates, tokens, rows and bytes: more than any run sees, so that no number asks for endless work
 _MOST_SHOWN = 60
 _STRICT = ConfigDict(strict=True)
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 _FROM_LIST = Strict(False)  # JSON has lists only; the items stay strict
@@ -47,7 +60,7 @@ class _Counters(BaseModel):
 
 class _Position(BaseModel):
     model_config = _STRICT
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Seed
     rows: Natural
     skip: list[Pair] = []
 
@@ -58,6 +71,19 @@ class _Generators(BaseModel):
     numpy: Annotated[tuple[StrictStr, list[StrictInt], StrictInt, StrictInt, StrictFloat], _FROM_LIST]
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
+
+
+class _Recipe(BaseModel):
+    model_config = _STRICT
+    init: Text | None
+    preset: Text
+    sizes: dict[str, int]
+    seed: Seed
+    sha256: Digest | None = None
+    lora: dict[str, Any] | None = None
+    adapter: Text | None = None
+    base_sha256: Digest | None = None
+    vocabulary: Pair | None = None
 
 
 class _Versions(BaseModel):
@@ -82,7 +108,7 @@ class _State(BaseModel):
     fingerprint: str
     tokenizer: Digest
     settings: Digest
-    recipe: dict[str, Any]
+    recipe: _Recipe
     attention: str | None = None
     shape: dict[str, Any] | None = Field(alias="model_config")
     versions: _Versions
@@ -147,8 +173,26 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         set_generators(state["random"], random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputRefused(f"random: not the state of random generators ({error})") from None
-    if (seed := Recipe.recorded(known.recipe, run).seed) != known.data.seed:
-        raise InputRefused(f"data.seed = {known.data.seed}: expected {seed}, as in its recipe")
+    if known.data.seed != known.recipe.seed:
+        raise InputRefused(f"data.seed = {known.data.seed}: expected {known.recipe.seed}, as in its recipe")
+    _require_adapters(known.recipe)
+
+
+def _require_adapters(recipe: _Recipe) -> None:
+    first, tokens = recipe.vocabulary or (1, 2)
+    if not 0 < first < tokens <= MOST_TOKENS:
+        raise InputRefused(f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and how many there are")
+    if recipe.lora is None:
+        return
+    try:
+        adapters = lora_of(recipe.lora)
+        names = [adapters.targets] if isinstance(adapters.targets, str) else [*adapters.targets]
+        good = all(isinstance(name, str) for name in [recipe.init, *names])
+        good = good and all(isinstance(token, int) for token in adapters.tokens)
+    except (TypeError, ValueError, KeyError, AttributeError, MonographError):
+        good = False
+    if not good:
+        raise InputRefused(f"recipe.lora = {_shown(recipe.lora)}: expected adapters, and recipe.init to be their base")
 
 
 def _shown(value: object) -> str:

@@ -15,7 +15,7 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
-from monograph.terminal import own, takes_colour, takes_escapes, visible
+from monograph.terminal import is_terminal, own, takes_colour, takes_escapes, visible
 
 WIDTH = 100  # longest line, in characters
 NARROWEST = 40  # a printed line is never cut shorter; a narrower terminal breaks it
@@ -57,7 +57,7 @@ class _Stream:
                 self._stream = None
 
     def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
+        return is_terminal(self._stream)
 
     def fileno(self) -> int:
         if self._stream is None:
@@ -75,7 +75,7 @@ class Screen:
         self._stream = _Stream(sys.stderr if stream is None else stream)
         self.is_live = takes_escapes(self._stream)
         self.is_utf8 = self._stream.is_utf8
-        self._is_terminal = self._stream.isatty()
+        self._is_terminal = is_terminal(self._stream)
         self._console = Console(
             file=self._stream,  # type: ignore[arg-type]
             force_terminal=self.is_live,

@@ -159,8 +159,8 @@ class Session:
         """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
 
         Raises:
-            InputRefused: the data, the settings or the model's file differs from what the run was begun with, or the state
-            is not one that a run records.
+            InputRefused: the data, the settings or the model's file differs from what the run was begun with, or the
+                state is not one that a run records.
         """
         recorded_state.require(checkpoint.state, checkpoint.update, self.run)
         changed = self._restore(checkpoint)
