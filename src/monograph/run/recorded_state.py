@@ -14,17 +14,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    Strict,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
@@ -44,7 +34,9 @@ Seconds = Annotated[FiniteFloat, Field(ge=0)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
-_FROM_LIST = Strict(False)  # JSON has lists only; the items stay strict
+Int = Annotated[int, Field(strict=True)]
+Float = Annotated[float, Field(strict=True)]
+_FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
 
 
 class _Counters(BaseModel):
@@ -67,8 +59,8 @@ class _Position(BaseModel):
 
 class _Generators(BaseModel):
     model_config = _STRICT
-    python: Annotated[tuple[StrictInt, list[StrictInt], StrictFloat | None], _FROM_LIST]
-    numpy: Annotated[tuple[StrictStr, list[StrictInt], StrictInt, StrictInt, StrictFloat], _FROM_LIST]
+    python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
+    numpy: Annotated[tuple[str, list[Int], Int, Int, Float], _FROM_LIST]
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
