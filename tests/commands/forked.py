@@ -55,10 +55,11 @@ class Command:
             os.kill(self.pid, number)
 
     def until(self, condition: Callable[[], bool], seconds: float = HANG_S) -> None:
-        """Wait for something that the command does."""
+        """Wait for something that the command does before it ends."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, (self._folder / "err").read_text()
+            over = self.is_over() and not condition()
+            assert not over and time.monotonic() < end, (self._folder / "err").read_text()
             time.sleep(0.002)
 
     def is_over(self) -> bool:

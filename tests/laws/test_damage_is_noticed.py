@@ -69,7 +69,8 @@ def runs(folder: Path) -> Kind:
     """What `monograph check` says of a run's own files; it looks at their content, so another spelling is no damage."""
     run = Run(folder / "whole")
     whole = {path: path.read_bytes() for path in (run.config, run.tokenizer, run.metrics, run.lock_file)}
-    state, sound = checkpointing.load_state(max(run.checkpoints.iterdir())), Tokenizer.from_file(run.tokenizer)
+    _, state = checkpointing.load_state(max(run.checkpoints.iterdir()))
+    sound = Tokenizer.from_file(run.tokenizer)
 
     def harmless(path: Path) -> str:
         """Why damage that was not refused changes nothing; fails where it does."""

@@ -13,6 +13,7 @@ import pytest
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.config.keys import ModelSection
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
@@ -22,6 +23,9 @@ from recorded import recorded
 
 UPDATE = 3
 SHAPE = LlamaConfig.preset("nano", vocab_size=300)
+SIZES = ModelSection(
+    **{key: key == "tie_word_embeddings" or 8 for key in ModelSection.model_fields if key not in ("preset", "init")}
+).sizes()
 WRONG: dict[type, list[Any]] = {
     int: [None, True, -1, 2**70, 1.5, "x", "1", [], {}, [[[1]]]],
     float: [True, math.nan, math.inf, "x", [], {}],
@@ -35,7 +39,7 @@ MAY_BE_NULL = {"micro_batch", "cooled", "metrics_sha256", "attention"}
 
 
 def whole() -> dict[str, Any]:
-    state = recorded(Recipe(None, "nano", {"vocab_size": 300}, 7).entries(), SHAPE.to_hf(), UPDATE)
+    state = recorded(Recipe(None, "nano", SIZES, 7).entries(), SHAPE.to_hf(), UPDATE)
     state["engine"] |= {"loss_scale": 1024.0, "good": 3, "recent": [[2.5, 0.0], [0.5, 0.0]]}
     state["data"]["skip"] = [[2, 4]]
     return state | {"cooled": [2, 9], "metrics_sha256": "0" * 64, "attention": "flash"}

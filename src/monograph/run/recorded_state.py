@@ -69,7 +69,7 @@ class _Recipe(BaseModel):
     model_config = _STRICT
     init: Text | None
     preset: Text
-    sizes: dict[str, int]
+    sizes: dict[str, bool | Natural]
     seed: Seed
     sha256: Digest | None = None
     lora: dict[str, Any] | None = None
