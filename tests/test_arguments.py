@@ -9,9 +9,11 @@ import contextlib
 import copy
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,9 +22,13 @@ from torch import nn
 
 import monograph as mono
 from batches import ragged, tiny_llama
+from monograph import checkpointing
+from monograph.checkpointing import Checkpoint
+from monograph.checkpointing.folder import LargeFile
 from monograph.config.settings import check
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import capture
+from monograph.loop import EngineState
 from monograph.optim import Group
 from monograph.ranges import ABOVE_0, COUNT, whole
 from monograph.step import Clip, Step
@@ -117,6 +123,7 @@ def test_a_range_takes_numpy_s_numbers_and_rounds_none() -> None:
     ("change", "words"),
     [
         ({"masks": torch.eye(4, 8).to_sparse()}, "window's 'masks' is sparse: expected a dense tensor, .to_dense()"),
+        ({"masks": "nested"}, r"window's 'masks' is nested: expected a dense tensor, .to_padded_tensor\(\)"),
         ({"causal": True}, "window's 'causal' is True: expected a tensor that has rows as its dimension 0"),
         ({"x": np.zeros((1000, 2))}, r"'x' is a ndarray of shape \[1000, 2\]: expected a tensor"),
         ({"scale": torch.tensor(2.0)}, r"'scale' is a Tensor of shape \[\]"),
@@ -126,6 +133,9 @@ def test_a_range_takes_numpy_s_numbers_and_rounds_none() -> None:
 )
 def test_a_window_is_tensors_of_equally_many_rows(change: dict[str, Any], words: str) -> None:
     engine = mono.Resident(tiny_llama(), micro_batch=2)
+    if change.get("masks") == "nested":
+        with warnings.catch_warnings(action="ignore"):  # of torch, about its prototype
+            change = {"masks": torch.nested.nested_tensor([torch.ones(2)] * 4)}
     window = {name: ragged(4)[name] for name in ("tokens", "targets")} | change
     for use in (engine.accumulate, engine.evaluate, engine.trial, engine.capture):
         with pytest.raises(UsageError, match=words):
@@ -191,11 +201,19 @@ def halves(model: Any) -> None:
     model[0].weight, model[0].rest = nn.Parameter(table[:, :3]), nn.Parameter(table[:, 3:])
 
 
+def beyond_a_third(model: Any) -> None:
+    """A frozen table of rows, of which the last ones are trained; others that lie between them are frozen, too."""
+    table = torch.randn(6, 4)
+    model[2].table, model[2].few = nn.Parameter(table, False), nn.Parameter(table[1:3], False)
+    model[2].last = nn.Parameter(table[3:])
+
+
 SHARED: dict[str, tuple[Callable[[Any], None], str]] = {
     "another shape": (hold("turned", lambda model: nn.Parameter(model[0].weight.data.t())), "0.turned and 0.weight"),
     "a part": (hold("few", lambda model: nn.Parameter(model[0].weight.data[1:])), "0.weight and 0.few"),
     "frozen": (hold("few", lambda model: nn.Parameter(model[0].bias.data[1:], False)), "0.bias and 0.few"),
     "a list": (hold("held", lambda model: {"two": [model[2].weight.data]}), "0.held.two and 2.weight"),
+    "beyond a third": (beyond_a_third, "2.table and 2.last"),
     "a view": (hold("view", lambda model: model[2].weight.view(-1)), "0.view and 2.weight"),
 }
 
@@ -213,16 +231,67 @@ def test_what_shares_no_number_is_trained() -> None:
     model = layers()
     halves(model)
     model[0].again, model[2].mean = model[2].bias, model[1].running_mean[1:]  # a tie, and no parameter
+    nn.utils.spectral_norm(model[2])  # until its first call it holds the weight under two names
+    model.own: dict[str, Any] = {}
+    model.own["own"] = [model.own]
     assert mono.Resident(model, loss=of_rows).step
 
 
 def test_a_parameter_that_cannot_be_trained_is_refused_in_words() -> None:
     for module, words in (
         (nn.LazyLinear(3), "weight has no shape yet: call the module once"),
-        (nn.Linear(3, 3, dtype=torch.complex64), "weight is torch.complex64: expected real numbers"),
+        (nn.Linear(3, 3, dtype=torch.complex64), "weight is torch.complex64: expected float32, float64 or bfloat16"),
+        (nn.Linear(3, 3, dtype=torch.float16), "weight is torch.float16: expected float32, float64 or bfloat16"),
     ):
         with pytest.raises(UsageError, match=words):
             assert mono.Resident(module, loss=of_rows).step
+
+
+class Versioned(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+
+def test_a_state_dict_of_copies_or_other_data_is_refused() -> None:
+    """What a checkpoint brings would be written into the copies, and the module would stay as it was."""
+    cloning = nn.Linear(3, 2)
+    cloning.register_state_dict_post_hook(lambda _module, state, *_: state.update(weight=state["weight"].clone()))
+    complex_, sparse = nn.Linear(3, 2), nn.Linear(3, 2)
+    complex_.register_buffer("turns", torch.zeros(3, dtype=torch.complex64))
+    sparse.register_buffer("few", torch.eye(3).to_sparse())
+    for engine in ENGINES.values():
+        for module, words in (
+            (cloning, "state_dict has 'weight', which is no parameter or buffer"),
+            (Versioned(3, 2), "state_dict has '_extra_state', which is no parameter or buffer"),
+            (complex_, "turns is complex, which a checkpoint cannot hold"),
+            (sparse, "few is sparse, which a checkpoint cannot hold"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                assert engine(module, loss=of_rows).step
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_state_that_does_not_fit_changes_nothing(large: bool, tmp_path: Path) -> None:
+    engine = mono.Resident(layers(), loss=of_rows)
+    engine.accumulate({"x": torch.randn(4, 3)})
+    engine.update()
+    state = copy.deepcopy(engine.state())
+    ones = {name: torch.ones_like(tensor) for name, tensor in state.model.items()}
+    scalars: list[dict[str, Any]] = [{**state.scalars, "index": "abc"}, {**state.scalars, "tokens": None}, {}]
+    models = [ones | {"2.bias": torch.ones(2)}, ones | {"2.bias": ones["2.bias"] + 1j}, ones | {"more": ones["2.bias"]}]
+    wrong = [EngineState(ones, state.optimizer, each) for each in scalars]
+    wrong += [EngineState(each, state.optimizer, state.scalars) for each in models]
+    if large:  # read tensor by tensor
+        folder = checkpointing.save(tmp_path, Checkpoint(1, ones | {"2.bias": torch.ones(2)}, dict(state.optimizer)))
+        with patch.object(checkpointing.folder, "LARGE_BYTES", 0):
+            read = checkpointing.load(folder)
+        assert isinstance(read.model, LargeFile)
+        wrong = [EngineState(read.model, read.optimizer, state.scalars)]
+    for each in wrong:
+        with pytest.raises(InputRefused, match=r"does not fit|lacks"):
+            engine.load_state(each)
+        now = engine.state()
+        assert all(torch.equal(now.model[name], state.model[name]) for name in ones) and now.scalars == state.scalars
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -323,6 +392,32 @@ def test_what_a_step_may_stand_is_no_change() -> None:
         harmless()
         engine.accumulate(window)
         assert int(engine.update().skipped) == 0
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_part_in_evaluation_mode_stays_there(kind: str) -> None:
+    model = layers()
+    model[1].eval()
+    engine = ENGINES[kind](model, loss=of_rows)
+    kept, window = copy.deepcopy(engine.model[1].state_dict()), {"x": torch.randn(4, 3)}
+    for act in (engine.accumulate, engine.evaluate, lambda window: engine.capture(window, "eager"), engine.accumulate):
+        act(window)
+    assert [part.training for part in engine.model] == [True, False, True]
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(engine.model[1], name), kept[name])
+
+
+def test_a_buffer_may_be_expanded() -> None:
+    model = layers()
+    model[0].register_buffer("mask", torch.zeros(1, 2).expand(3, 2))
+    engine, window = mono.Resident(model, loss=of_rows), {"x": torch.randn(4, 3)}
+    engine.trial(window)
+    engine.load_state(engine.state())
+    state = engine.state()
+    engine.load_state(
+        EngineState({**state.model, "0.mask": torch.tensor([[5.0, 6.0]] * 3)}, state.optimizer, state.scalars)
+    )
+    assert model[0].mask.tolist() == [[5.0, 6.0]] * 3
 
 
 # ---- torch.compile's wrappers ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
 from monograph.graph import capture as graph
 from monograph.graph import recompute
-from monograph.graph.inspect import buffers_kept
+from monograph.graph.inspect import buffers_kept, modes_kept, write
 from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
@@ -259,15 +259,9 @@ class Engine:
         return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        model = self.model
-        # A module may be trained in evaluation mode on purpose, as one with frozen running means is.
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.step.averaged():
-                parts = self._fitting(batch, lambda: self._evaluated(batch))
-        finally:
-            model.train(training)
+        with modes_kept(self.model), torch.no_grad(), self.step.averaged():
+            self.model.eval()
+            parts = self._fitting(batch, lambda: self._evaluated(batch))
         # In fp64, as a long held-out text sums more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
@@ -296,28 +290,20 @@ class Engine:
         """Copy a state into the live tensors; it may be another engine's with the same model and optimizer.
 
         Raises:
-            InputRefused: a tensor or counter is missing, or a tensor is left over or has another shape.
+            InputRefused: a tensor or counter is missing or no such numbers, or a tensor is left over or has another
+                shape. Nothing was copied then.
         """
         own = self.state()
-        for kind, mine, theirs in (("model", own.model, state.model), ("optimizer", own.optimizer, state.optimizer)):
-            if odd := sorted(mine.keys() ^ theirs.keys()):
-                hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
-                raise InputRefused(
-                    f"the saved {kind} does not fit: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}"
-                )
+        state.require_fit(own)
+        counters = [(counter, state.counter(name, counter)) for name, counter in self.step.counters.items()]
+        index = int(state.counter("index", torch.tensor(0)))
+        for mine, theirs in ((own.model, state.model), (own.optimizer, state.optimizer)):
             for name, tensor in theirs.items():  # in their order: they may be read from a file one by one
-                if tensor.shape != mine[name].shape:
-                    raise InputRefused(
-                        f"the saved {kind} does not fit: {name} is {list(tensor.shape)}, not {list(mine[name].shape)}"
-                    )
-                mine[name].detach().copy_(tensor)
-        if missing := sorted(own.scalars.keys() - state.scalars.keys()):
-            other = "train.precision or optim.grad_clip"
-            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another {other}")
+                write(mine[name].detach(), tensor)
         self.step.layout.take_weights(self.step, own.model)
-        self.step.index = state.scalars["index"]
-        for name, counter in self.step.counters.items():
-            counter.copy_(state.counter(name, counter))
+        self.step.index = index
+        for counter, saved in counters:
+            counter.copy_(saved)
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, dim = self._rows(window), self._row_dim
@@ -348,8 +334,9 @@ class Engine:
                     f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
                     f"{self._row_dim}; what has no rows belongs into the loss, not into the window"
                 )
-            if tensor.layout != torch.strided:
-                raise UsageError(f"the window's {name!r} is sparse: expected a dense tensor, .to_dense()")
+            if tensor.layout != torch.strided or tensor.is_nested:
+                kind, dense = ("nested", "to_padded_tensor") if tensor.is_nested else ("sparse", "to_dense")
+                raise UsageError(f"the window's {name!r} is {kind}: expected a dense tensor, .{dense}()")
             rows[name] = tensor.shape[self._row_dim]
         if len(set(rows.values())) != 1 or 0 in rows.values():
             raise UsageError(f"a window's tensors have equally many rows, 1 or more, but these have {rows}")

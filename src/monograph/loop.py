@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.checkpointing.folder import LargeFile
 from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
 from monograph.step import Update
@@ -31,6 +32,28 @@ class EngineState:
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     scalars: dict[str, Any] = field(default_factory=dict)
+
+    def require_fit(self, own: EngineState) -> None:
+        """Require names and shapes of another state; no tensor is read from a file for it.
+
+        Raises:
+            InputRefused: a tensor or counter is missing, or a tensor is unknown or has another shape.
+        """
+        if missing := sorted(own.scalars.keys() - self.scalars.keys()):
+            other = "train.precision or optim.grad_clip"
+            raise InputRefused(f"the saved state lacks {missing[0]!r}: it was saved with another {other}")
+        for kind, mine, theirs in (("model", own.model, self.model), ("optimizer", own.optimizer, self.optimizer)):
+            place = f"the saved {kind} does not fit"
+            if odd := sorted(mine.keys() ^ theirs.keys()):
+                hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
+                raise InputRefused(f"{place}: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}")
+            like = theirs.like if isinstance(theirs, LargeFile) else theirs.__getitem__
+            for name, tensor in mine.items():
+                saved = like(name)
+                if saved.shape != tensor.shape:
+                    raise InputRefused(f"{place}: {name} is {list(saved.shape)}, not {list(tensor.shape)}")
+                if saved.is_complex():
+                    raise InputRefused(f"{place}: {name} is {saved.dtype}, not {tensor.dtype}")
 
     def counter(self, name: str, own: Tensor) -> Tensor:
         """Return one of `scalars` as a tensor of the shape and dtype of an engine's own.

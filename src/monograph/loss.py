@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
-@runtime_checkable
 class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
@@ -40,6 +39,11 @@ class CountedLoss(Protocol):
     def count(self, batch: Any) -> Tensor | float:
         """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
         ...
+
+
+def counts(loss: object) -> TypeGuard[CountedLoss]:
+    """Return whether a loss has a function that counts a batch's targets."""
+    return callable(getattr(loss, "count", None))
 
 
 class TokenLoss:

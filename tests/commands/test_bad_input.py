@@ -22,12 +22,16 @@ MODULES = {
 }
 
 WIDER = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+FOREVER = [*(setting for setting in TINY if not setting.startswith("train.updates")), f"train.epochs={10**15}"]
 # What was typed, the exit code, and a part of the line.
 CASES: list[tuple[list[str], int, str]] = [
     # text
     (["train", "nothere.txt"], 3, "nothere.txt: no such file or folder"),
     (["train", "empty.txt"], 3, "empty.txt: empty file"),
     (["train", "hollow"], 3, "hollow: no text in it"),
+    (["train", "blank.jsonl", *over(TINY[1:], "data.held_out=0")], 3, "blank.jsonl: no text in it: give a file with"),
+    (["data", "show", "blank.jsonl"], 3, "blank.jsonl: no text in it: give a file with text"),
+    (["train", *FOREVER], 2, "updates; give fewer, for at most 1e15"),
     (["train", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8: 0xff"),
     (["train", "short.txt"], 3, "fewer than one row of 256"),
     (
@@ -107,7 +111,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files |= {"deep.toml": "x = " + "[" * 20_000, "nul.toml": '[model]\ninit = "a\\u0000b.py:build"\n'}
     for name in ("loop", "loop.toml"):
         (folder / name).symlink_to(name)
-    files |= {"bad.jsonl": '{"text": "good"}\n{"text": 5}\n', "bad.jsonl.gz": "text"}
+    files |= {"blank.jsonl": "\n\n", "bad.jsonl": '{"text": "good"}\n{"text": 5}\n', "bad.jsonl.gz": "text"}
     for name, text in files.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes(b"abc\xff\xfe def\n" * 50)

@@ -75,11 +75,11 @@ def test_a_damaged_checkpoint_is_an_entry_with_its_fault(place: Path, server: Co
 def test_each_record_is_written_by_its_own_options(place: Path, server: CommandServer) -> None:
     """Records beside each other write what each writes alone from the command line; both log-probabilities are told."""
     records = [
-        {"prompt": "alpha", "temperature": 0, "logprobs": 2},
+        {"prompt": "al\u2028pha", "temperature": 0, "logprobs": 2},
         {"prompt": "alpha", "seed": 5, "top_p": 0.5, "dry_multiplier": 1, "dry_sequence_breakers": []},
         {"prompt": "be", "logit_bias": {"70": 50, "71": -math.inf}, "mirostat_tau": 2.5},
     ]
-    (place / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (place / "records.jsonl").write_text("".join(json.dumps(each, ensure_ascii=False) + "\r\n" for each in records))
 
     def written(*arguments: str) -> list[dict[str, Any]]:
         done = server.run(place, "generate", "run", *arguments, "--max-tokens", "6", "--json", figures=0)

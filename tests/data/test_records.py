@@ -184,8 +184,8 @@ def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        (pa.array([1, 2]), "column 'text' holds int64, not strings"),
-        (pa.array([b"a", b"b"]), "column 'text' holds binary, not strings"),
+        (pa.array([1, 2]), "column 'text' holds int64, not string or large_string"),
+        (pa.array([b"a", b"b"]), "column 'text' holds binary, not string or large_string"),
         (pa.array([["a"], ["b"]]), "column 'text' holds list<"),
         (pa.array(["a", None]), ", row 2: 'text' is null, not a string"),
         (pa.array(["a", "b\0"]), ", row 2: 'text' has a NUL character at 1"),

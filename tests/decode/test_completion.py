@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -160,8 +161,10 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling()])
     with pytest.raises(UsageError, match="order is hf and llama_cpp in one batch"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a", "b"], [Sampling(), Sampling(order="llama_cpp")])
-    with pytest.raises(UsageError, match="no token contains 'ab'; give a text that one token holds"):
-        generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(dry_multiplier=1, dry_sequence_breakers=["ab"]))
+    for text in ("ab", "\ud800"):
+        breaking = Sampling(dry_multiplier=1, dry_sequence_breakers=[text])
+        with pytest.raises(UsageError, match=re.escape(f"no token contains {text!r}; give a text")):
+            generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], breaking)
     with pytest.raises(UsageError, match="logprobs = 260: expected at most 259"):
         generate(tiny_llama(vocab_size=259), TOKENIZER, ["a"], Sampling(logprobs=260))
     with pytest.raises(UsageError, match="logit_bias has the id 259"):

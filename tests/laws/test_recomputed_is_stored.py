@@ -151,6 +151,17 @@ def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
     assert int(step.model.blocks[0][2].num_batches_tracked) == int(step.model.blocks[0][5].ran) == 8
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_captured_block_drops_the_same_when_it_is_recomputed(backend):
+    """The loss is linear in the weight, so it is the weight's product with its gradient if both dropped the same."""
+    block = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.Sequential())
+    model = nn.Sequential(block).double()
+    step = Step(model, loss=lambda model, batch: (model(batch["x"]).sum(), 7), remat=Remat.Full())
+    capture(step, backend)
+    accumulate(step, [vectors(0)])
+    torch.testing.assert_close((block[0].weight * block[0].weight.grad).sum(), step.loss_sum, rtol=1e-9, atol=1e-9)
+
+
 def test_names_copies_and_taking_it_back():
     model = tiny_llama()
     names, forwards = list(model.state_dict()), [block.forward for block in blocks(model).values()]

@@ -107,6 +107,13 @@ def test_a_missing_entry_is_named() -> None:
         (("recipe", "seed"), -1, r"recipe\.seed = -1: it should be greater than or equal to 0"),
         (("random", "python", 1), [2**70] * 625, "random: not the state of random generators"),
         (("random", "torch"), "00", "random: not the state of random generators"),
+        (("random", "numpy", 2), 625, r"random\.numpy\.2 = 625: it should be less than or equal to 624"),
+        (("random", "numpy", 2), -1, r"random\.numpy\.2 = -1: it should be greater than or equal to 0"),
+        (("random", "numpy", 0), "PCG64", r"random\.numpy\.0 = \"PCG64\": it should be 'MT19937'"),
+        (("random", "numpy", 1), [0] * 623, r"random\.numpy\.1 = "),
+        (("length",), 0, "length = 0: it should be greater than or equal to 1"),
+        (("cooled",), [2, 2], r"cooled = \[2, 2\]: they end before update 3"),
+        (("cooled",), [9, 8], r"cooled = \[9, 8\]: they end before"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from monograph.errors import InputRefused
 from monograph.session.session import random_state, restore_random, seed_all
 
 CPU = torch.device("cpu")
@@ -26,6 +27,16 @@ def test_a_seed_is_a_beginning() -> None:
     assert draws() == first
     seed_all(2**63 - 1)
     assert draws() != first
+
+
+def test_another_generator_of_numpy_is_refused_in_words() -> None:
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with pytest.raises(InputRefused, match=r"numpy\.random draws from PCG64: take set_bit_generator out"):
+            random_state(CPU)
+    finally:
+        np.random.set_bit_generator(own)
 
 
 @pytest.mark.parametrize("before", range(4))

@@ -91,6 +91,19 @@ def test_with_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_name
     assert bool(refused) == special
 
 
+def test_that_an_added_token_is_set_apart_or_cut_in_two_is_said() -> None:
+    for content, normalized, text, back, note in (
+        ("c", True, "aca", "a ca", "puts a space next to 'c'"),
+        ("Q", False, "aQa", "aQ a", "puts a space next to 'Q'"),
+        ("of the", False, "of the", "of the", "so 'of the' may be cut in two"),
+    ):
+        theirs = pieces.engine("llama2")
+        theirs.add_tokens([AddedToken(content, normalized=normalized)])
+        ours = Tokenizer(json.loads(theirs.to_str()), "x")
+        assert ours.decode(ours.encode(text)) == back == theirs.decode(theirs.encode(text).ids)
+        assert note in "".join(ours.notes)
+
+
 def test_two_tokens_of_one_text_are_told_apart() -> None:
     for shape in ("llama2", "gemma"):
         theirs, ours = both(shape)

@@ -71,6 +71,11 @@ class LargeFile(Mapping[str, Tensor]):
             done += len(part)
         return tensor
 
+    def like(self, name: str) -> Tensor:
+        """Return a tensor of one's shape and dtype, without numbers; nothing is read."""
+        entry = self._entries[name]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
     def _block(self, index: int) -> bytes:
         block = self._blocks.pop(index, None)
         if block is None:

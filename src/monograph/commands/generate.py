@@ -75,7 +75,8 @@ def prompts_of(
     Raises:
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an impossible value.
     """
-    lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).splitlines()
+    # Not by `splitlines`: JSON may hold other line separators as they are.
+    lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
     expected = 'expected an object with "prompt", a text' + (messages_too if chat else "")
     records = path.suffix == ".jsonl" or _is_record(next(filter(str.strip, lines), ""))

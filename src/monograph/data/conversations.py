@@ -70,7 +70,7 @@ def _begins(file: SourceFile, key: str) -> bool:
         keys = [] if isinstance(first, Fault) else list(first)
     else:
         keys = table_columns(file.path)
-    return key in _ASKED or (key not in keys and _form(keys) is not None)
+    return (key in _ASKED or key not in keys) and _form(keys) is not None
 
 
 def conversation_records(file: SourceFile) -> Iterator[Record]:

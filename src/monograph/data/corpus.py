@@ -223,8 +223,8 @@ def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Re
 
 
 def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: float) -> None:
-    if stored.notes and not train.tokens + held.tokens:
-        raise InputRefused(f"{name}: no text in it: {stored.notes[0]}")
+    if not train.tokens:
+        raise InputRefused(f"{name}: no text in it: {(*stored.notes, 'give a file with text')[0]}")
     length = held.sequence_length
     if train.conversations or held.conversations:
         lacking = "to train on" if not train.conversations else "held out" if held_out and not len(held) else None

@@ -110,7 +110,7 @@ def train_tokenizer(
     meter.finish()
     if documents.train_bytes > TOKENIZER_SAMPLE_BYTES:
         notes = [f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"]
-    if tokenizer.vocab_size < vocab_size:
+    if documents.train_bytes and tokenizer.vocab_size < vocab_size:
         reason = "the text has no more pairs to merge"
         notes = [f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"]
     return tokenizer, tuple(notes)

@@ -245,7 +245,7 @@ def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise Damaged(path, f"column {key!r} holds {kind}, not strings", _NAME_ANOTHER)
+        raise Damaged(path, f"column {key!r} holds {kind}, not string or large_string", _NAME_ANOTHER)
 
 
 def saved_tables(folder: Path) -> list[Path] | None:

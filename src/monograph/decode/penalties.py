@@ -141,7 +141,7 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     Raises:
         UsageError: no token contains one of them, so that it would do nothing.
     """
-    wanted = [text.encode() for text in texts]
+    wanted = [text.encode("utf-8", "surrogatepass") for text in texts]  # half of a surrogate pair is in no token
     holds = [[text in bytes(piece) for piece in pieces] for text in wanted]
     for text, held in zip(texts, holds, strict=True):
         if not any(held):

@@ -18,7 +18,7 @@ from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import CountedLoss, Loss, constant, counted, pair
+from monograph.loss import Loss, constant, counted, counts, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
 from monograph.step import Clip, Layout, Step, Update, closed
@@ -152,7 +152,7 @@ class Stacked:
     def _targets(self, step: Step, batch: Any) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""
         loss, device = step.loss, step.device
-        if not isinstance(loss, CountedLoss):
+        if not counts(loss):
             return None
         if not self.each:
             return counted(loss.count(batch), device).expand(self.members.stack.size)

@@ -9,7 +9,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -18,25 +18,49 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import MappingKey, tree_leaves_with_path
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from monograph.errors import UsageError
 from monograph.graph.frozen import Int8Linear, NF4Linear
 
 M = TypeVar("M", bound=nn.Module)
-_BY_NAME = ("_parameters", "_buffers")
+_OWN = {"_modules", "_parameters", "_buffers"}
 _WRAPPED = "_orig_mod"  # the name by which `torch.compile(module)` holds the module
 
 
 def unique_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores them)."""
+    """Return the state dict with tied tensors once, under their first name (as Hugging Face stores them).
+
+    Raises:
+        UsageError: it has something else than the module's parameters and buffers, such as a hook's copies.
+    """
+    state = module.state_dict()
+    live = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_complex()):
+            kind = "complex" if value.is_complex() else "sparse"
+            raise UsageError(
+                f"{name} is {kind}, which a checkpoint cannot hold: make it a buffer with persistent=False, or keep "
+                "real numbers, as torch.view_as_real gives them"
+            )
+        if not isinstance(value, Tensor) or _memory(value) not in live:
+            raise UsageError(
+                f"the module's state_dict has {name!r}, which is no parameter or buffer but a copy or other data: what "
+                "is loaded would not reach the module; take out its state_dict hook, or get_extra_state"
+            )
     # An address alone may be shared by a view; tied tensors have the same size and strides as well.
     seen: dict[tuple[int, int, Any], str] = {}
     return {
         name: tensor
-        for name, tensor in module.state_dict().items()
+        for name, tensor in state.items()
         if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
     }
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what tells one storage from all others."""
+    own = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards
+    return int(own.untyped_storage()._cdata) if own.layout == torch.strided else id(own)
 
 
 def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
@@ -46,21 +70,46 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
     also in lists and dicts. A tensor that has two names is one.
     """
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    by_storage, seen = dict[int, list[tuple[int, str, Any]]](), set[int]()
+    by_storage, seen = dict[int, list[tuple[int, int, str, Any]]](), set[int]()
     for path, part in module.named_modules():
-        for keys, leaf in tree_leaves_with_path({key: value for key, value in vars(part).items() if key != "_modules"}):
-            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or is_lazy(leaf) or id(leaf) in seen:
-                continue
-            seen.add(id(leaf))
-            own = getattr(leaf, "_local_tensor", leaf)  # of a tensor in shards
-            names = (str(key.key) for key in keys if isinstance(key, MappingKey) and key.key not in _BY_NAME)
-            name, first = ".".join(filter(None, [path, *names])), int(own.storage_offset()) * own.element_size()
-            by_storage.setdefault(own.untyped_storage()._cdata, []).append((first, name, own))
+        # Spectral norm puts the weight itself where its hook puts the normalised one before each call.
+        passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        held = [part._parameters, part._buffers, {k: v for k, v in vars(part).items() if k not in _OWN | passing}]
+        for name, tensor in chain.from_iterable(_tensors_in(value, path, seen) for value in held):
+            if tensor.layout == torch.strided and not is_lazy(tensor):
+                own = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards
+                first = int(own.storage_offset()) * own.element_size()
+                by_storage.setdefault(_memory(own), []).append((first, _end_byte(own), name, own))
     for places in by_storage.values():
-        for (_, one, its), (_, other, own) in pairwise(sorted(places, key=itemgetter(0, 1))):
-            if trained & {one, other} and np.shares_memory(_bytes_of(its), _bytes_of(own)):
-                return one, other
+        reaching = list[tuple[int, str, Any]]()  # those before that end after this one begins
+        for first, end, name, own in sorted(places, key=itemgetter(0, 1, 2)):
+            reaching = [before for before in reaching if before[0] > first]
+            for _, other, its in reaching:
+                if trained & {name, other} and np.shares_memory(_bytes_of(its), _bytes_of(own)):
+                    return other, name
+            reaching.append((end, name, own))
     return None
+
+
+def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value with their names, also in its lists and dicts; each object once."""
+    if not isinstance(value, Tensor | dict | list | tuple) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{name}.{key}" if name else str(key), seen)
+    else:
+        for item in value:
+            yield from _tensors_in(item, name, seen)
+
+
+def _end_byte(tensor: Tensor) -> int:
+    """Return the place after the last byte of its storage that belongs to a tensor."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + (steps + 1 if tensor.numel() else 0)) * tensor.element_size()
 
 
 def _bytes_of(tensor: Tensor) -> Any:
@@ -172,7 +221,26 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
         for (owner, name, buffer), value in zip(kept, values, strict=True):
             owner._buffers[name] = buffer
             if buffer is not None and value is not None:
-                buffer.copy_(value)
+                write(buffer, value)
+
+
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Copy a value of its shape into a tensor, which may be expanded: then each of its numbers is written once."""
+    if tensor.layout == torch.strided and 0 in tensor.stride():
+        once = tuple(slice(None if stride else 1) for stride in tensor.stride())
+        tensor, value = tensor[once], value[once]
+    tensor.copy_(value)
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore after the `with` block which parts train: some, such as frozen norms, may stay in evaluation mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 ALL_LINEAR = "all-linear"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
-from monograph.graph.inspect import blocks, buffers_kept, unwrap_
+from monograph.graph.inspect import blocks, buffers_kept, modes_kept, unwrap_
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -47,18 +47,16 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
 
     linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     handles = [layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in linear]
-    flags = [(part, part.training) for part in module.modules()]
     try:
-        run()
-        # Evaluation may take another way through the module, and layers must be siblings on both ways.
-        if any(flag for _, flag in flags):
-            module.eval()
+        with modes_kept(module):
             run()
+            # Evaluation may take another way through the module, and layers must be siblings on both ways.
+            if any(part.training for part in module.modules()):
+                module.eval()
+                run()
     finally:
         for handle in handles:
             handle.remove()
-        for part, flag in flags:
-            part.training = flag
     return calls
 
 

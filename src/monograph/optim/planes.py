@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monograph.errors import UsageError
-from monograph.graph.inspect import in_the_same_memory
+from monograph.graph.inspect import in_the_same_memory, unique_state
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.optim.narrow import BLOCK
 
@@ -119,21 +119,24 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
 
 def require_movable(module: nn.Module) -> None:
-    """Require that a module's parameters can be moved without changing what it computes.
+    """Require that a module's parameters can be moved without changing what it computes and what its state shows.
 
     Raises:
-        UsageError: one has no shape yet or no real numbers, or shares its memory with another tensor.
+        UsageError: one has no shape yet or cannot be trained in its dtype, or shares its memory with another tensor; or
+            as `unique_state`.
     """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(f"{name} has no shape yet: call the module once, with inputs of the size it will have")
-        if tensor.requires_grad and tensor.is_complex():
-            raise UsageError(f"{name} is {tensor.dtype}: expected real numbers; make a parameter of each part")
+        # In fp16 an optimizer's eps is 0, and so are squares of gradients: the first update would make NaN.
+        if tensor.requires_grad and kept_dtype(tensor) not in (torch.float32, torch.float64, torch.bfloat16):
+            raise UsageError(f"{name} is {tensor.dtype}: expected float32, float64 or bfloat16, to train it in")
     if pair := in_the_same_memory(module):
         raise UsageError(
             f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
             "Parameter under both names, or compute one from the other where it is read"
         )
+    unique_state(module)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.inspect import unwrapped
+from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
@@ -264,7 +264,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     own = kept_state(model)
     _require_fit(own, tensors)
     for name, tensor in own.items():
-        tensor.detach().copy_(tensors[name])
+        write(tensor.detach(), tensors[name])
 
 
 def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
+Words = Annotated[list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)]
+Place = Annotated[Int, Field(ge=0, le=624)]
 _FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
 
 
@@ -60,7 +62,7 @@ class _Position(BaseModel):
 class _Generators(BaseModel):
     model_config = _STRICT
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
-    numpy: Annotated[tuple[str, list[Int], Int, Int, Float], _FROM_LIST]
+    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]  # numpy checks neither
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
@@ -91,7 +93,7 @@ class _State(BaseModel):
     data: _Position
     random: _Generators
     micro_batch: Annotated[int, Field(gt=0, le=MOST)] | None
-    length: Natural
+    length: Annotated[Natural, Field(ge=1)]
     cooled: Pair | None
     budget_s: Seconds | None
     elapsed_s: Seconds
@@ -156,6 +158,9 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         raise InputRefused(f"{name} = {_shown(fault['input'])}: {what}") from None
     if known.engine.index != update:
         raise InputRefused(f"engine.index = {known.engine.index}: expected {update}, as in MANIFEST.json")
+    begin, end = known.cooled or (update, known.length)
+    if not begin <= end >= update:
+        raise InputRefused(f"length = {known.length}, cooled = {known.cooled}: they end before update {update}")
     if known.shape is not None:
         try:
             LlamaConfig.from_hf(known.shape)

@@ -18,6 +18,7 @@ from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
+from monograph.graph.inspect import modes_kept
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
@@ -321,15 +322,14 @@ class Reporter:
         engine = self.session.engine
         if not self._writes:
             return []
-        training, step = engine.model.training, engine.step
+        step = engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
-        with step.averaged(), step.assembled() as model, graph.set_aside(step):
+        with modes_kept(engine.model), step.averaged(), step.assembled() as model, graph.set_aside(step):
             if not isinstance(model, Llama) or not self.session.world.leads:
                 return []
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             texts = [completion.text for completion in written]
-        engine.model.train(training)
         return texts
 
     def _yardsticks(self) -> dict[str, float]:

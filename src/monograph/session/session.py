@@ -301,12 +301,19 @@ def seed_all(number: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as JSON values."""
+    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as JSON values.
+
+    Raises:
+        InputRefused: the model's code has given NumPy another bit generator than its own.
+    """
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    kind, state = numpy["bit_generator"], numpy["state"]
+    if kind != "MT19937":
+        raise InputRefused(f"numpy.random draws from {kind}: take set_bit_generator out of the model's file")
     return {
         "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "numpy": [kind, state["key"].tolist(), state["pos"], numpy["has_gauss"], numpy["gauss"]],
         "torch": _hex(torch.get_rng_state()),
         "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
     }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from monograph.device import clock, compiler_obstacle, describe, synchronize
 from monograph.distributed.world import World
 from monograph.engine import Engine
+from monograph.errors import UsageError
 from monograph.graph import capture as graph
 from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
@@ -23,6 +24,7 @@ from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
+from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.plan import Length
@@ -213,6 +215,8 @@ def fix_length(session: Session, progress: Progress) -> None:
     plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
     per_epoch = session.corpus.train.per_epoch
     updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)
+    if updates > recorded_state.MOST:
+        raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
     if not updates:
         with progress.stage("calibrate", "a few updates, thrown away") as stage:
             seconds = calibrate(session)

@@ -15,7 +15,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph import siblings
 from monograph.graph.inspect import buffers_kept, parts
 from monograph.graph.lora import kept_state
-from monograph.loss import CountedLoss, TokenLoss, counted, pair
+from monograph.loss import TokenLoss, counted, counts, pair
 from monograph.optim import Plane, planes, trainable, unlinked
 from monograph.schedule import factor_at
 
@@ -50,7 +50,7 @@ def sums_of(step: Any, batch: Any) -> Sums:
 
 def targets_of(step: Any, batch: Any) -> Tensor | None:
     """Return the number of the batch's targets, if the loss can count them without a forward pass."""
-    return counted(step.loss.count(batch), step.device) if isinstance(step.loss, CountedLoss) else None
+    return counted(step.loss.count(batch), step.device) if counts(step.loss) else None
 
 
 def one_by_one(step: Any, batches: Sequence[Any]) -> None:

@@ -22,7 +22,7 @@ from monograph.graph.inspect import unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import CountedLoss, Loss, token_loss
+from monograph.loss import Loss, counts, token_loss
 from monograph.optim import AdamW, Optimizer, Plane, checked, hidden_matrices, initialise, unlinked
 from monograph.schedule import Schedule, constant
 from monograph.step.clip import (
@@ -303,7 +303,7 @@ class Step:
 
     def unscaled(self) -> Tensor:
         """Return the factor that makes the summed gradient, as it lies in the planes, that of the mean loss."""
-        counted = isinstance(self.loss, CountedLoss)
+        counted = counts(self.loss)
         return (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
 
     def accepts(self, grad_norm: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,17 +215,20 @@ class Tokenizer:
             notes.append("the tokenizer puts a space before a text, which is trained and measured as a part of it")
         if self.strips and self._marks and self._marks.scheme != "prepend":
             notes.append("the tokenizer leaves out one space at the beginning of a text that begins with spaces")
+        added = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
+        if cut := [content for content in added if _CUT_INSIDE.search(content)]:
+            notes.append(f"long texts are encoded in parts, so {_some(cut)} may be cut in two there")
         if self.space_first or self._marks:
-            added = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
             texts = [f"a{content}a" for content in added]
             encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
             back = self._engine.decode_batch([encoding.ids for encoding in encodings])
-            apart = [content for content, text in zip(added, back, strict=True) if text.endswith(f"{content} a")]
+            both = zip(added, back, strict=True)
+            apart = [content for content, text in both if f"a {content}" in text or f"{content} a" in text]
             if apart:
-                notes.append(f"the tokenizer puts a space after {', '.join(map(repr, apart[:3]))}, as part of the text")
+                notes.append(f"the tokenizer puts a space next to {_some(apart)}, as part of the text")
         if self._lacking:
             lost = (chr(code) for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000)) if self.loss(chr(code)))
-            examples = ", ".join(map(repr, itertools.islice(lost, 3))) or "control characters"
+            examples = _some(lost) or "control characters"
             notes.append(f"the tokenizer has no tokens for {examples} and the like: text with such is refused")
         return tuple(notes)
 
@@ -308,6 +312,8 @@ class Tokenizer:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
+# In an added token: a place where a text is cut, as no other token has it inside; see `data.reading`.
+_CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
 # transformers then begins a prompt as each document began in training.
 _BEGIN_WITH_BOS: dict[str, Any] = {
     "type": "TemplateProcessing",
@@ -319,6 +325,10 @@ _BEGIN_WITH_BOS: dict[str, Any] = {
     ],
     "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
 }
+
+
+def _some(texts: Iterable[str]) -> str:
+    return ", ".join(map(repr, itertools.islice(texts, 3)))
 
 
 def _literal(content: dict[str, Any]) -> tokenizers.Tokenizer:
