@@ -32,9 +32,25 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with tied tensors once, under their first name (as Hugging Face stores them).
 
     Raises:
-        UsageError: it has something else than the module's parameters and buffers, such as a hook's copies.
+        UsageError: as `own_state`.
     """
-    state = module.state_dict()
+    # An address alone may be shared by a view; tied tensors have the same size and strides as well.
+    seen: dict[tuple[int, int, Any], str] = {}
+    return {
+        name: tensor
+        for name, tensor in own_state(module).items()
+        if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
+    }
+
+
+def own_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict, and require that a checkpoint can hold it and be loaded into it.
+
+    Raises:
+        UsageError: it has something else than the module's parameters and buffers, such as a hook's copies, or one that
+            is complex or sparse.
+    """
+    state: dict[str, Tensor] = module.state_dict()
     live = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
     for name, value in state.items():
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_complex()):
@@ -48,13 +64,7 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
                 f"the module's state_dict has {name!r}, which is no parameter or buffer but a copy or other data: what "
                 "is loaded would not reach the module; take out its state_dict hook, or get_extra_state"
             )
-    # An address alone may be shared by a view; tied tensors have the same size and strides as well.
-    seen: dict[tuple[int, int, Any], str] = {}
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
-    }
+    return state
 
 
 def _memory(tensor: Tensor) -> int:

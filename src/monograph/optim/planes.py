@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monograph.errors import UsageError
-from monograph.graph.inspect import in_the_same_memory, unique_state
+from monograph.graph.inspect import in_the_same_memory, own_state
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.optim.narrow import BLOCK
 
@@ -123,7 +123,7 @@ def require_movable(module: nn.Module) -> None:
 
     Raises:
         UsageError: one has no shape yet or cannot be trained in its dtype, or shares its memory with another tensor; or
-            as `unique_state`.
+            as `own_state`.
     """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
@@ -136,7 +136,7 @@ def require_movable(module: nn.Module) -> None:
             f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
             "Parameter under both names, or compute one from the other where it is read"
         )
-    unique_state(module)
+    own_state(module)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
