@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+import monograph as mono
 from batches import ragged, tiny_llama
 from monograph.errors import NoValidCheckpoint
 from monograph.loop import load_checkpoint, save_checkpoint, train
@@ -46,6 +49,35 @@ def test_a_run_of_one_s_own_resumes_bit_for_bit(tmp_path):
     assert [u.index for u in train(second, Windows(position["rows"]), updates=5)] == [3, 4]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name])
+
+
+def ensemble():
+    return mono.Ensemble([tiny_llama(tie_word_embeddings=True)], clip=1.0)
+
+
+def one_graph():
+    engine = ensemble()
+    assert engine.capture(ragged(4), "eager") is None
+    return engine
+
+
+def streamed():
+    return mono.Streamed(tiny_llama(tie_word_embeddings=True), micro_batch=2)
+
+
+@pytest.mark.parametrize("made", [engine, ensemble, one_graph, streamed])
+def test_a_window_of_before_the_loading_is_forgotten(made):
+    own, outcomes = made(), []
+    begun = copy.deepcopy(own.state())
+    for interrupted in (False, True):
+        own.load_state(begun)
+        if interrupted:
+            own.accumulate(ragged(4, seed=8))
+            own.load_state(begun)
+        own.accumulate(ragged(4, seed=9))
+        update = own.update()
+        outcomes.append([update.count, update.loss, *copy.deepcopy(own.state()).model.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
 def test_a_tied_head_is_saved_once():

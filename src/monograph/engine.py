@@ -87,7 +87,10 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The original module, up to date: where its weights are elsewhere meanwhile, this waits for them."""
+        """The original module, up to date: where its weights are elsewhere meanwhile, this waits for them.
+
+        A `Streamed` that computes in bf16 keeps only the rounded weights in it; `step.assembled()` has all digits.
+        """
         self.step.layout.at_rest(self.step, False)
         return self.step.model
 
@@ -289,6 +292,8 @@ class Engine:
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors; it may be another engine's with the same model and optimizer.
 
+        What was accumulated since the last update is forgotten.
+
         Raises:
             InputRefused: a tensor or counter is missing or no such numbers, or a tensor is left over or has another
                 shape. Nothing was copied then.
@@ -297,6 +302,7 @@ class Engine:
         state.require_fit(own)
         counters = [(counter, state.counter(name, counter)) for name, counter in self.step.counters.items()]
         index = int(state.counter("index", torch.tensor(0)))
+        self.step.discard()
         for mine, theirs in ((own.model, state.model), (own.optimizer, state.optimizer)):
             for name, tensor in theirs.items():  # in their order: they may be read from a file one by one
                 write(mine[name].detach(), tensor)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import Checkpoint, newest, save
+from monograph.checkpointing import Checkpoint, newest, rotation, save
 from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
 from monograph.storage import blocks
 
@@ -64,6 +64,20 @@ def test_newest_says_what_it_skipped_and_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "step-00000001" / "MANIFEST.json").unlink()
     with pytest.raises(NoValidCheckpoint, match="no valid checkpoint: .*step-00000003.*step-00000002.*step-00000001"):
         newest(tmp_path, pytest.fail)
+
+
+def test_one_that_is_removed_while_it_is_read_was_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on: what its reader listed is gone, and a newer one is there."""
+    save(tmp_path, checkpoint(1), keep=1)
+    load = rotation.load
+
+    def overtaken(folder: Path) -> Checkpoint:
+        if folder.name == "step-00000001":
+            save(tmp_path, checkpoint(2), keep=1)
+        return load(folder)
+
+    monkeypatch.setattr(rotation, "load", overtaken)
+    assert same(newest(tmp_path, pytest.fail), checkpoint(2))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

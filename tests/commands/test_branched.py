@@ -30,6 +30,9 @@ def test_from_a_run(server: CommandServer, here: Path) -> None:
     config = (here / "b/config.toml").read_text()
     assert "lr = 0.003" in config and "hidden_size = 16" in config and "updates = 4" in config
     assert (here / "b/tokenizer.json").read_bytes() == (parent / "tokenizer.json").read_bytes()
+    shutil.rmtree(max((here / "b/checkpoints").iterdir()))
+    parent.rename(here / "elsewhere")  # a branch has a tokenizer of its own
+    assert server.run(here, "train", "--resume", "b", figures=0).code == 0
     (here / "more").mkdir()
     (here / "more/x.txt").write_text("delta gamma " * 80)
     done = server.run(here, "train", "--from", "b", "more", "train.updates=2", "--out", "c", figures=0)

@@ -27,7 +27,12 @@ def test_every_command_finds_the_text_again(server: CommandServer, here: Path, p
     assert kept.read_bytes() == piped.read_bytes() and str(kept.relative_to(here)) in done.err
     scored = server.run(here, "evaluate", "last", "--json")
     assert json.loads(scored.out.splitlines()[-1])["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"])
-    assert server.run(here, "train", "--from", "last", "train.updates=1", figures=0).code == 0
+    kept.parent.rename(here / "moved")
+    again = server.run(here, "evaluate", "moved", "--json")
+    assert json.loads(again.out.splitlines()[-1])["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"])
+    branch = ["train", "--from", "moved", "--out", "branch", "train.updates=1"]
+    assert server.run(here, *branch, figures=0).code == 0
+    assert 'source = ["moved/stdin"]' in (here / "branch/config.toml").read_text()
 
 
 def test_a_stopped_run_goes_on_without_the_pipe(server: CommandServer, here: Path, piped: Path) -> None:
@@ -39,10 +44,11 @@ def test_a_stopped_run_goes_on_without_the_pipe(server: CommandServer, here: Pat
     (here / "twice/metrics.jsonl").write_text("")
     for path in (here / "twice/checkpoints").iterdir():
         path.rename(here / path.name)
-    assert server.run(here, "train", "--resume", "twice", figures=0).code == 0
+    (here / "twice").rename(here / "moved")  # the text is still the run's
+    assert server.run(here, "train", "--resume", "moved", figures=0).code == 0
     losses = [
         [json.loads(line).get("train_loss") for line in (here / out / "metrics.jsonl").read_text().splitlines()]
-        for out in ("once", "twice")
+        for out in ("once", "moved")
     ]
     assert losses[0] == losses[1] and any(losses[0])
 

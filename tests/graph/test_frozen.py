@@ -61,6 +61,7 @@ def test_nf4_is_the_nearest_level_of_its_block(seed, decades, n, k):
     distance = (shares[:, None] - torch.tensor(NF4)).abs()
     chosen = distance.gather(1, codes.long()[:, None])[:, 0]
     assert (chosen <= distance.amin(1) + 1e-6).all()
+    assert layer.dense().shape == weight.shape and layer(torch.eye(k)).T.equal(layer.dense() + 0)
     # Scales are kept to half a step of their group, which is 1 / 128 of the largest distance from the mean.
     scale = layer.levels / layer.steps.repeat_interleave(256)[: len(layer.levels)] + layer.mean
     assert (

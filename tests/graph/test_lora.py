@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import monograph as mono
 from adapted import LINEAR, SMALL, adapted_llama, trained
 from batches import packed, ragged, tiny_llama
 from monograph.errors import UsageError
@@ -161,6 +162,17 @@ def test_merged_is_a_plain_model_with_the_same_outputs(base):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     torch.testing.assert_close(model(tokens), before, rtol=2e-5, atol=2e-6)
     merge(model)  # nothing is left to do
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
+    model = tiny_llama().to(dtype)
+    adapt(model, Lora(2, 4.0, base=base))
+    with pytest.raises(UsageError, match=r"weights in 8 or 4 bits: .*merge\(model\) first"):
+        mono.save(model, tmp_path / "out")
+    merge(model)
+    assert {p.dtype for p in model.parameters()} == {dtype} and model(ragged(2)["tokens"]).isfinite().all()
 
 
 def test_biases_stay_where_they_are():

@@ -21,7 +21,7 @@ from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
-from monograph.step import Step, accumulate
+from monograph.step import Step, accumulate, update
 from numerics import error_within
 
 POLICIES = [
@@ -151,13 +151,34 @@ def test_dropout_and_buffers_are_as_if_the_block_had_run_once(policy):
     assert int(step.model.blocks[0][2].num_batches_tracked) == int(step.model.blocks[0][5].ran) == 8
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_captured_block_drops_the_same_when_it_is_recomputed(backend):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
+    """Their gradients are fp32, so parameters and gradients have different dtypes."""
+    outcomes = []
+    for each in (Remat.Off(), policy):
+        optim = AdamW(lr=1e-2, state="all-bf16")
+        step = Step(tiny_llama(), loss=token_loss, optim=optim, precision=Precision("bf16"), remat=each)
+        accumulate(step, [packed(2), packed(2, seed=1)])
+        outcomes.append([update(step).grad_norm, *step.model.state_dict().values()])
+    assert all(torch.equal(mine, its) for mine, its in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "backend", "scope"),
+    [
+        (Remat.Full(), "eager", "whole"),
+        (Remat.Full(), "aot_eager", "whole"),
+        (Remat.Full(), "eager", "blocks"),
+        (Remat.Pointwise(), "eager", "blocks"),
+        (Remat.Budget(0.3), "eager", "blocks"),
+    ],
+)
+def test_a_captured_block_drops_the_same_when_it_is_recomputed(policy, backend, scope):
     """The loss is linear in the weight, so it is the weight's product with its gradient if both dropped the same."""
-    block = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.Sequential())
+    block = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.Dropout(0.5), nn.Sequential())
     model = nn.Sequential(block).double()
-    step = Step(model, loss=lambda model, batch: (model(batch["x"]).sum(), 7), remat=Remat.Full())
-    capture(step, backend)
+    step = Step(model, loss=lambda model, batch: (model(batch["x"]).sum(), 7), remat=policy)
+    capture(step, backend, scope)
     accumulate(step, [vectors(0)])
     torch.testing.assert_close((block[0].weight * block[0].weight.grad).sum(), step.loss_sum, rtol=1e-9, atol=1e-9)
 

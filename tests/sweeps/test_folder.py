@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,27 @@ def test_a_sweep_that_was_killed_before_it_began_is_no_hindrance(sweep: Sweep) -
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"asked": 1, "points": 3}', '{"points": [3]}', "\0", "[" * 10**5])
 def test_a_damaged_record_is_one_line(sweep: Sweep, text: str) -> None:
     (sweep.run.folder / "sweep.json").write_text(text)
+    with pytest.raises(InputRefused, match=r"sweep\.json: damaged"):
+        Sweep.open(sweep.run.folder)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"points": []},
+        {"points": [{"bogus": 1}]},
+        *({name: value} for name in ("elapsed_s", "training_s") for value in ("x", None, -1.0, math.nan)),
+        {"target": 5},
+        {"groups": []},
+        {"groups": [{"rounds": [[1]], "updates": 3, "why": ""}]},
+        {"least_tokens": "many"},
+        {"tokens": 2**70},
+    ],
+    ids=str,
+)
+def test_a_forged_record_is_one_line_though_its_digest_is_right(sweep: Sweep, forged: dict[str, Any]) -> None:
+    sweep.record |= forged
+    sweep.write()
     with pytest.raises(InputRefused, match=r"sweep\.json: damaged"):
         Sweep.open(sweep.run.folder)
 

@@ -31,7 +31,7 @@ from monograph.checkpointing.folder import (
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import entries, exists
+from monograph.storage.reading import entries, exists, is_folder
 from monograph.storage.writing import sync
 
 FEWEST_KEPT = 1
@@ -122,6 +122,8 @@ def newest(
         try:
             checkpoint = load(folder)
         except CheckpointDamaged as error:
+            if not is_folder(folder):  # the run goes on meanwhile, and has newer ones
+                return newest(checkpoints, warn, at, until)
             refused.append(str(error))
             continue
         except Unreadable as error:

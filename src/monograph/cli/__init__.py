@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Stopped as stop:
         code = stop.exit_code
         if not stop.told:
-            print(stop, file=sys.stderr)
+            _say(f"{stop}\n")
     except MonographError as error:
         told = _follows() if error.told is None else error.told
         code = _end(str(error), error.exit_code, told, at_last=isinstance(error, PeerLost))
@@ -156,8 +157,13 @@ def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
 def _fail(message: str, code: int) -> int:
     """One line on stderr, its first word red on a terminal."""
     label = "\033[31merror:\033[0m" if terminal.takes_colour(sys.stderr) else "error:"
-    terminal.own(sys.stderr, f"{label} {terminal.one_line(message)}\n")
+    _say(f"{label} {terminal.one_line(message)}\n")
     return code
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a full disk under stderr changes no exit code
+        terminal.own(sys.stderr, text)
 
 
 def _unforeseen(error: BaseException, arguments: list[str]) -> int:
@@ -186,5 +192,5 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
             OutOfDeviceMemory.exit_code,
         )
     summary = terminal.one_line(f"{type(error).__name__}: {said_by(error)}")[:200]
-    print(f"bug: {summary}; please report it with {bug_report(arguments)}", file=sys.stderr)
+    _say(f"bug: {summary}; please report it with {bug_report(arguments)}\n")
     return 1

@@ -103,14 +103,18 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         if serial(folder.folder) <= 0 or record(folder.folder) == {}:
             raise InputRefused(f"{folder.lock_file}: does not say which run this is")
 
+    saved: dict[str, Any] = {}
+
     def verified(path: Path) -> None:
+        nonlocal saved
         checkpointing.verify(path)
-        recorded_state.state_in(path, folder)
+        saved = recorded_state.state_in(path, folder)
 
     folders = entries(folder.checkpoints, "step-")
     checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
+    if any(fault and not is_folder(folder.checkpoints / name) for name, fault in checkpoints.items()):
+        return _run(folder)  # the run goes on meanwhile, and has newer ones
     sound = [path for path in folders if checkpoints[path.name] is None]
-    saved = recorded_state.state_in(sound[-1], folder) if sound else {}
     files = {
         "run.lock": _fault(lock),
         "config.toml": _fault(lambda: run_settings(folder, runs_code=False)),

@@ -148,7 +148,8 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
     subject, own = side.subjects[0], first.subjects[0].own_text
     # A folder records no way of reading: it reads as the runs do, as far as it has positions.
-    how = subject.reading if side.is_run else reading | {"sequence_length": _shorter(subject.reading, reading)}
+    shortest = min(int(config["sequence_length"]) for config in (subject.reading, reading) if config)
+    how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
     if data:
         return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
     if side.is_run and subject.own_text != own:
@@ -159,10 +160,6 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     if len(text.held_out) == 0:
         raise UsageError(f"{first.name} held nothing out (data.held_out = 0): name a run that did as the first")
     return text.held_out
-
-
-def _shorter(one: dict[str, Any], other: dict[str, Any]) -> int:
-    return min(int(config["sequence_length"]) for config in (one, other) if config)
 
 
 def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Result:

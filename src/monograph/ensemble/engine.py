@@ -211,12 +211,17 @@ class Ensemble(Engine):
         # One micro-batch alone: the graph keeps no gradient to which another could be added.
         fits = self._waiting is None and self._rows(window) <= (self.micro_batch or self._rows(window))
         if self._in_one_graph and fits and not self._begun:
-            self._waiting = window
+            self._waiting = {name: tensor.clone() for name, tensor in window.items()}  # whose owner may write to it
             return
         parts, self._waiting, self._begun = (self._waiting, window), None, True
         for part in parts:
             if part is not None:
                 super().accumulate(part)
+
+    def load_state(self, state: EngineState) -> None:
+        """Copy a state as `Engine.load_state` does; a window that waits is forgotten, too."""
+        super().load_state(state)
+        self._waiting, self._begun = None, False
 
     def update(self) -> Update:
         """Apply the accumulated gradients.

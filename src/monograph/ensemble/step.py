@@ -113,7 +113,8 @@ class Stacked:
             buffer.copy_(written[name])
         step.loss_sum.copy_(loss_sum)
         step.count.copy_(count)
-        flat = [torch.cat([grads[slot.name].flatten(1) for slot in p.slots], dim=-1) for p in step.planes]
+        size = self.members.stack.size
+        flat = [torch.cat([grads[slot.name].reshape(size, -1) for slot in p.slots], dim=-1) for p in step.planes]
         return step.clip_and_apply(flat)
 
     # ── the layout ──────────────────────────────────────────────────────────────────────────────

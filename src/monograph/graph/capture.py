@@ -50,8 +50,8 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
     Args:
         step: a `monograph.Step`, of which the functions that its layout names are replaced.
-        backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code. Where the whole
-            model is one graph that recomputes, "eager" is "aot_eager".
+        backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code. Where a graph itself
+            recomputes, "eager" is "aot_eager".
         scope: "whole": each of these functions is one graph. "blocks": one graph that all blocks of the model
             share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
             what lies between them runs eagerly. It compiles in a time that does not grow with the depth.
@@ -74,8 +74,8 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
     """Return the backend, or for "eager" one that recomputes with the random numbers of the first time."""
-    recomputes = scope == "whole" and step.remat not in (Remat.Off(), Remat.Offload())
-    return "aot_eager" if backend == "eager" and recomputes else backend
+    outside = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
+    return "aot_eager" if backend == "eager" and step.remat not in outside else backend
 
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:

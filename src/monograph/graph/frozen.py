@@ -79,14 +79,18 @@ class NF4Linear(nn.Linear):
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
         self.register_buffer("table", table, persistent=False)  # a constant, so no checkpoint holds it
 
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
     def dense(self) -> Tensor:
         """Return the weight that the codes stand for, [N, K] fp32."""
-        return _dense(self.codes, self.levels, self.steps, self.mean, self.table, self.out_features)  # type: ignore[arg-type]
+        return _dense(self.codes, self.levels, self.steps, self.mean, self.table, *self._shape)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
         held = self.codes, self.levels, self.steps, self.mean, self.table
-        output: Tensor = _NF4Product.apply(_cast(input), *held, self.out_features)
+        output: Tensor = _NF4Product.apply(_cast(input), *held, *self._shape)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -136,25 +140,25 @@ class _NF4Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, outputs: int
+        x: Tensor, codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, N: int, K: int
     ) -> Tensor:
-        return x @ _dense(codes, levels_C, steps_G, mean, table, outputs).to(x.dtype).mT
+        return x @ _dense(codes, levels_C, steps_G, mean, table, N, K).to(x.dtype).mT
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:-1])
-        ctx.outputs = inputs[-1]
+        ctx.save_for_backward(*inputs[1:-2])
+        ctx.shape = inputs[-2:]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
-        return dy @ _dense(codes, levels_C, steps_G, mean, table, ctx.outputs).to(dy.dtype), *[None] * 6
+        return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[None] * 7
 
 
-def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, outputs: int) -> Tensor:
+def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, N: int, K: int) -> Tensor:
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
     pairs = torch.stack([codes >> 4, codes & 15], -1).flatten().int()
     numbers = table[pairs]
     blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK) * scale_C[:, None]
-    return blocks.flatten()[: len(numbers)].view(outputs, -1)
+    return blocks.flatten()[: N * K].view(N, K)

@@ -207,9 +207,12 @@ def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> Non
 def merge(module: nn.Module) -> None:
     """Turn every adapted layer, one after another, into the plain one that computes the same; see `merged`.
 
-    A quantised weight becomes the fp32 one that it stands for, and tokens' rows become their tables' own. Frozen
-    weights stay frozen.
+    A quantised weight becomes the one that it stands for, in the dtype that all other weights have, or in fp32. Tokens'
+    rows become their tables' own. Frozen weights stay frozen.
     """
+    plain = [m for m in module.modules() if not isinstance(m, (Factor, Int8Linear, NF4Linear))]
+    dtypes = {kept_dtype(p) for m in plain for p in m.parameters(recurse=False)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapters(module).values():
         weight = merged(layer)
         for name in ("lora_A", "lora_B", "lora_dropout"):
@@ -218,7 +221,7 @@ def merge(module: nn.Module) -> None:
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
             layer._buffers.clear()  # NF4's table
-            layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+            layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
         else:
             keep(layer.weight, weight)
         layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -64,7 +64,7 @@ def linear_cross_entropy(
     count = kept_N.sum()
     # A target that is not predicted still indexes a row of logits; its term is multiplied by zero.
     safe_N = torch.where(kept_N, targets_N, 0)
-    weights_N = kept_N.to(_sum_dtype(hidden_ND.dtype))
+    weights_N = kept_N.to(torch.promote_types(hidden_ND.dtype, torch.float32))
     if impl == "reference":
         weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(weights_N.dtype)
@@ -90,10 +90,6 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
 
 def _block_bytes(tensor: Tensor) -> int:
     return BLOCK_BYTES.get(tensor.device.type, BLOCK_BYTES["cuda"])
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,8 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
     varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
     panels: dict[str, Callable[[Axes], None]] = {
-        f"against_{name.rpartition('.')[2]}": _against_panel(settings, name, unit) for name in varied
+        f"against_{name.rpartition('.')[2]}": partial(_against, settings=settings, name=name, unit=unit)
+        for name in varied
     }
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
@@ -54,10 +56,6 @@ def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
     figure = Figure(figsize=(7.3, 3.4), layout="constrained")
     panel(figure.add_subplot())
     return Drawing(name, svg(figure), png(figure, dpi=200))
-
-
-def _against_panel(settings: Sequence[Setting], name: str, unit: str) -> Callable[[Axes], None]:
-    return lambda axes: _against(axes, settings, name, unit)
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
@@ -294,6 +295,8 @@ def save(
     """
     check(format, dtype)
     model = unwrapped(model)
+    if any(isinstance(part, (Int8Linear, NF4Linear)) for part in model.modules()):
+        raise UsageError("the model has weights in 8 or 4 bits: monograph.graph.lora.merge(model) first")
     if not isinstance(model, Llama):
         raise UsageError(f"save writes a language model of this package, not a {type(model).__name__}")
     if format == "hf":

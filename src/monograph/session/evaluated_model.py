@@ -20,7 +20,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
-from monograph.session.recorded import run_settings, strange_text
+from monograph.session.recorded import run_settings, strange_text, text_of
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
@@ -61,16 +61,19 @@ def require_finite(loss: float, name: str, text: str) -> None:
 def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run)
-    precision = Precision(settings.train.precision)  # in another precision the figures would differ
+    text, precision = (
+        text_of(settings),
+        Precision(settings.train.precision),
+    )  # in another precision the figures would differ
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return EvaluatedModel(
         module,
         loss,
         tokenizer,
         precision,
-        {key: getattr(settings.data, key) for key in _READING},
+        {key: text[key] for key in _READING},
         averaged,
-        {key: getattr(settings.data, key) for key in ("source", "held_out")},
+        {key: text[key] for key in ("source", "held_out")},
         state["fingerprint"],
         strange_text(run, settings),
     )

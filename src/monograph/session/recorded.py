@@ -85,6 +85,24 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
         require_trusted(toml, [load(toml, {}, {}).model.init])
 
 
+def text_of(settings: Settings) -> dict[str, Any]:
+    """Return the [data] settings; what a run names and is no longer at its place is taken from the run's own folder.
+
+    A run keeps its tokenizer and the text that it read from standard input, and may have been moved, as may the run
+    that it was begun from.
+    """
+    data = settings.data.model_dump()
+    for key, name in (("source", "stdin"), ("tokenizer", "tokenizer.json")):
+        # An origin is the file and its line.
+        run = Run(Path(settings.origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
+        own, named = run.folder / name, data[key]
+        if is_file(run.lock_file) and exists(own):
+            items = [named] if isinstance(named, str) else named
+            here = [str(own) if Path(item).name == name and not exists(item) else item for item in items]
+            data[key] = here[0] if isinstance(named, str) else here
+    return data
+
+
 def require_text(settings: Settings) -> None:
     """Refuse a run, a checkpoint or a model's folder where text is meant, since none of their files is text.
 
@@ -235,6 +253,8 @@ def branched(parent: Run, given: Settings) -> Settings:
     if given.model.init:  # which brings its shape with it
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
+    if "data.source" in kept:
+        kept["data.source"] = text_of(own)["source"]
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
     return given.resolve(kept, str(parent.config))

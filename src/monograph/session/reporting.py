@@ -233,7 +233,7 @@ class Reporter:
         if session.plan.expected:
             needed += f" ({memory(session.plan.expected.peak_memory_bytes)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
-        skipped = counted(self._skipped(rows), "skipped update")
+        skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
@@ -350,9 +350,6 @@ class Reporter:
         with suppress(OSError):
             kept.write_text(json.dumps(values))
         return values
-
-    def _skipped(self, rows: list[dict[str, Any]]) -> int:
-        return sum(1 for row in rows if row.get("skipped"))
 
 
 def _free() -> str:

@@ -222,7 +222,7 @@ class Step:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
         captured = self.scope != "none"
         if self.kept_for != captured:
-            with self.context():
+            with unlinked(self.planes), self.context():
                 recompute.choose_kept(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.kept_for = captured
 

@@ -9,13 +9,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from monograph.config import Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
+from monograph.config.settings import KEYS
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
+from monograph.run.recorded_state import Natural, Seconds
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.run.writing import write_whole
 from monograph.session.recorded import run_settings, write_config
@@ -27,6 +31,28 @@ SCHEMA = "monograph.sweep/1"
 # The least number of tokens that a member of a first sweep learns from, however slow the machine: with far fewer,
 # the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(strict=True)
+    rounds: list[Natural]
+    updates: Natural
+    why: str
+
+
+class _Record(BaseModel):
+    """What sweep.json may hold where a command relies on it."""
+
+    model_config = ConfigDict(strict=True)
+    asked: str
+    points: Annotated[list[dict[Literal[tuple(KEYS)], Any]], Field(min_length=1)]  # type: ignore[valid-type]
+    settings: str | None = None
+    least_tokens: Natural = 0
+    target: str | None = None
+    groups: Annotated[list[_Group], Field(min_length=1)] | None = None
+    elapsed_s: Seconds = 0
+    training_s: Seconds = 0
+    tokens: Natural = 0
 
 
 class Sweep:
@@ -90,7 +116,8 @@ class Sweep:
             record = parse_json(content)
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
-            record["asked"], record["points"] = str(record["asked"]), [_point(point) for point in record["points"]]
+            _Record.model_validate(record)
+            record["points"] = [_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None
         return cls(Run(folder), record)
