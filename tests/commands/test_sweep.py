@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 import shlex
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over, rows, sound, with_texts
+from monograph import checkpointing
 
 AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
 SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
@@ -99,9 +102,15 @@ def test_a_member_that_is_not_itself_alone_ends_with_1(place: Path, server: Comm
     """One loss of many is another, as if the graph of all had computed it so."""
     shutil.copytree(place / result((place / "out").read_text())["run"], place / "odd")
     metrics = place / "odd/members/003/metrics.jsonl"
+    before = metrics.stat().st_size
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     next(line for line in lines if line["update"] == 7)["train_loss"] += 0.25
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    newest = max((metrics.parent / "checkpoints").iterdir())
+    saved = checkpointing.load(newest)
+    offset = saved.state["metrics_offset"] + metrics.stat().st_size - before
+    sealed = {"metrics_offset": offset, "metrics_sha256": hashlib.sha256(metrics.read_bytes()[:offset]).hexdigest()}
+    checkpointing.save(newest.parent, replace(saved, state={**saved.state, **sealed}))
     done = server.run(place, "sweep", "--out", "odd", "--verify", "3", "--json", figures=0)
     assert done.code == 1, done.err
     found = result(done.out)["verify"]
@@ -117,6 +126,17 @@ def test_the_same_command_again_changes_nothing(place: Path, server: CommandServ
     assert "data  " not in done.err, "no text is read"
     done = server.run(place, "sweep", *SHORT, "optim.lr=1e-3,1e-2", "--out", found["run"])
     assert done.code == 2 and "holds another sweep" in done.err
+
+
+def test_metrics_of_a_member_that_were_altered_are_no_result(place: Path, server: CommandServer) -> None:
+    [sweep] = (place / "runs").iterdir()
+    metrics, before = sweep / "members/002/metrics.jsonl", (sweep / "sweep.json").read_bytes()
+    kept = metrics.read_bytes()
+    metrics.write_bytes(re.sub(rb'"train_loss": \d', b'"train_loss": 1', kept, count=1))
+    done = server.run(place, "sweep", "--out", str(sweep))
+    assert done.code == 3 and f"{metrics}: expected rows of sha256" in done.err.splitlines()[-1], done.err
+    metrics.write_bytes(kept)
+    assert (sweep / "sweep.json").read_bytes() == before
 
 
 def test_a_sweep_is_no_run(place: Path, server: CommandServer) -> None:
@@ -160,7 +180,8 @@ def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, h
     done = command.wait()
     assert done.code == 75, done.err
     said = re.fullmatch(r"saved at update (\d+) of 100; continue: (.+)", done.err.splitlines()[-1])
-    assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} == {int(said[1])}
+    # On a busy machine several rounds may pay, and then members of earlier ones have ended.
+    assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} - {100} <= {int(said[1])}
     _, again = said[2].split("monograph ")
     done = server.run(here, *shlex.split(again), figures=0)
     assert done.code == 0 and "best" in done.err

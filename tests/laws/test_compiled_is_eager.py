@@ -7,12 +7,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from batches import flat_gradient, packed, ragged, tiny_llama
 from laws.replaying import assert_same_bits
 from monograph import compat
 from monograph.graph.capture import compiled as in_graph
 from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
@@ -20,6 +22,58 @@ from monograph.step import Clip
 from numerics import error_within, relative_error
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def squares(model, batch):
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+class Centred(nn.Module):
+    """A block that reads what it writes: a running mean, and a number of calls."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.calls.add_(1)
+        return x + torch.tanh(self.linear(x - self.mean)) * (1 + 1 / self.calls)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("remat", "scope"), [(Remat.Off(), "whole"), (Remat.Full(), "whole"), (Remat.Pointwise(), "blocks")]
+)
+def test_what_depends_on_a_written_buffer_is_computed_once(remat, scope, backend):
+    """A second time, in the backward pass, it would be computed from what the forward pass has written."""
+    torch.manual_seed(0)
+    windows, outcomes = [{"x": 1 + torch.randn(8, 6)} for _ in range(2)], []
+    model = nn.Sequential(Centred(), Centred(), nn.Linear(6, 3))
+    for captured in (False, True):
+        engine = Resident(copy.deepcopy(model), loss=squares, optim=AdamW(lr=1e-2), remat=remat)
+        if captured:
+            assert engine.capture(windows[0], backend, scope) is None
+        for window in windows:
+            engine.accumulate(window)
+            gradient = flat_gradient(engine.model).clone()
+            engine.update()
+        outcomes.append([gradient, *engine.model.state_dict().values()])
+    for mine, its in zip(*outcomes, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def test_a_float64_buffer_without_a_dimension_is_not_captured():
+    model = nn.Linear(6, 3)
+    model.register_buffer("scale", torch.ones((), dtype=torch.float64))
+    engine = Resident(model, loss=squares)
+    assert "the buffer scale is float64 and has no dimension" in engine.capture({"x": torch.randn(2, 6)})
 
 
 def double(engine):

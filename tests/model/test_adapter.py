@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -125,6 +126,8 @@ REFUSED = {
     "a rank that is none": ({"r": True}, "r = True: expected a whole number"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
     "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha = inf"),
+    "an alpha beyond all": ({"lora_alpha": 10**400}, "lora_alpha = 1000"),
+    "a text for yes": ({"use_rslora": "no"}, "use_rslora = 'no' is not read: expected one of"),
     "no targets": ({"target_modules": None}, "target_modules = None"),
     "wrong targets": ({"target_modules": ["q_proj", 3]}, "target_modules = .*3"),
 }
@@ -135,6 +138,15 @@ def test_a_configuration_that_is_not_understood_is_refused_by_key(folder, name):
     values, words = REFUSED[name]
     with pytest.raises(InputRefused, match=rf"adapter_config.json: {words}"):
         read_adapter(changed(folder, **values))
+
+
+def test_adapters_that_are_bases_of_each_other_are_refused(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    changed(other, base_model_name_or_path=str(folder))
+    adapter = read_adapter(changed(folder, base_model_name_or_path=str(other)))
+    with pytest.raises(InputRefused, match="its base is an adapter whose base leads back to it"):
+        resolved_base(adapter)
 
 
 def test_keys_that_are_not_set_are_nothing(folder):

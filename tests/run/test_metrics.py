@@ -6,6 +6,7 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,31 @@ def test_missing_rows_are_refused(tmp_path: Path) -> None:
     run.log({"update": 1})
     with pytest.raises(InputRefused, match="rows are missing"):
         run.truncate_metrics(run.metrics_offset + 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"summary": 5},
+        {"summary": {"update": 6.0}},
+        {"tokens_per_s": "x"},
+        {"update": "x"},
+        {"update": 6.0},
+        {"diverged": "x"},
+        {"eval_loss": "x"},
+        {"sample": [1]},
+        {},
+        [1],
+    ],
+    ids=str,
+)
+def test_a_row_of_other_types_is_refused_by_its_line(row: Any, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run")
+    run.log({"update": 1, "train_loss": 2.0, "eval_loss": None})
+    with run.metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(InputRefused, match=r"metrics\.jsonl:2: not a row of metrics"):
+        run.rows()
 
 
 def test_a_run_without_rows_has_offset_zero(tmp_path: Path) -> None:

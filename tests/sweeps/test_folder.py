@@ -70,6 +70,7 @@ def test_a_damaged_record_is_one_line(sweep: Sweep, text: str) -> None:
         *({name: value} for name in ("elapsed_s", "training_s") for value in ("x", None, -1.0, math.nan)),
         {"target": 5},
         {"groups": []},
+        *({"groups": [{"rounds": rounds, "updates": 3, "why": ""}]} for rounds in ([], [0], [1], [9])),
         {"groups": [{"rounds": [[1]], "updates": 3, "why": ""}]},
         {"least_tokens": "many"},
         {"tokens": 2**70},

@@ -197,6 +197,40 @@ def make_again(graph: Any) -> None:
         node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST_REGION}
 
 
+def keep_once(graph: Any) -> None:
+    """Mark values computed from inputs that the forward pass writes, such as running means, to be kept.
+
+    The partitioner would compute them a second time in the backward pass, from what was written meanwhile.
+    """
+    import torch
+    from torch._functorch.partitioners import get_default_op_list
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    write, operators = torch.ops.aten.copy_.default, get_default_op_list()
+    copies = graph.find_nodes(op="call_function", target=write)
+    reading = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
+    while reading:
+        for user in reading.pop().users:
+            if operators.is_view(user):  # it changes with what it is a view of
+                reading.append(user)
+            elif user.target is not write:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def mark_recomputed(graph: Any) -> None:
+    """Mark what the backward pass computes again and what it never does, in a graph of both passes."""
+    make_again(graph)
+    keep_once(graph)
+
+
+def aot_eager() -> Any:
+    """Return torch's backend of this name, which traces both passes and generates no code, with our marks."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(fw_compiler=boxed_nop, partition_fn=_partition, keep_inference_input_mutations=True)
+
+
 def _dtype(node: Any) -> Any:
     return getattr(node.meta.get("val"), "dtype", None)
 
@@ -205,7 +239,7 @@ def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
     """Cut a joint graph in two as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    make_again(graph.graph)
+    mark_recomputed(graph.graph)
     return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
 

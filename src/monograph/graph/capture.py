@@ -61,15 +61,23 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
     Raises:
         UsageError: the model has no blocks, or `step` is an engine.
-        CaptureFailed: at the first call of a function that cannot be captured as one graph.
+        CaptureFailed: the model has a float64 buffer without a dimension, or, at the first call of a function, it
+            cannot be captured as one graph.
     """
     if not hasattr(step, "layout"):
         raise UsageError(
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
         )
+    _require_buffers_kept(step)
     capture_by(functools.partial(compiled, backend=_drawing_alike(step, backend, scope)), step, scope)
     _replay(step, scope)
     return step
+
+
+def _require_buffers_kept(step: Any) -> None:
+    for name, buffer in step.model.named_buffers():
+        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # docs/log.md
+            raise CaptureFailed(f"the buffer {name} is float64 and has no dimension: torch loses what is written to it")
 
 
 def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
@@ -214,9 +222,11 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         # Fused into the loop over a plane, an update's coefficients would be computed for every 16 elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
         # Left alone, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass.
-        again = compat.graph_pass(compat.make_again, inductor.__file__)
-        options = matmul.passes() | {"joint_custom_post_pass": again}
-    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options)
+        # What depends on a buffer that the forward pass writes is computed once.
+        marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
+        options = matmul.passes() | {"joint_custom_post_pass": marks}
+    by = compat.aot_eager() if backend == "aot_eager" else backend
+    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=by, options=options)
 
     @functools.wraps(function)
     def captured(*arguments: Any, **keywords: Any) -> Any:

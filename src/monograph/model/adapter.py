@@ -28,14 +28,18 @@ from monograph.text.tokenizer import Tokenizer
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Monograph's own file next to PEFT's two; PEFT does not read it.
 BASE = "monograph_base.json"
-_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "use_rslora", "base_model_name_or_path", KEY}
+_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
 # The adapter's tensors mean the same whatever these keys say.
 _NO_MATTER = {
     "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
     "qalora_group_size", "layers_pattern", "ensure_weight_tying",
 }  # fmt: skip
-_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
-MOST_RANK = 2**16
+_PLAIN = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+    "use_rslora": (None, False, True),
+}
+MOST_RANK, MOST_ALPHA = 2**16, 10**9
 
 
 class Adapter(NamedTuple):
@@ -73,7 +77,9 @@ class Adapter(NamedTuple):
         if not exists(self.folder / BASE):
             return None
         recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
-        return recorded if isinstance(recorded, str) else None
+        if recorded is not None and not isinstance(recorded, str):
+            raise InputRefused(f"{self.folder / BASE}: weights_sha256 = {recorded!r}: expected a digest")
+        return recorded
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -114,7 +120,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     if type(rank) is not int or not 0 < rank <= MOST_RANK:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
     if not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
-        raise InputRefused(f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: expected numbers, below 1")
+        expected = "expected numbers from 0, at most 1e9 and below 1"
+        raise InputRefused(f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}")
     targets = values.get("target_modules")
     listed = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
     if not listed and not (isinstance(targets, str) and targets):
@@ -128,7 +135,7 @@ def read_adapter(folder: str | Path) -> Adapter:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= MOST_ALPHA
 
 
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
@@ -273,15 +280,20 @@ def _targets(module: nn.Module, adapted: Mapping[str, Adapted], lora: Lora) -> l
     return sorted(adapted) if matched else ends
 
 
-def resolved_base(adapter: Adapter) -> str:
-    """Return the folder of the model that an adapter is for.
+def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
+    """Return the folder of the model that an adapter is for; `above` are adapters whose base it is.
 
     Raises:
-        InputRefused: it is not there; nothing is fetched from the network.
+        InputRefused: it is not there, and nothing is fetched from the network; or adapters are bases of each other.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
-            return str(without_links(path))
+            base, above = without_links(path), above | {without_links(adapter.folder)}
+            if base in above:
+                raise InputRefused(f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it")
+            if is_adapter(base):
+                resolved_base(read_adapter(base), above)
+            return str(base)
     raise InputRefused(
         f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
         "fetched: write the folder of the base there"

@@ -19,6 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, ValidationError, create_model
+
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
 from monograph.storage.reading import (
@@ -39,6 +41,17 @@ _BEFORE_IT_BEGAN = {
     "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
 }  # fmt: skip
 _RECORD = b'{"serial": '  # the first bytes of run.lock
+
+_NUMBERS = ("train_loss", "grad_norm", "tokens_per_s", "wall_s", "eval_loss", "eval_bits_per_byte", "share")
+# What a row may hold where a command relies on it.
+_Row = create_model(
+    "_Row",
+    __config__=ConfigDict(strict=True),
+    **dict.fromkeys(("update", "tokens", "diverged"), (int, 0)),  # type: ignore[call-overload]
+    **dict.fromkeys(_NUMBERS, (float | None, None)),
+    summary=(create_model("_Summary", __config__=ConfigDict(strict=True), update=(int, 0)) | None, None),
+    sample=(str, ""),
+)
 
 # Descriptors of the locks that this process holds. A forked child inherits them, and so the locks, which would then
 # outlive this process.
@@ -212,9 +225,12 @@ class Run:
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
         rows = [parsed(line) for line in content.splitlines()]
-        if {} in rows:
-            place, instead = f"{self.metrics}:{rows.index({}) + 1}", "put it back, or start a new run with --from"
-            raise InputRefused(f"{place}: not a row of metrics; {instead}")
+        for number, row in enumerate(rows, 1):
+            try:
+                _Row.model_validate(row or None)
+            except ValidationError:
+                instead = "put it back, or start a new run with --from"
+                raise InputRefused(f"{self.metrics}:{number}: not a row of metrics; {instead}") from None
         return rows
 
     @property
@@ -235,10 +251,14 @@ class Run:
         return hashlib.sha256(self._metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Drop the rows after byte `offset`; raises InputRefused, changing nothing, if a remaining row is damaged.
+        """Drop the rows after byte `offset`, as `require_metrics` allows."""
+        self.require_metrics(offset, sha256)
+        if exists(self.metrics):
+            with explained(self.metrics):
+                os.truncate(self.metrics, offset)
 
-        With `sha256`, the remaining rows must have that digest.
-        """
+    def require_metrics(self, offset: int, sha256: str | None) -> None:
+        """Raise InputRefused if a row before byte `offset` is missing or damaged, or their digest is another one."""
         instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
@@ -250,8 +270,6 @@ class Run:
             found = self.metrics_digest(offset)
             if sha256 not in (None, found):
                 raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
-            with explained(self.metrics):
-                os.truncate(self.metrics, offset)
 
 
 @contextmanager

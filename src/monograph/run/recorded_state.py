@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,11 +18,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from monograph import checkpointing
-from monograph.checkpointing import Checkpoint
+from monograph.checkpointing import Checkpoint, CheckpointDamaged
 from monograph.errors import InputRefused, MonographError
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import lora_of
+from monograph.storage.reading import entries
 
 MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
 MOST = 10**15  # of updates, tokens, rows and bytes: more than any run sees, so that no number asks for endless work
@@ -130,6 +132,15 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
     update, state = checkpointing.load_state(folder)
     require(state, update, run)
     return state
+
+
+def require_metrics(run: Run) -> None:
+    """Require the metrics that the newest sound checkpoint of a run vouches for; raises InputRefused."""
+    for folder in reversed(entries(run.checkpoints, "step-")):
+        with suppress(CheckpointDamaged):
+            state = state_in(folder, run)
+            run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
+            return
 
 
 def require(state: Mapping[str, Any], update: int, run: Run) -> None:

@@ -60,6 +60,8 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
         return None
     try:
         record = parse_json(content)
+        if record["update"] is not None and type(record["update"]) is not int:
+            raise ValueError
         return Run(Path(record["run"])), record["update"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise InputRefused(f"{run.parent_file}: damaged; put it back, or start the run anew with --from") from None

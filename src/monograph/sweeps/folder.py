@@ -35,7 +35,7 @@ DEFAULT_TOKENS = 100_000
 
 class _Group(BaseModel):
     model_config = ConfigDict(strict=True)
-    rounds: list[Natural]
+    rounds: list[Annotated[int, Field(ge=1)]]
     updates: Natural
     why: str
 
@@ -116,7 +116,9 @@ class Sweep:
             record = parse_json(content)
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
-            _Record.model_validate(record)
+            groups = _Record.model_validate(record).groups
+            if groups is not None and sum(sum(group.rounds) for group in groups) != len(record["points"]):
+                raise ValueError("other members")
             record["points"] = [_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise InputRefused(f"{path}: damaged; put it back, or start the sweep anew in another folder") from None

@@ -16,6 +16,7 @@ from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
+from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.plan import Plan
@@ -66,6 +67,8 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
     """Return a member's numbers, read from its run; raises InputRefused where its metrics are damaged."""
     run = sweep.member(member.index)
     rows = run.rows()
+    if finished(run):  # of those that train on `Session.restore` requires it
+        recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
     return Outcome(member, run, rows, diverged, evaluation, finished(run))
